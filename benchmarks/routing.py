@@ -8,8 +8,9 @@ kept for ever, by whoever).
 
     python -m benchmarks.routing [--workload NAME RATE] [--layout 4P4D 8B] [--policy NAME[/SPLIT]]
 
-Workloads: turns (conversations), conv (Mooncake), azure-conv, azure-code; the last three need
-`--traces FOLDER`. Prints a table, and with --json one JSON object.
+Workloads: turns (conversations), conv (Mooncake), azure-conv, azure-code, decode-heavy (azure-conv
+with prompts of a quarter and answers four times as long); all but the first need `--traces FOLDER`.
+Prints a table, and with --json one JSON object.
 """
 
 from __future__ import annotations
@@ -75,9 +76,11 @@ def work_of(name: str, per_s: float, num: int, traces: Path, seed: int) -> list[
             return routing_work.mooncake(traces / "mooncake_conversation.jsonl", num, per_s)
         case "azure-conv":
             return routing_work.azure(traces / "azure_2023_conversation.csv", num, per_s)
+        case "decode-heavy":
+            return routing_work.decode_heavy(traces / "azure_2023_conversation.csv", num, per_s)
         case "azure-code":
             return routing_work.azure(traces / "azure_2023_code.csv", num, per_s)
-    raise SystemExit(f"--workload {name}: use turns, conv, azure-conv or azure-code")
+    raise SystemExit(f"--workload {name}: use turns, conv, azure-conv, azure-code or decode-heavy")
 
 
 def layout_of(text: str) -> Layout:
@@ -109,21 +112,41 @@ def figures(outcomes: Sequence[Outcome], least_computed: int) -> dict[str, Any]:
         and each.tpot_s <= _TPOT_S
         for each in outcomes
     )
-    ttfts = sorted(each.ttft_s if each.ttft_s is not None else 600.0 for each in outcomes)
-    computed = sum(each.num_prompt - each.num_cached for each in outcomes)
+    admitted = [each for each in outcomes if not each.is_rejected]
+    ttfts = sorted(each.ttft_s if each.ttft_s is not None else 600.0 for each in admitted)
+    lates = sorted(
+        (each.ttft_s if each.ttft_s is not None else 600.0)
+        / max(1.0, 3 * costs.of_prompt(each.num_prompt))
+        for each in admitted
+    )
+    computed = sum(each.num_prompt - each.num_cached for each in admitted)
     return {
         "goodput": round(100 * good / len(outcomes), 1),
         "ttft_p50_ms": round(1e3 * statistics.median(ttfts), 1),
         "ttft_p99_ms": round(1e3 * ttfts[int(0.99 * (len(ttfts) - 1))], 1),
-        "tpot_p50_ms": round(1e3 * statistics.median(each.tpot_s for each in outcomes), 2),
+        "late_p99": round(lates[int(0.99 * (len(lates) - 1))], 2),
+        "tpot_p50_ms": round(1e3 * statistics.median(each.tpot_s for each in admitted), 2),
         "tpot_p99_ms": round(
-            1e3 * sorted(each.tpot_s for each in outcomes)[int(0.99 * (len(outcomes) - 1))], 2
+            1e3 * sorted(each.tpot_s for each in admitted)[int(0.99 * (len(admitted) - 1))], 2
         ),
         "computed": round(computed / least_computed, 3),
         "computed_tokens": computed,
         "split": round(100 * sum(each.was_split for each in outcomes) / len(outcomes), 1),
-        "unfinished": sum(each.end_s is None for each in outcomes),
+        "shed": round(100 * (len(outcomes) - len(admitted)) / len(outcomes), 1),
+        "off": off_by(admitted),
+        "unfinished": sum(each.end_s is None for each in admitted),
     }
+
+
+def off_by(outcomes: Sequence[Outcome]) -> float | None:
+    """Mean error of predicted first tokens over what they were, in percent; after the first 200."""
+    errors = [
+        abs(each.predicted_s - served_s) / served_s
+        for each in outcomes[200:]
+        if each.predicted_s is not None and each.ttft_s is not None
+        for served_s in [each.ttft_s - each.sent_s]
+    ]
+    return round(100 * statistics.mean(errors), 1) if errors else None
 
 
 def line(row: dict[str, Any], *, has_head: bool) -> str:

@@ -11,24 +11,32 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from pdserve.config.http import ProxyConfig
 from pdserve.config.kv_events import KVEventsConfig
 from pdserve.config.policies import PREDICTED
 from pdserve.config.schema import CacheConfig, SchedulerConfig
 from pdserve.connectors.base import KVConnectorScheduler, Match
+from pdserve.errors import OverloadedError
 from pdserve.kvcache.grains import GrainTracker
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backend import Health
 from pdserve.proxy.backends import Backends
+from pdserve.proxy.brain.fairness import OUTPUT_WEIGHT, FairPlaces
 from pdserve.proxy.brain.index import Holder
+from pdserve.proxy.brain.model import ServiceModel
 from pdserve.proxy.brain.pairing import Pairing
 from pdserve.proxy.brain.prefixes import make_prefixes
 from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.breakers import Breakers
+from pdserve.proxy.gate import Gate
 from pdserve.proxy.metrics import Metrics
 from pdserve.proxy.routing import Disaggregate, Router
 from pdserve.scheduler.scheduler import Scheduler
@@ -41,16 +49,19 @@ from pdserve.wire.step import ModelRunnerOutput
 from pdserve.wire.transfer import ConnectorReport, Received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pdserve.connectors.views import RequestView
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.brain.index import PrefixIndex
     from pdserve.proxy.brain.ledger import LedgerEntry
+    from pdserve.proxy.brain.times import ServiceTimes
     from pdserve.wire.ids import BlockId
     from pdserve.wire.request import EngineOutput
     from pdserve.wire.step import SchedulerOutput
 
+Listeners = tuple[Callable[["EngineOutput"], None], Callable[[], None]]
+"""What is told of a request's first token, and of its end."""
 VOCAB_SIZE = 50_000
 _BLOCK_TOKENS = 64
 _EVENT_S = 0.005
@@ -111,6 +122,8 @@ class Work:
     at_s: float
     prompt: Sequence[int]
     num_output: int
+    tenant: str = ""
+    session: str = ""
 
 
 @dataclass
@@ -121,14 +134,20 @@ class Outcome:
         num_cached: Tokens of its prompt that were not computed for it.
         ttft_s, end_s: Since its arrival; None: it was refused, or not over at the end.
         was_split: Whether its prompt was computed by another engine than the rest.
+        is_rejected: It was turned away as it came.
+        predicted_s: To the first token, from when it was sent on; as it was `sent_s` after it came.
     """
 
     num_prompt: int
     num_output: int
+    tenant: str = ""
     num_cached: int = 0
     ttft_s: float | None = None
     end_s: float | None = None
     was_split: bool = False
+    is_rejected: bool = False
+    predicted_s: float | None = None
+    sent_s: float = 0.0
 
     @property
     def tpot_s(self) -> float:
@@ -298,8 +317,10 @@ class _Engine:
         holder = self._holder
         if holder is None:
             return
+        faults = self._fleet.faults
         for event in self._tracker.apply(self.scheduler.take_events()):
-            self._fleet.after(_EVENT_S, lambda event=event: holder.apply(event))
+            if self._fleet.rng.random() >= faults.lost_events:
+                self._fleet.after(faults.event_s, lambda event=event: holder.apply(event))
 
 
 class _Told:
@@ -321,6 +342,14 @@ class _Told:
         """Nobody asks."""
         return []
 
+    def lags_s(self) -> dict[str, float]:
+        """Nobody asks."""
+        return {}
+
+    def resyncs(self) -> dict[str, int]:
+        """Nobody asks."""
+        return {}
+
     def holder(self, url: str) -> Holder:
         """An engine's part of the index."""
         holder = self.holders[url] = Holder(self._index, url)
@@ -329,6 +358,39 @@ class _Told:
     def exact(self, url: str) -> tuple[int, ...]:
         """See `Feed`."""
         return (self.holders[url].bit,)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What is wrong with what the proxy knows.
+
+    Attributes:
+        predicted: All times are predicted so many times as long.
+        event_s: How late KV events are.
+        lost_events: Share of them that never come.
+    """
+
+    predicted: float = 1.0
+    event_s: float = _EVENT_S
+    lost_events: float = 0.0
+
+
+class ScaledModel(ServiceModel):
+    """A model that is off by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def times(self) -> ServiceTimes:
+        """See `ServiceModel`."""
+        times, x = super().times(), self._factor
+        a, b, c = times.prefill
+        d, e, f = times.step
+        r, t = times.wire
+        return msgspec.structs.replace(
+            times, prefill=(a * x, b * x, c * x), step=(d * x, e * x, f * x), wire=(r * x, t * x)
+        )
 
 
 @dataclass
@@ -342,10 +404,12 @@ class Fleet:
     layout: Layout
     settings: dict[str, Any]
     costs: Costs = field(default_factory=Costs)
+    faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:
         layout = self.layout
         self.clock = ManualClock(0.0)
+        self.rng = random.Random(0)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         both = [f"http://b{i}" for i in range(layout.num_both)]
@@ -366,9 +430,14 @@ class Fleet:
         self._prefixes = make_prefixes(
             config, self.backends, self.clock, metrics.prefixes, make_feed=make_feed
         )
-        is_predicted = config.split_policy == PREDICTED
-        self.pairing = Pairing(config.itl_slo_s) if is_predicted else None
+        self._places = FairPlaces(config.max_concurrent_requests, self.clock.monotonic_s)
+        self.pairing = None
+        if config.split_policy == PREDICTED:
+            self.pairing = Pairing(config, self.clock, metrics.route, on_change=self._places.look)
+            self.pairing.model = ScaledModel(self.faults.predicted)
         self._router = Router(config, self.backends, self._prefixes, self.pairing)
+        before = self._places.tokens_before
+        self._gate = Gate(config, self._router, before, self.pairing, metrics.gate)
         self._engines = {
             each.url: _Engine(self, feeds[0].holder(each.url) if feeds else None, layout)
             for each in self.backends
@@ -383,7 +452,7 @@ class Fleet:
         """Serve a workload, until all is over or so long after its last arrival."""
         outcomes = []
         for number, work in enumerate(workload):
-            outcome = Outcome(len(work.prompt), work.num_output)
+            outcome = Outcome(len(work.prompt), work.num_output, work.tenant)
             outcomes.append(outcome)
             self.after(work.at_s, lambda w=work, o=outcome, n=number: self._arrive(w, o, n))
         end_s = max(work.at_s for work in workload) + patience_s
@@ -398,8 +467,21 @@ class Fleet:
     def _arrive(self, work: Work, outcome: Outcome, number: int) -> None:
         grains = tuple(grain_hashes(work.prompt, "")) if self._prefixes else ()
         known_tokens = len(work.prompt) if self._prefixes else 0
-        prompt = RoutePrompt(4 * len(work.prompt), known_tokens, grains)
+        prompt = RoutePrompt(
+            4 * len(work.prompt),
+            known_tokens,
+            grains,
+            request_id=str(number),
+            tenant=work.tenant,
+            session=work.session,
+        )
         at_s = self.clock.monotonic_s()
+        try:
+            self._gate.require_promising(prompt)
+        except OverloadedError:
+            outcome.is_rejected = True
+            return
+        claim = self._gate.claim(prompt)
 
         def first(output: EngineOutput) -> None:
             outcome.num_cached = output.num_cached_tokens
@@ -407,8 +489,23 @@ class Fleet:
 
         def end() -> None:
             outcome.end_s = self.clock.monotonic_s() - at_s + self.costs.hop
+            computed = len(work.prompt) - outcome.num_cached
+            self._places.release(claim, computed + OUTPUT_WEIGHT * work.num_output)
 
+        def granted() -> None:
+            outcome.sent_s = self.clock.monotonic_s() - at_s
+            self._serve(work, outcome, number, prompt, (first, end))
+
+        claim.grant = granted
+        self._places.ask(claim)
+
+    def _serve(
+        self, work: Work, outcome: Outcome, number: int, prompt: RoutePrompt, on: Listeners
+    ) -> None:
+        first, end = on
         plan = self._router.plan(prompt)
+        if plan.decision is not None:
+            outcome.predicted_s = plan.decision.chosen.ttft_s
         if not isinstance(plan, Disaggregate):
             request = self._request(f"{number}", work.prompt, work.num_output, number)
             self._send("local", plan.engine, prompt, _Leg(request, first, end))

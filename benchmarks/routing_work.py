@@ -68,7 +68,7 @@ def _with_answers(turns: Sequence[tuple[float, list[int], int]], num_turns: int)
             seed = number_of[earlier]
             prompt[start : start + num] = [output_token(seed, start + i) for i in range(num)]
         written[index] = prompt
-    return [Work(turns[i][0], written[i], turns[i][2]) for i in order]
+    return [Work(turns[i][0], written[i], turns[i][2], session=str(i // num_turns)) for i in order]
 
 
 def mooncake(
@@ -109,6 +109,31 @@ def azure(path: Path, num_requests: int, per_s: float) -> list[Work]:
         Work(at_s, _tokens(rng, int(row["num_prefill_tokens"])), int(row["num_decode_tokens"]))
         for at_s, row in zip(times, rows, strict=True)
     ]
+
+
+def decode_heavy(path: Path, num_requests: int, per_s: float) -> list[Work]:
+    """The same with short prompts and long answers."""
+    return [
+        Work(work.at_s, work.prompt[: max(1, len(work.prompt) // 4)], 4 * work.num_output)
+        for work in azure(path, num_requests, per_s)
+    ]
+
+
+def greedy(num_requests: int, per_s: float, *, times: float, seed: int = 0) -> list[Work]:
+    """Prompts of two tenants, of which one sends so many times as many as the other.
+
+    Args:
+        per_s: Requests of the other one.
+    """
+    rng = random.Random(seed)
+    work: list[Work] = []
+    for tenant, rate in (("modest", per_s), ("greedy", per_s * times)):
+        at_s, share = 0.0, rate / (per_s * (1 + times))
+        for _ in range(round(num_requests * share)):
+            at_s += rng.expovariate(rate)
+            prompt = _tokens(rng, rng.randint(200, 4000))
+            work.append(Work(at_s, prompt, rng.randint(20, 200), tenant))
+    return sorted(work, key=lambda each: each.at_s)
 
 
 def least_computed(workload: Sequence[Work]) -> int:

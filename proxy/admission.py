@@ -1,16 +1,16 @@
 """Limits how many requests run at once, how many may wait, and for how long.
 
-Knows numbers and time only. First come, first served; O(1) per request.
+Knows numbers and time only; who of those who wait comes next is `FairPlaces`' to say.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from pdserve.errors import OverloadedError
+from pdserve.proxy.brain.fairness import Claim, FairPlaces
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ RETRY_AFTER_S = 1.0
 
 
 class AdmissionQueue:
-    """A counter of running requests with a bounded queue in front of it.
+    """Places for running requests, with a bounded queue in front of them.
 
     Args:
         max_concurrent: Requests that may run at once.
@@ -31,76 +31,114 @@ class AdmissionQueue:
         self._max_concurrent = max_concurrent
         self._queue_size = queue_size
         self._queue_timeout_s = queue_timeout_s
-        self._num_running = 0
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._places = FairPlaces(max_concurrent, _now_s)
+        self._waiters: dict[Claim, asyncio.Future[bool]] = {}
 
     @property
     def num_running(self) -> int:
         """Requests that hold a place."""
-        return self._num_running
+        return self._places.num_running
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._waiters)
+        return self._places.num_waiting
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
+    async def place(self, claim: Claim | None = None) -> AsyncIterator[HeldPlace]:
         """Hold a place while the block runs.
 
         Raises:
             OverloadedError: The queue is full, or the wait was too long.
         """
-        await self._acquire()
+        claim = claim or Claim()
+        await self._acquire(claim)
+        place = HeldPlace()
         try:
-            yield
+            yield place
         finally:
-            self._release()
+            self._places.release(claim, place.cost)
 
-    def require_room(self) -> None:
-        """Check that one more request may run or wait.
+    def require_room(self, tenant: str = "") -> None:
+        """Check that one more request of a tenant may run or wait.
 
         Raises:
             OverloadedError: It would be refused now.
         """
-        if self._num_running >= self._max_concurrent and len(self._waiters) >= self._queue_size:
+        is_full = self.num_waiting >= self._queue_size
+        is_busy = self.num_running >= self._max_concurrent or self.num_waiting > 0
+        if is_full and is_busy and self._places.newest_of_greediest(tenant) is None:
             raise OverloadedError(
-                f"{self._num_running} requests run and {len(self._waiters)} wait: try again later",
+                f"{self.num_running} requests run and {self.num_waiting} wait: try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    async def _acquire(self) -> None:
-        if self._num_running < self._max_concurrent:
-            self._num_running += 1
-            return
-        self.require_room()
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+    def tokens_before(self, tenant: str) -> float:
+        """See `FairPlaces.tokens_before`."""
+        return self._places.tokens_before(tenant)
+
+    def look(self) -> None:
+        """Have those who wait looked at again: what they wait for may have come."""
+        self._places.look()
+
+    async def _acquire(self, claim: Claim) -> None:
+        self.require_room(claim.tenant)
+        if self.num_waiting >= self._queue_size:
+            self._turn_away(claim.tenant)
+        waiter = self._waiters[claim] = asyncio.get_running_loop().create_future()
+        claim.grant = lambda: self._granted(claim)
         try:
+            self._places.ask(claim)
             async with asyncio.timeout(self._queue_timeout_s):
-                await waiter
+                has_place = await waiter
         except TimeoutError:
-            self._give_up(waiter)
+            self._give_up(claim)
             raise OverloadedError(
                 f"no place within {self._queue_timeout_s:g} s: try again later",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
         except asyncio.CancelledError:
-            self._give_up(waiter)
+            self._give_up(claim)
             raise
+        finally:
+            del self._waiters[claim]
+        if not has_place:
+            raise OverloadedError(
+                "others wait, who have asked for less: try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
-    def _give_up(self, waiter: asyncio.Future[None]) -> None:
+    def _turn_away(self, tenant: str) -> None:
+        """Make room in the queue for one more request of a tenant, if another one takes it all."""
+        victim = self._places.newest_of_greediest(tenant)
+        if victim is not None:
+            self._places.withdraw(victim)
+            if not self._waiters[victim].done():
+                self._waiters[victim].set_result(False)
+
+    def _granted(self, claim: Claim) -> None:
+        waiter = self._waiters[claim]
+        if not waiter.done():
+            waiter.set_result(True)
+
+    def _give_up(self, claim: Claim) -> None:
         """Leave the queue; pass on a place that was granted in the same moment."""
-        if waiter.done() and not waiter.cancelled():
-            self._release()
-        elif waiter in self._waiters:
-            self._waiters.remove(waiter)
+        if claim.is_running:
+            self._places.release(claim, 0.0)
+        elif claim.is_waiting:
+            self._places.withdraw(claim)
 
-    def _release(self) -> None:
-        """Hand the place to the next in line, or give it back."""
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-        self._num_running -= 1
+
+class HeldPlace:
+    """A place that a request has.
+
+    Attributes:
+        cost: What it has taken, to be set before the place is left; None: as expected.
+    """
+
+    def __init__(self) -> None:
+        self.cost: float | None = None
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

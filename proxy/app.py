@@ -39,6 +39,7 @@ from pdserve.proxy.checks import HealthChecks
 from pdserve.proxy.client import EngineHttp
 from pdserve.proxy.dashboard.handlers import Dashboard
 from pdserve.proxy.debug import Debug
+from pdserve.proxy.gate import Gate
 from pdserve.proxy.generation import Generation
 from pdserve.proxy.live import LiveRequests
 from pdserve.proxy.metrics import Metrics
@@ -132,17 +133,25 @@ class Proxy:
             config, self.backends, self._clock, self.metrics.prefixes, make_feed=make_feed
         )
         is_predicted = config.split_policy == PREDICTED
-        self.pairing = Pairing(config.itl_slo_s) if is_predicted else None
+        self.pairing = (
+            Pairing(config, self._clock, self.metrics.route, on_change=self.admission.look)
+            if is_predicted
+            else None
+        )
+        router = Router(config, self.backends, self._prefixes, self.pairing)
+        before = self.admission.tokens_before
+        gate = Gate(config, router, before, self.pairing, self.metrics.gate)
         services = Services(
             config=config,
             http=self._http,
             backends=self.backends,
             checks=self.checks,
             breakers=self.breakers,
-            router=Router(config, self.backends, self._prefixes, self.pairing),
+            router=router,
             prefixes=self._prefixes,
             pairing=self.pairing,
             admission=self.admission,
+            gate=gate,
             bodies=self.bodies,
             metrics=self.metrics,
             new_nonce=new_nonce,

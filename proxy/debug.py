@@ -16,6 +16,7 @@ from pdserve.http.answers import json_answer
 from pdserve.observe.trace_query import trace_query
 from pdserve.proxy.boundary import operator_headers
 from pdserve.proxy.trace import Tracer
+from pdserve.wire.finished import number_in
 
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
@@ -50,13 +51,22 @@ class Debug:
         return json_answer({"running": running, "finished": msgspec.Raw(finished)})
 
     async def _decisions(self, request: web.Request) -> web.Response:
-        """What was learned of the engines, and the pairs that were chosen, the newest first."""
+        """What was learned, and the newest `?limit=N` pairs that were chosen (all that are kept).
+
+        Those after `&after=SEQ`, or the one of `&request=ID`.
+        """
         pairing = self._services.pairing
         if pairing is None:
             raise NotFoundError(
                 "this proxy chooses no pairs: start it with --split-policy predicted"
             )
-        return json_answer(pairing.as_json())
+        after_seq, limit = number_in(request.query, "after"), number_in(request.query, "limit")
+        name = request.query.get("request")
+        if name is None:
+            decisions = pairing.log.newest(after_seq=after_seq)[: limit or None]
+        else:
+            decisions = [each for each in [pairing.log.of(name)] if each is not None]
+        return json_answer(pairing.shown(decisions))
 
     async def _trace(self, request: web.Request) -> web.Response:
         """The last `?seconds=N` of this proxy and of all engines."""

@@ -6,7 +6,7 @@
       +-------- no prefill engine ---------^
 
 QUEUED    waits for a place (`AdmissionQueue`), then for a plan (`Router`); where a policy looks at
-          prefixes, its prompt is read between (`Prefixes`).
+          prefixes, its prompt is read before (`Prefixes`), and `Gate` may turn it away.
 PREFILL   the prefill engine has the request; in a push the decode engine has it too. Its first
           token goes to the client the moment it comes; a handoff follows it, or the end of the
           stream if the request ends there.
@@ -38,7 +38,6 @@ other way out, cancellation included, its leases are given back (`Handoff`).
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -93,16 +92,8 @@ class Flow:
             ClientGoneError: The client closed its connection.
         """
         try:
-            self._story.queued()
-            async with asyncio.timeout_at(self._legs.until_s), self._services.admission.place():
-                self._story.admitted()
-                if self._services.prefixes is not None and not self._legs.ends_with_prompt:
-                    read = await self._services.prefixes.read(self._legs.body)
-                    needs_equal = self._legs.prompt.needs_equal_text
-                    self._legs.prompt = replace(read, needs_equal_text=needs_equal)
-                response = await self._serve()
-                self.outcome, self._story.reason = "ok", ""
-                return response
+            async with asyncio.timeout_at(self._legs.until_s):
+                return await self._admitted()
         except RefusedError as refusal:
             self.outcome, self._story.reason = outcome_of(refusal.status), refusal.code
             return await self._delivery.refuse(refusal)
@@ -122,6 +113,29 @@ class Flow:
                     "budget" if isinstance(error, BudgetSpentError) else "no_engine",
                 )
             return await self._fail(error)
+
+    async def _admitted(self) -> web.StreamResponse:
+        """Serve the request when it gets a place.
+
+        Raises:
+            OverloadedError: There is none for it, or it would miss its objectives.
+        """
+        gate = self._services.gate
+        if self._services.prefixes is not None and not self._legs.ends_with_prompt:
+            read = await self._services.prefixes.read(self._legs.body)
+            self._legs.prompt = self._legs.prompt.named_as(read)
+        prompt = self._legs.prompt
+        self._story.queued()
+        gate.require_promising(prompt)
+        async with self._services.admission.place(gate.claim(prompt)) as place:
+            self._story.admitted()
+            try:
+                response = await self._serve()
+            finally:
+                place.cost = gate.ended(prompt, self._story)
+            gate.served(prompt, self._story)
+            self.outcome, self._story.reason = "ok", ""
+            return response
 
     async def _serve(self) -> web.StreamResponse:
         """Serve the request as soon as an engine can.
@@ -169,7 +183,8 @@ class Flow:
         self._story.decision = plan.decision
         if isinstance(plan, RunLocally):
             return await self._run_locally(plan.reason, plan.engine, is_fallback=plan.is_outage)
-        reason = "default" if plan.decision is None else plan.decision.reason
+        undecided = "default" if self._services.pairing is None else "cold"
+        reason = undecided if plan.decision is None else plan.decision.reason
         self._decide("disaggregated", reason)
         self._story.mode = Mode.DISAGGREGATED
         while isinstance(following := await self._attempt(plan), Disaggregate):

@@ -6,6 +6,7 @@ Reads a request and accounts for how it ended; `flow` serves it.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -32,6 +33,7 @@ from pdserve.http.protocol import (
 from pdserve.observe.request_log import CLIENT_LEFT, log_request, outcome_of
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.boundary import REQUEST_ID_KEY, engine_headers
+from pdserve.proxy.brain.asking import as_asked, tenant_of
 from pdserve.proxy.delivery import Delivery
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
@@ -121,7 +123,8 @@ class Generation:
         """
         outcome = "error"
         try:
-            body, dialect = await self._body_of(request, until_s)
+            tenant = tenant_of(self._config, request.headers)
+            body, dialect = await self._body_of(request, until_s, tenant)
             story.streamed, story.model = body.stream, body.model
             legs = Legs(
                 self._services,
@@ -136,6 +139,8 @@ class Generation:
                     STAGES_HEADER: "1",
                 },
             )
+            prompt = as_asked(legs.prompt, body, request.headers, story.request_id)
+            legs.prompt = replace(prompt, tenant=tenant)
             flow = Flow(self._services, legs)
             response = await flow.run()
             outcome, story.status = flow.outcome, response.status
@@ -175,7 +180,7 @@ class Generation:
         return engine.info.model if engine is not None and engine.info is not None else ""
 
     async def _body_of(
-        self, request: web.Request, until_s: float
+        self, request: web.Request, until_s: float, tenant: str
     ) -> tuple[ClientBody, Dialect | None]:
         """Read a request, if it may be served, and say what its client speaks.
 
@@ -183,7 +188,7 @@ class Generation:
             OverloadedError: No more is taken now.
             PdserveError: It cannot be read.
         """
-        self._services.admission.require_room()
+        self._services.admission.require_room(tenant)
         data = await self._bytes_of(request, until_s)
         dialect = paths.dialect_of(request.path, data, request[REQUEST_ID_KEY])
         body = ClientBody(

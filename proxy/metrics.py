@@ -21,8 +21,8 @@ from pdserve.observe.metrics import (
 )
 from pdserve.observe.processes import ProcessSeries
 from pdserve.observe.request_series import EndedRequest, RequestSeries
-from pdserve.proxy.brain.decision import REASONS
-from pdserve.proxy.brain.metrics import PrefixMetrics
+from pdserve.proxy.brain.metrics import GateMetrics, PrefixMetrics, RouteMetrics
+from pdserve.proxy.brain.question import REASONS
 from pdserve.proxy.errors import CAUSES
 from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, LadderRung, Mode, NotPushed, Stage
 from pdserve.proxy.totals import ALL, Totals
@@ -39,6 +39,7 @@ LEGS = ("prefill", "decode", "local", "forward")
 FAILURES = tuple(CAUSES)
 DECISIONS = (
     ("disaggregated", "default"),
+    ("disaggregated", "cold"),
     ("local", "no_prefill"),
     ("local", "no_decode"),
     ("local", "no_pair"),
@@ -177,12 +178,8 @@ class Metrics:
         )
         self.loop_lag = loop_lag_histogram(registry)
         self.prefixes = PrefixMetrics(registry)
-        self.prediction_error = Histogram(
-            "pdserve_route_prediction_error_ratio",
-            "By how much the predicted time to the first token was off, over what it was.",
-            registry=registry,
-            buckets=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
-        )
+        self.route = RouteMetrics(registry)
+        self.gate = GateMetrics(registry)
         self._create_series()
 
     def _create_series(self) -> None:
@@ -233,10 +230,6 @@ class Metrics:
             self.stage_duration.labels(stage).observe(seconds)
         for gap_s, number in story.token_gaps:
             self._gaps.observe(gap_s, number)
-        served_s = story.served_s
-        if story.decision is not None and story.streamed and served_s:
-            error_s = abs(story.decision.chosen.ttft_s - served_s)
-            self.prediction_error.observe(error_s / served_s)
         terms = story.ttft_terms()
         if story.streamed and terms:
             self.ttft.labels(story.mode.value).observe(sum(terms.values()))

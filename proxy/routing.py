@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pdserve.config.http import ProxyConfig
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
-    from pdserve.proxy.brain.decision import PairDecision
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
+    from pdserve.proxy.brain.question import PairDecision, RouteQuestion
     from pdserve.proxy.policies import BackendView, Policy
 
 RETRY_AFTER_S = 1.0
@@ -170,6 +170,33 @@ class Router:
             return RunLocally(decode, decision.reason, decision=decision)
         is_pushed = may_push and self._pushes(prefill, decode, prompt)
         return Disaggregate(prefill, decode if is_pushed else None, decision, decode)
+
+    def outlook(self, prompt: RoutePrompt) -> RouteQuestion | None:
+        """Return what is known of a request and the engines; None if that is too little."""
+        if self._pairing is None or self._prefixes is None:
+            return None
+        if not self._pairing.model.is_known or not prompt.num_tokens:
+            return None
+        ready = self._ready(None)
+        prefills = [backend for backend in ready if backend.prefills()]
+        decodes = [backend for backend in ready if backend.decodes()]
+        return self._pairing.question(prompt, prefills, decodes, self._prefixes.known(prompt))
+
+    def most_known(self, prompt: RoutePrompt) -> int:
+        """Tokens of a prompt that some engine has."""
+        known = {} if self._prefixes is None else self._prefixes.known(prompt)
+        return max(known.values(), default=0)
+
+    def can_begin_within(self, limit_s: float, *, at_home: bool) -> bool:
+        """Whether an engine has computed what it has of prompts so soon; as far as is known.
+
+        Args:
+            at_home: Engines whose role includes prefill count alone.
+        """
+        if self._pairing is None:
+            return True
+        able = [b for b in self._ready(None) if b.prefills() or not at_home]
+        return not able or any(self._pairing.backlog_s(each) <= limit_s for each in able)
 
     def _seen(
         self, prompt: RoutePrompt, prefill: Backend, local: Backend

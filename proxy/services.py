@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.breakers import Breakers
     from pdserve.proxy.checks import HealthChecks
     from pdserve.proxy.client import EngineHttp
+    from pdserve.proxy.gate import Gate
     from pdserve.proxy.metrics import Metrics
     from pdserve.proxy.routing import Router
 
@@ -40,6 +41,7 @@ class Services:
     prefixes: Prefixes | None
     pairing: Pairing | None
     admission: AdmissionQueue
+    gate: Gate
     bodies: Bodies
     metrics: Metrics
     new_nonce: Callable[[], str]

@@ -59,6 +59,8 @@ class Status:
         metrics, stories = self._services.metrics, self._live.stories
         if self._services.prefixes is not None:
             self._services.prefixes.measure()
+        if self._services.pairing is not None:
+            self._services.pairing.measure()
         metrics.totals.look(list(backends), stories)
         return metrics.exposition(
             backends=backends.count(),

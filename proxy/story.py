@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.observe.clock import Clock
-    from pdserve.proxy.brain.decision import PairDecision
     from pdserve.proxy.brain.prompt import KnownPrefix, RoutePrompt
+    from pdserve.proxy.brain.question import PairDecision
     from pdserve.wire.hop import EngineStages
 
 

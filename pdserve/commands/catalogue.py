@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdserve.config.load import Table
+from pdserve.config.route import route_compare_table, route_explain_table
 from pdserve.config.schema import Role
 from pdserve.config.settings import (
     bench_compare_table,
@@ -127,6 +128,22 @@ COMMANDS: Final = (
         positional="",
     ),
     Command(
+        "route explain",
+        "show why a request went where it did, and decide it again from its record",
+        route_explain_table,
+        "pdserve.commands.route:run_explain",
+        "pdserve route explain 3f2a --url http://127.0.0.1:8000",
+        positional="ID ",
+    ),
+    Command(
+        "route compare",
+        "say what another policy would have chosen for the last requests, and what it would cost",
+        route_compare_table,
+        "pdserve.commands.route:run_compare",
+        "pdserve route compare --policy prefix_sticky/isl_bounding",
+        positional="",
+    ),
+    Command(
         "doctor",
         "check this machine, and whether running engines fit together",
         doctor_table,
@@ -175,5 +192,5 @@ COMMANDS: Final = (
     ),
 )
 
-FAMILIES: Final = {"bench": "measure deployments"}
+FAMILIES: Final = {"bench": "measure deployments", "route": "explain where requests went"}
 """First words of commands of two words, and what the commands are for."""

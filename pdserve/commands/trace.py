@@ -7,15 +7,12 @@ over the wire is what the processes recorded.
 from __future__ import annotations
 
 import gzip
-import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.commands.asking import asked
 from pdserve.commands.exit_codes import EXIT_DONE
 from pdserve.config.load import build
 from pdserve.config.trace import TraceConfig
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from pdserve.config.load import Resolved, Table
     from pdserve.observe.trace_summary import Summary
 
-_TIMEOUT_S = 60.0
 _SLACK_S = 0.5
 """Between the first and the last process that was asked."""
 
@@ -66,33 +62,14 @@ def fetch(config: TraceConfig) -> Collection:
         PeerError: It cannot be reached, or it does not answer like one.
         ConfigError: It wants another key.
     """
-    url = f"{config.url.rstrip('/')}/debug/trace?seconds={config.seconds!r}"
-    request = urllib.request.Request(url)
-    if config.api_keys:
-        request.add_header("Authorization", f"Bearer {config.api_keys[0]}")
-    try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_TIMEOUT_S) as response:
-            body = response.read()
-    except urllib.error.HTTPError as error:
-        message = _message(error.read()) or f"status {error.code}"
-        if error.code in {401, 403}:
-            raise ConfigError(
-                f"{config.url} wants a key: {message}; give it with --api-key, or as "
-                "PDSERVE_API_KEY",
-                param="api-key",
-            ) from error
-        raise PeerError(f"{url}: {message}") from error
-    except (urllib.error.URLError, OSError) as error:
-        reason = getattr(error, "reason", error)
-        raise PeerError(
-            f"{config.url} cannot be reached: {reason}; give the proxy's or an engine's base URL "
-            "with --url"
-        ) from error
+    path = f"/debug/trace?seconds={config.seconds!r}"
+    body = asked(config.url, path, config.api_keys)
     try:
         return msgspec.json.decode(body, type=Collection)
     except msgspec.MsgspecError as error:
-        raise PeerError(f"{url}: the answer is no trace of pdserve: {error}") from error
+        raise PeerError(
+            f"{config.url}{path}: the answer is no trace of pdserve: {error}"
+        ) from error
 
 
 def told(summary: Summary, path: Path, num_bytes: int) -> list[str]:
@@ -138,11 +115,3 @@ def _write(trace: ChromeTrace, path: Path) -> int:
             param="output",
         ) from error
     return path.stat().st_size
-
-
-def _message(body: bytes) -> str:
-    """What an error object says; empty if it is none."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return ""

@@ -208,7 +208,12 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
         prefill, decode: Base URLs of engines known from the start.
         prefill_policy, decode_policy: Names of routing policies: see `policies`.
         split_policy: Name of the one that says whether a request is split between two engines.
-        itl_slo_s: The objective for the time between two tokens, for the split policy `predicted`.
+        ttft_slo_s, itl_slo_s: Objectives for the first token and for the time between two, where
+            a request names none, for the split policy `predicted`. A first one of 0 is a second,
+            or three times what the prompt takes alone.
+        early_rejection: With `predicted`, requests that would miss their objectives get 429.
+        tenant_header: Names the header by which who is in front of the proxy says whose share a
+            request is of; empty: it is its API key's, where keys are checked.
         tokenizer, chat_template: The directory of the engines' tokenizer, and a file in place of
             its template; for policies that look at prefixes. Without a tokenizer, prompts of text
             are known by their bytes.
@@ -227,7 +232,10 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
     split_policy: str = "always"
+    ttft_slo_s: float = 0.0
     itl_slo_s: float = 0.05
+    early_rejection: bool = True
+    tenant_header: str = ""
     tokenizer: str = ""
     chat_template: str = ""
     kv_mode: KVTransfer = KVTransfer.AUTO
@@ -258,6 +266,7 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
         ):
             require(number > 0, flag, number, POSITIVE)
         for flag, number in (
+            ("ttft-slo", self.ttft_slo_s),
             ("queue-size", self.queue_size),
             ("retry-max-retries", self.retry_max_retries),
             ("cb-timeout-duration-secs", self.cb_timeout_s),

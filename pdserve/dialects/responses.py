@@ -32,7 +32,7 @@ PARAMS: Final = {
 _SAME: Final = (
     "model", "temperature", "top_p", "user", "top_k", "repetition_penalty", "logit_bias", "seed",
     "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "priority",
-    "cache_salt", "structured_outputs", "stream",
+    "cache_salt", "slo", "structured_outputs", "stream",
 )  # fmt: skip
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDABLE: Final = (_LOGPROBS, "reasoning.encrypted_content")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pdserve.http.protocol import TextFields
+from pdserve.http.protocol import Objectives, TextFields
 
 JsonObject = dict[str, Any]
 
@@ -53,6 +53,7 @@ class ResponsesRequest(TextFields, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    slo: Objectives | None = None
     structured_outputs: Any = None
 
     background: Any = None

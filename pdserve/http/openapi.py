@@ -134,6 +134,7 @@ PROXY: Final = (
         "Which pairs were chosen, and why",
         answer="application/json",
         is_operators=True,
+        query=("request", "after", "limit"),
     ),
 )
 ENGINE: Final = (

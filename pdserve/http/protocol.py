@@ -16,6 +16,7 @@ from pdserve.http.structured import ResponseFormat, StructuredOutputs
 from pdserve.wire.hop import KVTransferParams
 
 MAX_CHOICES = 1024
+MAX_SLO_MS = 3.6e6
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -24,6 +25,26 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class Objectives(msgspec.Struct, frozen=True, kw_only=True):
+    """How soon a client wants its tokens. A proxy that predicts goes by it; engines do not.
+
+    Attributes:
+        ttft_ms: To the first token.
+        itl_ms: From each token to the next.
+    """
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, milliseconds in (("ttft_ms", self.ttft_ms), ("itl_ms", self.itl_ms)):
+            if milliseconds is not None and not 0 < milliseconds <= MAX_SLO_MS:
+                raise ValueError(
+                    f"{name} is {milliseconds:g}: give milliseconds, above 0 and at most "
+                    f"{MAX_SLO_MS:g}"
+                )
 
 
 class TextFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +67,8 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
     """The fields that completions and chat have in common; None means not given.
 
     Attributes:
-        user, session_id: Name who asks; nothing depends on them, as in vLLM.
+        user: Names who asks; nothing depends on it, as in vLLM.
+        session_id: Names the conversation; a proxy that predicts serves its requests alike.
         logprob_token_ids: In place of the likeliest tokens, where log-probabilities are asked for.
         truncate_prompt_tokens: Cut prompts down to so many tokens; -1 is to what has room.
         truncation_side: The end that is cut off: left, if it is not given.
@@ -82,6 +104,7 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
     cache_salt: str | None = None
     user: str | None = None
     session_id: str | None = None
+    slo: Objectives | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     logprob_token_ids: list[int] | None = None

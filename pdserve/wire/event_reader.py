@@ -99,6 +99,10 @@ class EventReader:
             return ReaderState.STALE
         return self._state
 
+    def silent_s(self, now_s: float) -> float:
+        """Seconds since the engine was heard last."""
+        return max(0.0, now_s - self._heard_s)
+
     def is_exact(self, now_s: float) -> bool:
         """Whether to believe the index; if not, treat the engine as one without events."""
         return self._state is ReaderState.LIVE and now_s - self._heard_s < GONE_S

@@ -148,8 +148,8 @@ class FinishedRequests:
         Raises:
             BadRequestError: One of them is no whole number, or below 0.
         """
-        number = min(_number_in(query, "finished"), NUM_KEPT)
-        return self.as_json(number, after_seq=_number_in(query, "after"))
+        number = min(number_in(query, "finished"), NUM_KEPT)
+        return self.as_json(number, after_seq=number_in(query, "after"))
 
     def since(self, monotonic_s: float) -> list[Finished]:
         """Return those that ended at `monotonic_s` or later, newest first."""
@@ -173,7 +173,12 @@ class FinishedRequests:
         return itertools.takewhile(lambda kept: kept.ended_s >= monotonic_s, reversed(self._kept))
 
 
-def _number_in(query: Mapping[str, str], name: str) -> int:
+def number_in(query: Mapping[str, str], name: str) -> int:
+    """Return a number of a query, 0 if it is left out.
+
+    Raises:
+        BadRequestError: It is no whole number, or below 0.
+    """
     given = query.get(name, "0")
     if not (given.isascii() and given.isdecimal() and len(given) <= 18):
         raise BadRequestError(f"{name} is {given!r}: a whole number is needed", param=name)

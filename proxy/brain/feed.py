@@ -97,6 +97,23 @@ class EventFeed:
         now_s = self._clock.monotonic_s()
         return [core.subscription.reader.state(now_s) for core in self._cores.values()]
 
+    def lags_s(self) -> dict[str, float]:
+        """Seconds since each engine was heard last, by URL; of the core that is behind most."""
+        now_s = self._clock.monotonic_s()
+        lags_s: dict[str, float] = {}
+        for name, core in self._cores.items():
+            lag_s = core.subscription.reader.silent_s(now_s)
+            lags_s[name.url] = max(lag_s, lags_s.get(name.url, 0.0))
+        return lags_s
+
+    def resyncs(self) -> dict[str, int]:
+        """How often the events of each engine that is there had to be asked for, by URL."""
+        numbers: dict[str, int] = {}
+        for name, core in self._cores.items():
+            number = core.subscription.reader.num_resyncs
+            numbers[name.url] = numbers.get(name.url, 0) + number
+        return numbers
+
     @property
     def num_resyncs(self) -> int:
         """How often events had to be asked for, the first time of each core included."""

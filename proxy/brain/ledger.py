@@ -6,29 +6,12 @@ What a leg adds is taken away by the leg's end, whatever that is: a context mana
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.proxy.brain.work import EngineWork, pairs_of
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@dataclass(slots=True)
-class EngineWork:
-    """What one engine has to do for this proxy.
-
-    Attributes:
-        num_prompts, prompt_tokens: Prompts that are not computed, and what is to be computed of
-            them.
-        prompt_pairs: Pairs of such a token and one before it.
-        num_streams, kv_tokens: Requests that give tokens, and their KV.
-    """
-
-    num_prompts: int = 0
-    prompt_tokens: int = 0
-    prompt_pairs: float = 0.0
-    num_streams: int = 0
-    kv_tokens: int = 0
+    from collections.abc import Callable, Iterator
 
 
 class LedgerEntry:
@@ -38,8 +21,16 @@ class LedgerEntry:
         streams_before, kv_before: Of the engine, when the leg began.
     """
 
-    def __init__(self, work: EngineWork, kind: str, num_tokens: int, num_cached: int) -> None:
+    def __init__(
+        self,
+        work: EngineWork,
+        kind: str,
+        num_tokens: int,
+        num_cached: int,
+        on_change: Callable[[], None],
+    ) -> None:
         self._work = work
+        self._on_change = on_change
         self._streams_on = kind == "local"
         self._num_tokens = num_tokens
         self._missing = max(0, num_tokens - num_cached)
@@ -60,6 +51,7 @@ class LedgerEntry:
             self._settle()
             if self._streams_on:
                 self._stream()
+            self._on_change()
 
     def end(self) -> None:
         """The leg is over."""
@@ -69,6 +61,7 @@ class LedgerEntry:
             self._is_streaming = False
             self._work.num_streams -= 1
             self._work.kv_tokens -= self._num_tokens
+        self._on_change()
 
     def _settle(self) -> None:
         self._is_pending = False
@@ -83,9 +76,14 @@ class LedgerEntry:
 
 
 class WorkLedger:
-    """All engines' work, by URL."""
+    """All engines' work, by URL.
 
-    def __init__(self) -> None:
+    Args:
+        on_change: Called when an engine has less of it.
+    """
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._on_change = on_change
         self._work: dict[str, EngineWork] = {}
 
     def of(self, url: str) -> EngineWork:
@@ -101,13 +99,8 @@ class WorkLedger:
             num_tokens: Of the prompt.
             num_cached: Of those, what the engine has.
         """
-        entry = LedgerEntry(self.of(url), kind, num_tokens, num_cached)
+        entry = LedgerEntry(self.of(url), kind, num_tokens, num_cached, self._on_change)
         try:
             yield entry
         finally:
             entry.end()
-
-
-def pairs_of(num_tokens: int, num_before: int) -> float:
-    """Pairs of one of the tokens and one that it attends to."""
-    return num_tokens * (num_before + num_tokens / 2)

@@ -1,7 +1,9 @@
-"""What the proxy counts of prefixes: how well it knows where they are, and what that takes."""
+"""What the proxy counts of routing: how well it knows where prefixes are, and how right it was."""
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -11,9 +13,24 @@ from pdserve.proxy.brain.prompt import UNREAD
 from pdserve.wire.event_reader import ReaderState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from prometheus_client import CollectorRegistry
 
+    from pdserve.proxy.brain.question import PairDecision
+    from pdserve.proxy.brain.record import ServedTimes
+
 TOKENIZED: Final = "tokens"
+TIMES: Final = ("ttft", "itl", "wire")
+"""What a decision predicts."""
+FITS: Final = ("prefill", "step", "wire")
+"""What it predicts by."""
+_MAX_TENANTS: Final = 32
+_MAX_ENGINES: Final = 20
+_OTHERS, _NOBODY = "others", "unnamed"
+_NUM_JUDGED: Final = 1000
+_RATIO_BUCKETS: Final = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+_DECISION_BUCKETS_S: Final = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2)
 _ERROR_BUCKETS: Final = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
 
 
@@ -61,9 +78,140 @@ class PrefixMetrics:
             "How often the events of a core had to be asked for, at first and after losses.",
             registry=registry,
         )
+        self.lag = Gauge(
+            "pdserve_index_lag_seconds",
+            "Since an engine's KV events were heard last; of the engines that lag most.",
+            ["engine"],
+            registry=registry,
+        )
+        self.gaps = Gauge(
+            "pdserve_index_gaps",
+            "How often an engine's KV events had to be asked for, at first and after losses; of "
+            "the engines with most of them.",
+            ["engine"],
+            registry=registry,
+        )
+        for gauge in (self.lag, self.gaps):
+            gauge.labels(_OTHERS)
         for name in (TOKENIZED, *UNREAD):
             self.prompts.labels(name)
         for name in ("events", "routed"):
             self.hit_error.labels(name)
         for state in ReaderState:
             self.cores.labels(state.value)
+
+
+def set_by_engine(gauge: Gauge, values: Mapping[str, float]) -> None:
+    """Set a gauge of engines: those with the highest values, for a series each is too many."""
+    gauge.clear()
+    for url in heapq.nlargest(_MAX_ENGINES, values, key=lambda url: values[url]):
+        gauge.labels(url).set(values[url])
+    gauge.labels(_OTHERS).set(
+        max(heapq.nlargest(_MAX_ENGINES + 1, values.values())[_MAX_ENGINES:], default=0.0)
+    )
+
+
+class RouteMetrics:
+    """The series of a proxy that chooses pairs by what it has learned; of others they stay 0."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.seconds = Histogram(
+            "pdserve_route_seconds",
+            "What a choice of a pair took.",
+            registry=registry,
+            buckets=_DECISION_BUCKETS_S,
+        )
+        self._prediction_error = Histogram(
+            "pdserve_route_prediction_error_ratio",
+            "By how much a predicted time was off, over what it was: to the first token, between "
+            "tokens, of KV on its way.",
+            ["term"],
+            registry=registry,
+            buckets=_RATIO_BUCKETS,
+        )
+        self._regret = Counter(
+            "pdserve_route_regret_seconds",
+            "By how much first tokens came later than the pair that was not chosen was predicted "
+            "to give them.",
+            registry=registry,
+        )
+        self.model_error = Gauge(
+            "pdserve_route_model_error_ratio",
+            "Mean relative error of what was learned, of late.",
+            ["term"],
+            registry=registry,
+        )
+        for name in TIMES:
+            self._prediction_error.labels(name)
+        for name in FITS:
+            self.model_error.labels(name)
+
+    def compare(self, decision: PairDecision, measured: ServedTimes) -> None:
+        """Count how far a decision was off."""
+        chosen = decision.chosen
+        predicted = {"ttft": chosen.ttft_s, "itl": chosen.itl_s, "wire": chosen.wire_s}
+        found = {"ttft": measured.ttft_s, "itl": measured.itl_s, "wire": measured.wire_s}
+        for name, seconds in found.items():
+            if seconds:
+                error = abs(predicted[name] - seconds) / seconds
+                self._prediction_error.labels(name).observe(error)
+        if decision.other is not None and measured.ttft_s is not None:
+            self._regret.inc(max(0.0, measured.ttft_s - decision.other.ttft_s))
+
+
+class GateMetrics:
+    """The series of who is let in, what each takes, and whose objectives are kept."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.rejected = Counter(
+            "pdserve_rejected",
+            "Requests turned away as they came: they would have missed their objective for the "
+            "first token or for further ones (ttft, itl).",
+            ["reason"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "pdserve_tenant_tokens",
+            "What tenants have taken: prompt tokens that were computed, and output tokens. The "
+            "first that are seen have a label of their own.",
+            ["tenant", "kind"],
+            registry=registry,
+        )
+        self._slo = Counter(
+            "pdserve_slo_requests",
+            "Streams that ended well, by whose objectives they had (their own, or the default) and "
+            "which of them they kept.",
+            ["slo", "kept"],
+            registry=registry,
+        )
+        self._goodput = Gauge(
+            "pdserve_goodput_ratio",
+            "Share of the last streams that kept both objectives.",
+            registry=registry,
+        )
+        self._tenants: set[str] = set()
+        self._are_good: deque[bool] = deque(maxlen=_NUM_JUDGED)
+        for reason in TIMES[:2]:
+            self.rejected.labels(reason)
+        for kind in ("prompt", "output"):
+            for tenant in (_NOBODY, _OTHERS):
+                self._tokens.labels(tenant, kind)
+        for slo in ("own", "default"):
+            for kept in ("both", "ttft", "itl", "none"):
+                self._slo.labels(slo, kept)
+
+    def took(self, tenant: str, num_computed: float, num_output: int) -> None:
+        """Count what a request has taken."""
+        if tenant not in self._tenants and len(self._tenants) < _MAX_TENANTS:
+            self._tenants.add(tenant)
+        label = (tenant or _NOBODY) if tenant in self._tenants else _OTHERS
+        self._tokens.labels(label, "prompt").inc(num_computed)
+        self._tokens.labels(label, "output").inc(num_output)
+
+    def compare(self, *, has_own: bool, keeps_ttft: bool, keeps_itl: bool) -> None:
+        """Count whether a stream kept its objectives."""
+        kept = {(True, True): "both", (True, False): "ttft", (False, True): "itl"}
+        name = kept.get((keeps_ttft, keeps_itl), "none")
+        self._slo.labels("own" if has_own else "default", name).inc()
+        self._are_good.append(keeps_ttft and keeps_itl)
+        self._goodput.set(sum(self._are_good) / len(self._are_good))

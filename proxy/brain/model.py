@@ -13,12 +13,11 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Final
 
-from pdserve.proxy.brain.ledger import pairs_of
+from pdserve.proxy.brain.times import ServiceTimes
+from pdserve.proxy.brain.work import pairs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from pdserve.proxy.brain.ledger import EngineWork
 
 _DECAY: Final = 0.995
 _RIDGE: Final = 1e-6
@@ -29,7 +28,6 @@ _SMALL: Final = 0.5
 """Of what is typical: what is smaller counts no more than that."""
 _MAX_OFF: Final = 2.0
 """A sample is taken for no further off the prediction than this factor: it may be a stall."""
-_CHUNK_TOKENS: Final = 2048
 _FIRST_OUTPUTS: Final = (150.0 * 20, 20.0)
 """Output tokens of requests before any was seen, and how many such requests."""
 
@@ -146,6 +144,7 @@ class ServiceModel:
         self.step = LinearFit(3)
         self.wire = LinearFit(2)
         self._num_output, self._num_requests = _FIRST_OUTPUTS
+        self._times: ServiceTimes | None = None
 
     @property
     def is_known(self) -> bool:
@@ -161,39 +160,37 @@ class ServiceModel:
         """Take what an engine took for a prompt."""
         features = (1.0, float(num_computed), pairs_of(num_computed, num_cached))
         self.prefill.learn(features, seconds)
+        self._times = None
 
     def learn_step(self, num_streams: float, kv_tokens: float, seconds: float) -> None:
         """Take how far apart a stream's tokens were, and what its engine had meanwhile."""
         self.step.learn((1.0, num_streams, kv_tokens), seconds)
+        self._times = None
 
     def learn_wire(self, num_tokens: int, seconds: float) -> None:
         """Take how long KV was on its way."""
         self.wire.learn((1.0, float(num_tokens)), seconds)
+        self._times = None
 
     def learn_output(self, num_tokens: int) -> None:
         """Take how long an answer was."""
         self._num_output += num_tokens
         self._num_requests += 1
+        self._times = None
 
-    def prompt_s(self, num_tokens: int, num_cached: int) -> float:
-        """Seconds for a prompt with nothing before it; a cautious guess."""
-        missing = max(0, num_tokens - num_cached)
-        features = (1.0, float(missing), pairs_of(missing, num_cached))
-        return self.prefill.predict(features) * (1 + 0.67 * min(1.0, self.prefill.error))
-
-    def backlog_s(self, work: EngineWork) -> float:
-        """Seconds until an engine has computed the prompts that it has."""
-        features = (float(work.num_prompts), float(work.prompt_tokens), work.prompt_pairs)
-        return self.prefill.predict(features) * (1 + 0.67 * min(1.0, self.prefill.error))
-
-    def step_s(self, num_streams: float, kv_tokens: float) -> float:
-        """Seconds between two tokens of each of so many streams."""
-        return self.step.predict((1.0, num_streams, kv_tokens))
-
-    def wire_s(self, num_tokens: int) -> float:
-        """Seconds that KV is on its way; 0 until some was seen to be."""
-        return self.wire.predict((1.0, float(num_tokens))) if self.wire.is_known else 0.0
-
-    def steps_of(self, num_tokens: int) -> int:
-        """Steps that a prompt is spread over."""
-        return -(-num_tokens // _CHUNK_TOKENS)
+    def times(self) -> ServiceTimes:
+        """Return what is known now."""
+        if self._times is None:
+            a, b, c = self.prefill.weights
+            d, e, f = self.step.weights
+            r, t = self.wire.weights if self.wire.is_known else (0.0, 0.0)
+            self._times = ServiceTimes(
+                prefill=(a, b, c),
+                step=(d, e, f),
+                wire=(r, t),
+                prefill_error=self.prefill.error,
+                step_error=self.step.error,
+                wire_error=self.wire.error if self.wire.is_known else 0.0,
+                mean_output=self.mean_output,
+            )
+        return self._times

@@ -6,44 +6,66 @@ how long its KV was on the way. Until it knows enough, the other policies decide
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from typing import TYPE_CHECKING, Final
 
-from pdserve.proxy.brain.decision import PairCandidate, decide
+from pdserve.proxy.brain.decision import decide, default_ttft_slo_s
 from pdserve.proxy.brain.ledger import WorkLedger
 from pdserve.proxy.brain.model import ServiceModel
+from pdserve.proxy.brain.question import PairCandidate, RouteQuestion
+from pdserve.proxy.brain.record import DecisionLog, DecisionsShown, FitShown, ServedTimes
+from pdserve.proxy.brain.sessions import Sessions, preference
 from pdserve.proxy.story import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from pdserve.config.http import ProxyConfig
+    from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.brain.decision import PairDecision
     from pdserve.proxy.brain.ledger import LedgerEntry
+    from pdserve.proxy.brain.metrics import RouteMetrics
+    from pdserve.proxy.brain.model import LinearFit
     from pdserve.proxy.brain.prompt import RoutePrompt
+    from pdserve.proxy.brain.question import PairDecision
+    from pdserve.proxy.brain.record import DecisionRecord
     from pdserve.proxy.story import Story
 
-_NUM_KEPT: Final = 1024
 _MIN_GAPS: Final = 4
+_NAMING_GRAINS: Final = 2
+"""Prompts that have these in common go to one engine while none has them: a system prompt, and the
+beginning of what is said."""
 
 
 class Pairing:
     """See the module.
 
     Args:
-        itl_slo_s: The objective for the time between two tokens.
+        on_change: Called when an engine has less to do.
 
     Attributes:
         model: What it has learned.
-        decisions: The last ones, each with the id of its request or none.
+        ledger: What it has sent to each engine.
+        log: What it has decided of late.
     """
 
-    def __init__(self, itl_slo_s: float) -> None:
-        self._itl_slo_s = itl_slo_s
-        self._ledger = WorkLedger()
+    def __init__(
+        self,
+        config: ProxyConfig,
+        clock: Clock,
+        metrics: RouteMetrics,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self._sessions = Sessions()
+        self._numbers = itertools.count()
+        self.ledger = WorkLedger(on_change)
         self.model = ServiceModel()
-        self.decisions: deque[PairDecision] = deque(maxlen=_NUM_KEPT)
+        self.log = DecisionLog()
 
     def decide(
         self,
@@ -61,33 +83,50 @@ class Pairing:
         """
         if not self.model.is_known or not prompt.num_tokens:
             return None
+        with self._metrics.seconds.time():
+            decision = decide(self.question(prompt, prefills, decodes, known), may_pair)
+        if decision is not None:
+            is_split = not decision.chosen.is_local
+            self._sessions.note(prompt.session, is_split=is_split, now_s=self._clock.monotonic_s())
+            self.log.add(prompt.request_id, decision, self._clock.wall_s())
+        return decision
+
+    def question(
+        self,
+        prompt: RoutePrompt,
+        prefills: Sequence[Backend],
+        decodes: Sequence[Backend],
+        known: Mapping[str, int],
+    ) -> RouteQuestion:
+        """Return what is known of a request and of engines; the arguments are those of `decide`."""
         urls = {each.url for each in prefills}, {each.url for each in decodes}
+        name = self._name_of(prompt)
         candidates = [
             PairCandidate(
                 url,
                 is_prefill=url in urls[0],
                 is_decode=url in urls[1],
                 hit_tokens=min(known.get(url, 0), prompt.num_tokens),
-                work=self._ledger.of(url),
+                work=self.ledger.of(url),
             )
-            for url in dict.fromkeys(each.url for each in (*prefills, *decodes))
+            for url in sorted(urls[0] | urls[1], key=lambda url: preference(name, url))
         ]
-        decision = decide(
-            prompt.num_tokens,
-            candidates,
-            self.model,
-            itl_slo_s=self._itl_slo_s,
-            may_pair=may_pair,
+        times = self.model.times()
+        default_s = self._config.ttft_slo_s or default_ttft_slo_s(times, prompt.num_tokens)
+        return RouteQuestion(
+            num_tokens=prompt.num_tokens,
+            candidates=tuple(candidates),
+            times=times,
+            ttft_slo_s=prompt.ttft_slo_s or default_s,
+            itl_slo_s=prompt.itl_slo_s or self._config.itl_slo_s,
+            was_split=self._sessions.was_split(prompt.session, self._clock.monotonic_s()),
         )
-        if decision is not None:
-            self.decisions.append(decision)
-        return decision
 
     def hold(
         self, engine: Backend, kind: str, prompt: RoutePrompt, num_cached: int
     ) -> AbstractContextManager[LedgerEntry]:
         """Count a leg as work of its engine while the block runs; see `WorkLedger.hold`."""
-        return self._ledger.hold(engine.url, kind, prompt.num_tokens, num_cached)
+        return self.ledger.hold(engine.url, kind, prompt.num_tokens, num_cached)
 
     def learn(self, story: Story) -> None:
         """Take what was measured of a request that has ended well."""
@@ -100,25 +139,46 @@ class Pairing:
         if story.stream_work is not None and gap_s is not None:
             model.learn_step(*story.stream_work, gap_s)
         stages, known = story.decode_stages, story.known.get("decode")
+        wire_s = None
         if stages is not None and stages.kv_bytes and known is not None and stages.kv_transfer_s:
-            model.learn_wire(stages.prompt_tokens - known.num_tokens, stages.kv_transfer_s)
+            wire_s = stages.kv_transfer_s
+            model.learn_wire(stages.prompt_tokens - known.num_tokens, wire_s)
+        record = self.log.of(story.request_id)
+        if record is not None and record.decision is story.decision:
+            ttft_s = story.served_s if story.streamed else None
+            record.measured = ServedTimes(ttft_s=ttft_s, itl_s=gap_s, wire_s=wire_s)
+            self._metrics.compare(record.decision, record.measured)
 
-    def as_json(self) -> dict[str, object]:
-        """Return what `/debug/decisions` shows: the newest first."""
-        fits = {"prefill": self.model.prefill, "step": self.model.step, "wire": self.model.wire}
-        return {
-            "is_known": self.model.is_known,
-            "mean_output_tokens": round(self.model.mean_output, 1),
-            "model": {
-                name: {
-                    "samples": fit.num_samples,
-                    "error": round(fit.error, 4),
-                    "weights": fit.weights,
-                }
-                for name, fit in fits.items()
+    def backlog_s(self, engine: Backend) -> float:
+        """Seconds until an engine has computed the prompts that it has."""
+        return self.model.times().backlog_s(self.ledger.of(engine.url))
+
+    def measure(self) -> None:
+        """Set the gauges to what is now."""
+        for name, fit in self._fits().items():
+            self._metrics.model_error.labels(name).set(fit.error if fit.is_known else 0.0)
+
+    def shown(self, decisions: list[DecisionRecord]) -> DecisionsShown:
+        """Return what `/debug/decisions` says, with some of the decisions."""
+        return DecisionsShown(
+            is_known=self.model.is_known,
+            mean_output_tokens=self.model.mean_output,
+            model={
+                name: FitShown(samples=fit.num_samples, error=fit.error, weights=fit.weights)
+                for name, fit in self._fits().items()
             },
-            "decisions": [each.as_json() for each in reversed(self.decisions)],
-        }
+            decisions=decisions,
+        )
+
+    def _fits(self) -> Mapping[str, LinearFit]:
+        return {"prefill": self.model.prefill, "step": self.model.step, "wire": self.model.wire}
+
+    def _name_of(self, prompt: RoutePrompt) -> str:
+        """By which engines are put in order for a request, where nothing else does."""
+        if prompt.session:
+            return prompt.session
+        grains = prompt.grains[:_NAMING_GRAINS]
+        return f"{grains[-1]:x}" if grains else str(next(self._numbers))
 
 
 def _gap_s(story: Story) -> float | None:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 from pdserve.config.policies import looks_at_prefixes
 from pdserve.observe.log import log_event
 from pdserve.proxy.brain.index import PrefixIndex
-from pdserve.proxy.brain.metrics import TOKENIZED
+from pdserve.proxy.brain.metrics import TOKENIZED, set_by_engine
 from pdserve.proxy.brain.prompt import KnownPrefix
 from pdserve.proxy.brain.routed import RoutedPrefixes
 from pdserve.wire.event_reader import ReaderState
 from pdserve.wire.hashing import GRAIN_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
@@ -55,6 +55,12 @@ class Feed(Protocol):
 
     def states(self) -> Sequence[ReaderState]:
         """See `EventFeed.states`."""
+
+    def lags_s(self) -> Mapping[str, float]:
+        """See `EventFeed.lags_s`."""
+
+    def resyncs(self) -> Mapping[str, int]:
+        """See `EventFeed.resyncs`."""
 
     @property
     def num_resyncs(self) -> int:
@@ -171,6 +177,12 @@ class Prefixes:
             self._metrics.cores.labels(state.value).set(states[state])
         self._metrics.entries.set(len(self._index))
         self._metrics.resyncs.set(self._feed.num_resyncs)
+        set_by_engine(self._metrics.lag, self._feed.lags_s())
+        set_by_engine(self._metrics.gaps, self._feed.resyncs())
+
+    def lags_s(self) -> Mapping[str, float]:
+        """Seconds since engines that tell of their KV were heard, by URL."""
+        return self._feed.lags_s()
 
     def _routed_of(self, engine: Backend) -> RoutedPrefixes:
         """What was sent to this life of an engine."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+BYTES_PER_TOKEN: Final = 4
+"""Of a prompt that is not tokenized."""
 UNREAD: Final = ("no tokenizer", "no chat template", "fields", "refused", "long", "busy", "slow")
 """Why prompts are named by their bytes."""
 
@@ -23,6 +25,11 @@ class RoutePrompt:
         grains: Names of its prefixes, `GRAIN_TOKENS` tokens more each.
         unread: Why it is not tokenized, one of `UNREAD`; empty if it is, or need not be.
         needs_equal_text: Engines that share the request must have the same text side.
+        request_id: Under which its decision is kept.
+        tenant: Who is to get no more than others; empty: whoever else says nothing.
+        priority: As its client gives it: lower is earlier.
+        session: The name of the conversation that it belongs to; empty if its client gives none.
+        ttft_slo_s, itl_slo_s: Its client's objectives; None: the deployment's.
     """
 
     num_bytes: int
@@ -30,6 +37,16 @@ class RoutePrompt:
     grains: tuple[int, ...] = ()
     unread: str = ""
     needs_equal_text: bool = False
+    request_id: str = ""
+    tenant: str = ""
+    priority: int = 0
+    session: str = ""
+    ttft_slo_s: float | None = None
+    itl_slo_s: float | None = None
+
+    def named_as(self, read: RoutePrompt) -> RoutePrompt:
+        """Return the same request with the length and the names of a prompt that was read."""
+        return replace(self, num_tokens=read.num_tokens, grains=read.grains, unread=read.unread)
 
 
 @dataclass(frozen=True, slots=True)

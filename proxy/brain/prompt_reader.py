@@ -18,7 +18,7 @@ import msgspec
 
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.protocol import ChatRequest
-from pdserve.proxy.brain.prompt import RoutePrompt
+from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.hashing import GRAIN_TOKENS, grain_hashes
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-BYTES_PER_TOKEN: Final = 4
 """Of English prose, about; for prompts of which nothing better is known."""
 _GRAIN_BYTES: Final = GRAIN_TOKENS * BYTES_PER_TOKEN
 _MAX_CHARS_PER_TOKEN: Final = 32

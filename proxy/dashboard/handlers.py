@@ -17,6 +17,7 @@ from pdserve.proxy.dashboard.banner import Banner
 from pdserve.proxy.dashboard.journal import JournalEntry
 from pdserve.proxy.dashboard.lookout import Lookout
 from pdserve.proxy.dashboard.page import PAGE, POLICY
+from pdserve.proxy.dashboard.routes import RoutesShown, routes_shown
 from pdserve.proxy.dashboard.series import SHOWN_OF_PROXY, series_in
 from pdserve.proxy.dashboard.watch import EngineWatch
 from pdserve.wire.finished import Finished
@@ -46,6 +47,7 @@ class ProxyShown(msgspec.Struct, frozen=True, kw_only=True):
     kv_mode: str
     prefill_policy: str
     decode_policy: str
+    split_policy: str
     max_concurrent_requests: int
     queue_size: int
     needs_key: bool
@@ -104,6 +106,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
         began_s: Monotonic seconds at which this proxy began: another one's is another.
         banner: What users feel now.
         events: Newest first, from `events_since_s` (Unix time) on.
+        routes: Why requests went where they did; None where no pairs are chosen.
         slowest: Requests of the last `slowest_since_s`, longest to their first token first.
     """
 
@@ -116,6 +119,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     proxy: ProxyShown
     engines: list[EngineShown]
     edges: list[EdgeShown]
+    routes: RoutesShown | None
     slowest: list[Finished]
     slowest_since_s: float
 
@@ -140,6 +144,7 @@ class Dashboard:
         self._config = services.config
         self._backends = services.backends
         self._breakers = services.breakers
+        self._pairing, self._prefixes = services.pairing, services.prefixes
         self._clock = clock
         self._recent = recent
         self._exposition = exposition
@@ -192,6 +197,7 @@ class Dashboard:
                 kv_mode=config.kv_mode.value,
                 prefill_policy=config.prefill_policy,
                 decode_policy=config.decode_policy,
+                split_policy=config.split_policy,
                 max_concurrent_requests=config.max_concurrent_requests,
                 queue_size=config.queue_size,
                 needs_key=bool(config.operator_keys or config.api_keys),
@@ -202,6 +208,7 @@ class Dashboard:
                 EdgeShown(prefill=prefill, decode=decode, mode=mode.value, state=state.value)
                 for prefill, decode, mode, state in self._breakers.pairs()
             ],
+            routes=routes_shown(self._pairing, self._prefixes, self._backends),
             slowest=self._recent.slowest(NUM_SLOWEST, since_s=now_s - SLOWEST_SINCE_S),
             slowest_since_s=SLOWEST_SINCE_S,
         )

@@ -249,7 +249,7 @@ function drawFlow(now, then) {
   const open = total(now.proxy, "pdserve_open_edges");
   figure($("way-edges").children[1], "proxy", "pdserve_open_edges", {}, plain, open);
   $("way-edges").classList.toggle("warn", open > 0);
-  say($("flow-note"), `kv mode ${now.shown.kv_mode} · prefill by ${now.shown.prefill_policy} · decode by ${now.shown.decode_policy}`);
+  say($("flow-note"), `kv mode ${now.shown.kv_mode} · prefill by ${now.shown.prefill_policy} · decode by ${now.shown.decode_policy} · split ${now.shown.split_policy}`);
 }
 
 // What engines keep KV in beyond their own blocks; hidden where none of them has that.
@@ -284,6 +284,118 @@ function drawStore(now, then) {
     if (first && !isNow) { say(node.children[1], text(amount)); delete node.children[1].dataset.metric; } else figure(node.children[1], "engines", name, {}, text, amount);
     node.classList.toggle("warn", warns ? amount > 0 : isNow && !amount);
   }
+}
+
+// Why requests went where they did; hidden where no pairs are chosen.
+const routeRows = new Map(); // seq -> element
+function drawRoutes(now, then) {
+  const { routes } = now;
+  $("routes").hidden = !routes;
+  if (!routes) return;
+  const judged = ["both", "ttft", "itl", "none"].map((kept) => grown(now.proxy, then, "pdserve_slo_requests_total", { kept }));
+  const streams = judged.reduce((a, b) => a + b, 0);
+  const shed = grown(now.proxy, then, "pdserve_rejected_total", {});
+  say($("routes-note"), [!routes.is_known && "too little is learned yet", streams && `${((100 * judged[0]) / streams).toFixed(0)} % of streams kept both objectives`, `${short(shed)} turned away`].filter(Boolean).join(" · "));
+  drawShare(now, then);
+  drawScatter(routes.decisions);
+  drawWork(routes.engines);
+  const wanted = new Set(routes.decisions.slice(0, 5).map(({ seq }) => seq));
+  for (const [seq, row] of routeRows) if (!wanted.has(seq)) { row.remove(); routeRows.delete(seq); }
+  routes.decisions.slice(0, 5).forEach((made, i) => {
+    let row = routeRows.get(made.seq);
+    if (!row) routeRows.set(made.seq, (row = routeRow(made)));
+    say(row.querySelector("pre"), made.told);
+    if ($("routes-last").children[i] !== row) $("routes-last").insertBefore(row, $("routes-last").children[i] ?? null);
+  });
+}
+function routeRow(made) {
+  const row = el("li"), details = el("details"), summary = el("summary", "route"), more = el("div", "more");
+  const tag = el("i", made.is_split ? "r-split" : "r-local");
+  summary.append(tag, el("span", "who mono", made.request_id), el("span", "what", `${made.is_split ? "split" : "one engine"}: ${made.reason.replaceAll("_", " ")}`));
+  more.append(el("pre"));
+  details.append(summary, more);
+  row.append(details);
+  return row;
+}
+const WAYS = [["disaggregated", "r-split", "split"], ["local", "r-local", "one engine"]];
+function drawShare(now, then) {
+  const node = $("routes-share");
+  if (!node.firstChild) for (const [, tone] of WAYS) node.append(svg("path", { class: tone }));
+  const counts = moments.slice(1).map((moment, i) => WAYS.map(([decision]) => grown(moment.proxy, moments[i].proxy, "pdserve_disagg_decisions_total", { decision })));
+  const top = Math.max(1, ...counts.map(([split, local]) => split + local));
+  const x = (i) => 400 - (now.at_s - moments[i + 1].at_s) * (400 / 60);
+  const edge = (of) => counts.map((pair, i) => `${x(i).toFixed(1)},${(118 - (112 * of(pair)) / top).toFixed(1)}`);
+  const area = (upper, lower) => (counts.length > 1 ? `M${[...upper, ...lower.reverse()].join("L")}Z` : "");
+  node.children[0].setAttribute("d", area(edge(([split]) => split), edge(() => 0)));
+  node.children[1].setAttribute("d", area(edge(([split, local]) => split + local), edge(([split]) => split)));
+  const reasons = [];
+  for (const [decision, tone, name] of WAYS)
+    for (const [labels] of now.proxy.get("pdserve_disagg_decisions_total") ?? []) {
+      const want = { decision, reason: labels.reason };
+      const value = labels.decision === decision ? grown(now.proxy, then, "pdserve_disagg_decisions_total", want) : 0;
+      if (value) reasons.push([value, tone, `${name}: ${labels.reason.replaceAll("_", " ")}`]);
+    }
+  reasons.sort(([a], [b]) => b - a);
+  node.setAttribute("aria-label", reasons.map(([value, , text]) => `${text} ${plain(value)}`).join(", ") || "no requests yet");
+  const key = $("routes-reasons"), shown = reasons.slice(0, 6);
+  shown.forEach(([value, tone, text], i) => {
+    if (!key.children[i]) { const item = el("span"); item.append(el("i"), el("span"), el("b")); key.append(item); }
+    const [swatch, name, count] = key.children[i].children;
+    swatch.className = tone;
+    say(name, text);
+    say(count, short(value));
+  });
+  while (key.children.length > shown.length) key.lastChild.remove();
+}
+function drawScatter(decisions) {
+  const chart = $("routes-scatter"), known = decisions.filter((made) => made.measured_ms !== null && made.measured_ms > 0);
+  chart.replaceChildren();
+  if (!known.length) {
+    const text = svg("text", { x: 200, y: 96, "text-anchor": "middle" });
+    text.textContent = "nothing measured yet";
+    chart.append(text);
+    chart.setAttribute("aria-label", "nothing measured yet");
+    say($("routes-error"), "");
+    return;
+  }
+  const all = known.flatMap((made) => [made.predicted_ms, made.measured_ms]).map((value) => Math.log10(Math.max(0.1, value)));
+  const low = Math.floor(Math.min(...all)), high = Math.max(low + 1, Math.ceil(Math.max(...all)));
+  const at = (value, from, to) => from + ((Math.log10(Math.max(0.1, value)) - low) / (high - low)) * (to - from);
+  chart.append(svg("line", { class: "base", x1: 40, x2: 390, y1: 165, y2: 10 }));
+  for (let power = low; power <= high; power++) {
+    const text = svg("text", { x: at(10 ** power, 40, 390), y: 182, "text-anchor": "middle" });
+    text.textContent = ms(10 ** power / 1e3).replace(/\.0+(?= )/, "");
+    chart.append(text);
+  }
+  for (const made of known) {
+    const dot = svg("circle", { class: made.is_split ? "r-split" : "r-local", cx: at(made.predicted_ms, 40, 390), cy: at(made.measured_ms, 165, 10), r: 3.5 });
+    const tip = svg("title");
+    tip.textContent = `${made.request_id}: predicted ${made.predicted_ms.toFixed(1)} ms, was ${made.measured_ms.toFixed(1)}; ${made.reason.replaceAll("_", " ")}`;
+    dot.append(tip);
+    chart.append(dot);
+  }
+  const off = known.reduce((sum, made) => sum + Math.abs(made.predicted_ms - made.measured_ms) / made.measured_ms, 0) / known.length;
+  say($("routes-error"), `off by ${(100 * off).toFixed(0)} % on average, of the last ${known.length}`);
+  chart.setAttribute("aria-label", `predicted against measured, off by ${(100 * off).toFixed(0)} % on average`);
+}
+function drawWork(engines) {
+  const list = $("routes-work"), tops = ["backlog_ms", "itl_ms"].map((of) => Math.max(1, ...engines.map((engine) => engine[of])));
+  engines.forEach((engine, i) => {
+    if (!list.children[i]) {
+      const item = el("li"), bars = el("span", "bars");
+      bars.append(el("i", "w-backlog"), el("i", "w-itl"));
+      item.append(el("span", "mono"), bars, el("span", "soft"));
+      list.append(item);
+    }
+    const [name, bars, text] = list.children[i].children;
+    say(name, where(engine.url));
+    [engine.backlog_ms, engine.itl_ms].forEach((value, row) => { bars.children[row].style.width = `${(100 * value) / tops[row]}%`; });
+    say(text, `${ms(engine.backlog_ms / 1e3)} of prompts · ${engine.num_streams} streams, ${ms(engine.itl_ms / 1e3)} each`);
+  });
+  while (list.children.length > engines.length) list.lastChild.remove();
+  const lag = (of) => Math.max(0, ...of.map((engine) => engine.lag_ms ?? 0));
+  say($("routes-lag"), engines.some((engine) => engine.lag_ms !== null) ? ms(lag(engines) / 1e3) : "never");
+  spark($("spark-lag"), moments.filter((moment) => moment.routes).map((moment) => [moment.at_s, lag(moment.routes.engines)]));
 }
 
 const cards = new Map(); // url -> {root, parts}
@@ -547,6 +659,7 @@ function draw() {
   drawTiles(now, then);
   drawFlow(now, then);
   drawStore(now, then);
+  drawRoutes(now, then);
   drawPools(now);
   drawHistogram("ttft", "pdserve_time_to_first_token_seconds", now, then);
   drawHistogram("itl", "pdserve_inter_token_latency_seconds", now, then);
@@ -558,7 +671,7 @@ function draw() {
 
 function take(data) {
   const former = last();
-  const now = { at_s: data.at_s, wall_s: data.wall_s, began_s: data.began_s, banner: data.banner, events: data.events, events_since_s: data.events_since_s, shown: data.proxy, proxy: index(data.proxy.series), edges: data.edges, slowest: data.slowest, engines: new Map(data.engines.map((engine) => [engine.url, { data: engine, at: index(engine.series) }])) };
+  const now = { at_s: data.at_s, wall_s: data.wall_s, began_s: data.began_s, banner: data.banner, events: data.events, events_since_s: data.events_since_s, shown: data.proxy, proxy: index(data.proxy.series), edges: data.edges, routes: data.routes, slowest: data.slowest, engines: new Map(data.engines.map((engine) => [engine.url, { data: engine, at: index(engine.series) }])) };
   // An engine that cannot be asked any more keeps the figures it gave last.
   if (former) for (const [url, engine] of now.engines) { const was = former.engines.get(url); if (!engine.at.size && was && was.data.incarnation === engine.data.incarnation) { engine.at = was.at; } }
   // Nobody has looked for a while: what happened meanwhile is not drawn as if it were known.

@@ -56,6 +56,7 @@ HOP: Final[dict[tuple[str, str, str], type[msgspec.Struct]]] = {
 }
 HEADERS: Final = (
     "X-Request-Id",
+    "X-Session-Id",
     "X-Pdserve-Stages",
     "X-Pdserve-Time-Left",
     "X-Pdserve-Deadline",

@@ -9,6 +9,7 @@ from pdserve.proxy.dashboard import watch
 from tests.browser import needs_browser
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine
+from tests.proxy.test_pairing import learned
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -329,3 +330,27 @@ async def test_a_hidden_page_asks_for_nothing(make_stack, browser, engines, monk
     await page.evaluate("window.isAway = false")
     await page.wait_for("document.getElementById('live-text').textContent == 'live'")
     assert not page.errors
+
+
+async def test_it_says_why_requests_went_where_they_did(make_stack, browser, engines):
+    stack = await make_stack(*engines, split_policy="predicted")
+    stack.proxy.pairing.model = learned()
+    page = await browser.open(f"{stack.url}/dashboard")
+    for number in range(4):
+        await stack.stream({"prompt": list(range(number, number + 600))})
+    await page.wait_for("document.querySelectorAll('#routes-scatter circle').length == 4")
+    assert await page.evaluate("document.querySelectorAll('#routes-last > li').length") == 4
+    assert await page.evaluate("document.querySelectorAll('#routes-work > li').length") == 2
+    told = await page.evaluate("document.querySelector('#routes-last pre').textContent")
+    assert told.startswith("route ")
+    assert "because" in told
+    reasons = "document.getElementById('routes-reasons').textContent"
+    await page.wait_for(f"{reasons}.includes(':')")
+    assert not page.errors
+
+
+async def test_a_proxy_that_chooses_no_pairs_shows_none(make_stack, browser, engines):
+    stack = await make_stack(*engines)
+    page = await browser.open(f"{stack.url}/dashboard")
+    await page.wait_for("document.getElementById('live-text').textContent == 'live'")
+    assert not await page.evaluate(VISIBLE % "routes")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +12,11 @@ from hypothesis import strategies as st
 from benchmarks.routing import figures, layout_of, settings_of
 from benchmarks.routing_fleet import Costs, Fleet
 from benchmarks.routing_work import conversations, least_computed
-from pdserve.proxy.brain.decision import BIAS, REASONS, PairCandidate, decide
-from pdserve.proxy.brain.ledger import EngineWork, WorkLedger
+from pdserve.proxy.brain.decision import BIAS, decide, default_ttft_slo_s
+from pdserve.proxy.brain.ledger import WorkLedger
 from pdserve.proxy.brain.model import LinearFit, ServiceModel
+from pdserve.proxy.brain.question import REASONS, PairCandidate, RouteQuestion
+from pdserve.proxy.brain.work import EngineWork
 from tests.proxy.scripted import ScriptedEngine, text_of
 
 COSTS = Costs()
@@ -49,8 +50,16 @@ def engine(url: str, role: str = "both", hit: int = 0, **work: float) -> PairCan
     )
 
 
-def choose(num_tokens: int, *engines: PairCandidate, may_pair=lambda p, d: True):
-    return decide(num_tokens, engines, MODEL, itl_slo_s=0.03, may_pair=may_pair)
+def choose(num_tokens: int, *engines: PairCandidate, may_pair=lambda p, d: True, **asked):
+    times = MODEL.times()
+    question = RouteQuestion(
+        num_tokens=num_tokens,
+        candidates=engines,
+        times=times,
+        ttft_slo_s=default_ttft_slo_s(times, num_tokens),
+        itl_slo_s=0.03,
+    )
+    return decide(msgspec.structs.replace(question, **asked), may_pair)
 
 
 @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.01), (0.2, 0.2)])
@@ -58,10 +67,11 @@ def test_what_engines_take_is_learned_whatever_the_noise(noise, tolerance):
     model = learned(noise)
     for total, cached in ((500, 0), (4000, 2000), (16_000, 0)):
         expected = COSTS.of_prompt(total, cached)
-        predicted = model.prompt_s(total, cached) / (1 + 0.67 * min(1.0, model.prefill.error))
+        times = model.times()
+        predicted = times.prompt_s(total, cached) / (1 + 0.67 * min(1.0, times.prefill_error))
         assert predicted == pytest.approx(expected, rel=tolerance)
-    assert model.step_s(20, 60_000) == pytest.approx(0.0118, rel=tolerance)
-    assert model.wire_s(4000) == pytest.approx(0.033, rel=tolerance)
+    assert model.times().step_s(20, 60_000) == pytest.approx(0.0118, rel=tolerance)
+    assert model.times().wire_s(4000) == pytest.approx(0.033, rel=tolerance)
     assert model.prefill.error == pytest.approx(noise / 2, abs=0.06)
 
 
@@ -104,7 +114,7 @@ def test_whatever_becomes_of_legs_the_ledger_is_empty_at_their_end(data):
         assert min(work.num_prompts, work.prompt_tokens, work.num_streams, work.kv_tokens) >= 0
     for held, _ in open_legs:
         held.__exit__(None, None, None)
-    assert dataclasses.replace(ledger.of("e"), prompt_pairs=0.0) == EngineWork()
+    assert msgspec.structs.replace(ledger.of("e"), prompt_pairs=0.0) == EngineWork()
     assert ledger.of("e").prompt_pairs == pytest.approx(0.0, abs=1e-3)
 
 
@@ -126,7 +136,7 @@ fleets = st.lists(
     max_size=6,
 ).map(
     lambda rows: [
-        dataclasses.replace(engine(f"e{i}", role, hit), work=work)
+        msgspec.structs.replace(engine(f"e{i}", role, hit), work=work)
         for i, (role, hit, work) in enumerate(rows)
     ]
 )
@@ -141,6 +151,7 @@ def test_a_decision_is_of_engines_that_may_its_terms_add_up_and_order_means_noth
     assert chosen.is_local or may(chosen.prefill, chosen.decode)
     assert chosen.total == pytest.approx(sum(chosen.terms.values()))
     assert decision.reason in REASONS
+    assert sum(chosen.ttft.values()) == pytest.approx(chosen.ttft_s)
     assert f"at {chosen.total:.2f}" in decision.told(0.05)
     again = choose(num, *reversed(fleet), may_pair=may)
     assert again.chosen.total == pytest.approx(chosen.total)
@@ -156,7 +167,8 @@ def test_an_engine_with_more_to_do_is_not_more_attractive(fleet, num, which, mor
         name: getattr(busy.work, name) + getattr(more, name)
         for name in ("num_prompts", "prompt_tokens", "num_streams", "kv_tokens")
     }
-    busier = dataclasses.replace(busy, work=dataclasses.replace(busy.work, **sums))
+    work = msgspec.structs.replace(busy.work, **sums)
+    busier = msgspec.structs.replace(busy, work=work)
     after = choose(num, *(busier if each is busy else each for each in fleet)).chosen
     assert busy.url not in (after.prefill, after.decode)
 
@@ -175,6 +187,7 @@ def test_a_prefill_engine_that_is_behind_is_passed_by():
     behind = {"num_prompts": 20, "prompt_tokens": 200_000, "prompt_pairs": 1e9}
     decision = choose(4000, engine("p", "prefill", **behind), engine("d", "decode"))
     assert decision.chosen.is_local
+    assert decision.chosen.terms["bias"] == BIAS
     assert decision.chosen.decode == "d"
     assert decision.reason == "prefill_busy"
 
@@ -195,9 +208,9 @@ def test_the_joint_decision_serves_conversations_in_the_comparison():
     assert 0 < found["split"] <= 100
     assert found["goodput"] >= 99.0
     assert fleet.pairing.model.is_known
-    assert fleet.pairing._ledger.of("http://d0") == EngineWork()
-    for each in itertools.islice(fleet.pairing.decisions, 50):
-        assert each.reason in REASONS
+    assert fleet.pairing.ledger.of("http://d0") == EngineWork()
+    for each in fleet.pairing.log.newest():
+        assert each.decision.reason in REASONS
 
 
 async def test_answers_in_one_piece_teach_what_a_step_takes(make_stack):
@@ -222,8 +235,10 @@ async def test_what_was_decided_is_in_the_line_and_in_debug_decisions(make_stack
         assert (await response.json())["choices"][0]["text"] == text_of(3, 4)
     shown = await stack.get("/debug/decisions")
     assert shown["is_known"] is True
-    (decision,) = shown["decisions"]
-    assert sum(decision["chosen"]["terms"].values()) == pytest.approx(decision["chosen"]["cost"])
+    (record,) = shown["decisions"]
+    chosen = record["decision"]["chosen"]
+    assert sum(chosen["terms"].values()) == pytest.approx(chosen["total"])
     lines = [each.getMessage() for each in caplog.records if each.name == "pdserve.requests"]
     assert "| route " not in lines[0]
-    assert f"because {decision['reason']}" in lines[1]
+    assert f"because {record['decision']['reason']}" in lines[1]
+    assert f"req {record['request_id']} " in lines[1]

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from tests.sim.scenario import Scenario, draw, with_drafts, with_grammars, with_store
+from tests.sim.scenario import Scenario, draw, with_brain, with_drafts, with_grammars, with_store
 from tests.sim.world import Broken, Result, World
 
 
@@ -114,6 +114,7 @@ def main() -> int:
     parser.add_argument("--store", action="store_true", help="with a store behind all engines")
     parser.add_argument("--drafts", action="store_true", help="with engines that draft")
     parser.add_argument("--grammars", action="store_true", help="with outputs that are bound")
+    parser.add_argument("--brain", action="store_true", help="with pairs chosen by predictions")
     parser.add_argument(
         "--cover", action="store_true", help="and of connectors/transfer, the lines"
     )
@@ -121,7 +122,7 @@ def main() -> int:
     if args.cover:
         return cover([each for each in sys.argv[1:] if each != "--cover"])
     changes = [with_store] * args.store + [with_drafts] * args.drafts
-    changes += [with_grammars] * args.grammars
+    changes += [with_grammars] * args.grammars + [with_brain] * args.brain
 
     def change(scenario: Scenario) -> Scenario:
         for each in changes:

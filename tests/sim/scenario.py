@@ -90,6 +90,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     is_driven: bool
     piece_bytes: int
     store: StoreSpec | None = None
+    split_policy: str = "always"
 
 
 _PREFIXES = ([], [1] * 8, [2] * 8, [1] * 16, [1, 2, 3, 4, 5] * 5)
@@ -243,6 +244,11 @@ def with_grammars(scenario: Scenario) -> Scenario:
         for life in scenario.lives
     ]
     return msgspec.structs.replace(scenario, lives=lives)
+
+
+def with_brain(scenario: Scenario) -> Scenario:
+    """The same with a proxy that chooses pairs of engines by what it predicts."""
+    return msgspec.structs.replace(scenario, split_policy="predicted")
 
 
 def impatient(scenario: Scenario) -> Scenario:

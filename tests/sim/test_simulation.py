@@ -12,9 +12,10 @@ import pytest
 
 from pdserve.connectors.faulty import FaultKind
 from pdserve.observe.clock import ManualClock
+from pdserve.proxy.brain.question import REASONS
 from tests.sim import virtual_time
 from tests.sim.__main__ import Summary, simulate
-from tests.sim.scenario import draw, with_drafts, with_grammars, with_store
+from tests.sim.scenario import draw, with_brain, with_drafts, with_grammars, with_store
 from tests.sim.seeds import FAILED_ONCE, FAILED_ONCE_WITH_STORE
 from tests.sim.world import World, run_seed
 
@@ -92,6 +93,16 @@ def test_the_same_holds_where_outputs_are_bound_by_grammars_that_are_late() -> N
     assert summary.outcomes["ok"] > num_lives * 0.7
     assert summary.reached["decode died during decode"]
     assert summary.reached["sat out"] > num_lives / 4
+
+
+@pytest.mark.slow
+def test_the_same_holds_where_pairs_of_engines_are_chosen_by_predictions() -> None:
+    num_lives = 150
+    summary = simulate(num_lives, seed=FIRST_SEED, max_failing=1, change=with_brain)
+    assert not summary.failing
+    assert summary.outcomes["ok"] > num_lives * 0.7
+    chosen = {name for name, number in summary.rungs.items() if number}
+    assert chosen & {f"disagg_decisions (local, {reason})" for reason in REASONS}
 
 
 @pytest.mark.slow

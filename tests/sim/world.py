@@ -39,6 +39,7 @@ from tests.sim.wire import SimExchange
 from tests.toy_store import STORE, ToyStore, Trouble
 
 if TYPE_CHECKING:
+    from pdserve.proxy.brain.model import ServiceModel
     from pdserve.wire.request import GenerateRequest
     from pdserve.wire.transfer import ConnectorReport, KVHandoff
     from tests.sim.engine import EngineSpec
@@ -126,6 +127,7 @@ class World:
             health_check_interval_s=0.25,
             health_check_timeout_s=0.5,
             cb_timeout_s=0.5,
+            split_policy=scenario.split_policy,
         )
         self.proxy = Proxy(
             config,
@@ -133,6 +135,8 @@ class World:
             rng=random.Random(scenario.seed),
             new_nonce=lambda: f"proxy-{next(nonces)}",
         )
+        if self.proxy.pairing is not None:
+            self._teach(self.proxy.pairing.model)
         for backend in self.proxy.backends:
             backend.legs = _InOrder()  # type: ignore[assignment]
 
@@ -141,6 +145,12 @@ class World:
     @staticmethod
     def step_s(num_tokens: int) -> float:
         return 0.001 + 0.0002 * num_tokens
+
+    def _teach(self, model: ServiceModel) -> None:
+        """What engines take, so that pairs are chosen from the first request on."""
+        for number in range(1, 30):
+            model.learn_prompt(number, 0, self.step_s(number))
+            model.learn_step(1 + number % 4, 10 * number, self.step_s(1 + number % 4))
 
     def violation(self, error: BaseException) -> None:
         """Something raised that must not."""
@@ -395,6 +405,12 @@ class World:
         if any(left):
             said = f"the proxy has {left[0]} tasks and {left[1]} requests left"
             self.result.violations.append((Broken.NO_END, said))
+        if self.proxy.pairing is not None:
+            for engine in self.engines.values():
+                work = self.proxy.pairing.ledger.of(engine.spec.url)
+                if work.num_prompts or work.num_streams:
+                    said = f"the ledger has work at {engine.spec.name}: {work}"
+                    self.result.violations.append((Broken.NO_END, said))
 
     def _is_at_rest(self) -> bool:
         return (

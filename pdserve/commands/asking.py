@@ -1,0 +1,59 @@
+"""Asking a running proxy or engine what only operators may know."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import ConfigError, PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_TIMEOUT_S: Final = 60.0
+
+
+def asked(base_url: str, path: str, api_keys: Sequence[str]) -> bytes:
+    """Return the body of an answer.
+
+    Args:
+        path: With its query.
+        api_keys: The first is sent.
+
+    Raises:
+        PeerError: Nobody can be reached there, or they refuse.
+        ConfigError: They want another key.
+    """
+    url = f"{base_url.rstrip('/')}{path}"
+    request = urllib.request.Request(url)
+    if api_keys:
+        request.add_header("Authorization", f"Bearer {api_keys[0]}")
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_TIMEOUT_S) as response:
+            body: bytes = response.read()
+            return body
+    except urllib.error.HTTPError as error:
+        message = _message(error.read()) or f"status {error.code}"
+        if error.code in {401, 403}:
+            raise ConfigError(
+                f"{base_url} wants a key: {message}; give it with --api-key, or as PDSERVE_API_KEY",
+                param="api-key",
+            ) from error
+        raise PeerError(f"{url}: {message}") from error
+    except (urllib.error.URLError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        raise PeerError(
+            f"{base_url} cannot be reached: {reason}; give the proxy's or an engine's base URL "
+            "with --url"
+        ) from error
+
+
+def _message(body: bytes) -> str:
+    """What an error object says; empty if it is none."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,195 @@
+"""`pdserve route`: why requests went where they did, and what another policy would have chosen.
+
+Asks a proxy for its records. What is computed from them is computed here, by the functions that the
+proxy decides with.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import urllib.parse
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from pdserve.commands.asking import asked
+from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
+from pdserve.config.load import build
+from pdserve.config.route import RouteConfig
+from pdserve.errors import ConfigError, PdserveError, PeerError
+from pdserve.proxy.brain.counterfactual import chosen_by
+from pdserve.proxy.brain.decision import repeated
+from pdserve.proxy.brain.record import DecisionsShown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pdserve.config.load import Resolved, Table
+    from pdserve.proxy.brain.question import PairCost
+    from pdserve.proxy.brain.record import DecisionRecord
+
+_PATH: Final = "/debug/decisions"
+_TERMS: Final = ("ttft", "itl", "wire", "harm", "bias")
+_NUM_SHOWN: Final = 10
+
+
+def run_explain(table: Table, resolved: Mapping[str, Resolved]) -> int:
+    """Run `pdserve route explain`; it fails if a decision does not follow from its record.
+
+    Raises:
+        PdserveError: There is no such record, or nobody to ask.
+    """
+    config = build("route", RouteConfig, table, resolved)
+    if not config.requests:
+        raise ConfigError(
+            "ID is missing: pdserve route explain ID..., where an ID is what the line of a request "
+            "begins with, and its answer's X-Request-Id",
+            param="requests",
+        )
+    are_equal = True
+    for name in config.requests:
+        shown = fetch(config, f"?request={urllib.parse.quote(name, safe='')}")
+        if not shown.decisions:
+            raise PdserveError(
+                f"no decision for {name!r} is kept: the last 1024 are, of requests whose prompt "
+                "was read and for which enough was known"
+            )
+        record = shown.decisions[0]
+        is_equal = repeated(record.decision) == record.decision
+        are_equal = are_equal and is_equal
+        print("\n".join(explained(record, is_equal=is_equal, now_s=time.time())))
+    return EXIT_DONE if are_equal else EXIT_FAILED
+
+
+def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
+    """Run `pdserve route compare`.
+
+    Raises:
+        PdserveError: There is nothing to compare, or nobody to ask.
+    """
+    config = build("route", RouteConfig, table, resolved)
+    records = fetch(config, f"?limit={config.limit}").decisions
+    if not records:
+        raise PdserveError(
+            "no decisions are kept yet: send requests; the first ones teach the proxy"
+        )
+    print("\n".join(compared(records, config.policy)))
+    return EXIT_DONE
+
+
+def fetch(config: RouteConfig, query: str) -> DecisionsShown:
+    """Ask the proxy.
+
+    Raises:
+        PeerError: It cannot be reached, decides nothing, or is none of this version.
+        ConfigError: It wants another key.
+    """
+    body = asked(config.url, _PATH + query, config.api_keys)
+    try:
+        return msgspec.json.decode(body, type=DecisionsShown)
+    except msgspec.MsgspecError as error:
+        raise PeerError(
+            f"{config.url}{_PATH}: the answer is none of this version: {error}"
+        ) from error
+
+
+def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[str]:
+    """Return a decision as a table, with what came of it."""
+    decision, question = record.decision, record.decision.question
+    chosen, other = decision.chosen, decision.other
+    costs = [chosen] if other is None else [chosen, other]
+    kind = "one engine" if chosen.is_local else "split"
+    lines = [
+        (
+            f"request {record.request_id}, {question.num_tokens} prompt tokens, "
+            f"{max(0.0, now_s - record.at_s):.0f} s ago: {kind}, because {decision.reason}"
+        ),
+        "",
+        _row("", ["chosen", "else"][: len(costs)]),
+        _row("", [each.way for each in costs]),
+    ]
+    lines.append(_row("first token, ms", [_ms(each.ttft_s) for each in costs]))
+    lines += [_row(f"  {name}", [_ms(each.ttft[name]) for each in costs]) for name in chosen.ttft]
+    lines.append(_row("between tokens, ms", [_ms(each.itl_s) for each in costs]))
+    lines.append(_row("wire, ms", [_ms(each.wire_s) for each in costs]))
+    lines.append(_row("cost, objectives", [f"{each.total:.4f}" for each in costs]))
+    lines += [_row(f"  {name}", [f"{each.terms[name]:.4f}" for each in costs]) for name in _TERMS]
+    slo = f"{question.ttft_slo_s * 1e3:.0f} ms, then {question.itl_slo_s * 1e3:.0f} ms"
+    lines += ["", f"objectives {slo}; a split has to be better by {decision.margin:.4f}"]
+    if question.was_split is not None:
+        lines.append(f"its session's last request was {'' if question.was_split else 'not '}split")
+    lines += ["", _row("engine", ["role", "has", "prompts", "to compute", "streams", "their KV"])]
+    for each in question.candidates:
+        role = {(True, False): "prefill", (False, True): "decode"}.get(
+            (each.is_prefill, each.is_decode), "both"
+        )
+        work = each.work
+        numbers = (work.num_prompts, work.prompt_tokens, work.num_streams, work.kv_tokens)
+        lines.append(_row(each.url, [role, str(each.hit_tokens), *map(str, numbers)]))
+    lines += ["", *_outcome(record)]
+    same = "the same, bit for bit" if is_equal else "ANOTHER ONE: is this the proxy's release?"
+    return [*lines, f"decided again from its record: {same}"]
+
+
+def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
+    """Return how another policy's choices differ, as predicted when each request came."""
+    name, _, split = policy.partition("/")
+    pairs = [
+        (each, chosen_by(name, split or "always", each.decision.question, each.seq))
+        for each in records
+    ]
+    ours = [each.decision.chosen for each, _ in pairs]
+    theirs = [cost for _, cost in pairs]
+    differing = [pair for pair in pairs if pair[0].decision.chosen.way != pair[1].way]
+    lines = [
+        (
+            f"{len(pairs)} requests, of which {policy} would have sent {len(differing)} elsewhere "
+            "(predicted from what was known when each came)"
+        ),
+        "",
+        _row("", ["as decided", policy]),
+    ]
+    for title, of in _FIGURES.items():
+        lines.append(_row(title, [of(ours), of(theirs)]))
+    worst = sorted(differing, key=lambda pair: pair[1].total - pair[0].decision.chosen.total)
+    if worst:
+        lines += ["", _row("where it differs most", ["as decided", policy, "cost"])]
+    for record, cost in reversed(worst[-_NUM_SHOWN:]):
+        chosen = record.decision.chosen
+        change = f"{cost.total - chosen.total:+.4f}"
+        lines.append(_row(record.request_id, [chosen.way, cost.way, change]))
+    return lines
+
+
+def _outcome(record: DecisionRecord) -> list[str]:
+    measured, chosen = record.measured, record.decision.chosen
+    if measured is None:
+        return ["what came of it is not known: it runs, failed, or its client left"]
+    lines = []
+    for title, was_s, predicted_s in (
+        ("first token", measured.ttft_s, chosen.ttft_s),
+        ("between tokens", measured.itl_s, chosen.itl_s),
+        ("wire", measured.wire_s, chosen.wire_s),
+    ):
+        if was_s is not None:
+            off = was_s / max(1e-9, predicted_s) - 1
+            lines.append(f"{title} was {_ms(was_s)} ms, {_ms(predicted_s)} predicted ({off:+.0%})")
+    return lines
+
+
+_FIGURES: Final[Mapping[str, Callable[[Sequence[PairCost]], str]]] = {
+    "split": lambda costs: f"{statistics.mean(not each.is_local for each in costs):.0%}",
+    "first token, ms: mean": lambda costs: _ms(statistics.mean(each.ttft_s for each in costs)),
+    "first token, ms: max": lambda costs: _ms(max(each.ttft_s for each in costs)),
+    "between tokens, ms": lambda costs: _ms(statistics.mean(each.itl_s for each in costs)),
+    "cost, objectives": lambda costs: f"{statistics.mean(each.total for each in costs):.4f}",
+}
+
+
+def _row(title: str, cells: Sequence[str]) -> str:
+    return f"{title:<24}" + "".join(f"  {cell:>14}" for cell in cells)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"

@@ -1,0 +1,80 @@
+"""What `pdserve route explain` and `pdserve route compare` may be told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+import msgspec
+
+from pdserve.config.checks import POSITIVE, require, require_url
+from pdserve.config.load import Table
+from pdserve.config.policies import POLICIES, SPLIT_POLICIES
+from pdserve.config.setting import declare
+
+
+class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose decisions, and what of them.
+
+    Attributes:
+        url: Base URL of a proxy.
+        requests: Ids of those to explain.
+        policy: To compare with: a routing policy, and behind a slash a split policy if it is not
+            `always`.
+        limit: Decisions to compare, at most.
+        api_keys: The first is sent.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    requests: tuple[str, ...] = ()
+    policy: str = "prefix_sticky"
+    limit: int = 1024
+    api_keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_url(self.url, "url")
+        name, _, split = self.policy.partition("/")
+        require(
+            name in POLICIES and (split or "always") in SPLIT_POLICIES,
+            "policy",
+            self.policy,
+            f"use one of {', '.join(POLICIES)}, alone or as NAME/SPLIT with one of "
+            f"{', '.join(SPLIT_POLICIES)}",
+        )
+        require(self.limit > 0, "limit", self.limit, POSITIVE)
+
+
+# fmt: off
+_SETTINGS: Final = declare(
+    "route",
+    RouteConfig,
+    "route",
+    (
+        ("requests", "requests", "ID", "as the request's line and X-Request-Id have it"),
+        ("url", "url", "URL", "of the proxy"),
+        ("policy", "policy", "NAME[/SPLIT]", "a routing policy, and a split policy"),
+        ("limit", "limit", "N", "decisions at most, the newest"),
+        ("api-key", "api_keys", "KEY", "sent as a bearer token (rather as PDSERVE_API_KEY)"),
+    ),
+)
+# fmt: on
+
+
+def route_explain_table() -> Table:
+    """The settings of `pdserve route explain`; its ids stand behind it without a flag."""
+    return _table("requests", "url", "api-key")
+
+
+def route_compare_table() -> Table:
+    """The settings of `pdserve route compare`."""
+    return _table("url", "policy", "limit", "api-key")
+
+
+def _table(*flags: str) -> Table:
+    return Table(
+        tuple(
+            dataclasses.replace(each, hidden=True) if each.flag == "requests" else each
+            for each in _SETTINGS
+            if each.flag in flags
+        )
+    )

@@ -1,0 +1,208 @@
+"""Who gets the next place: the tenant that has had the least, bands before it. No I/O.
+
+Each tenant has a counter of the work that it has had (VTC, "Fairness in Serving Large Language
+Models", OSDI 2024): prompt tokens that had to be computed, and each output token twice. The waiting
+request of the least counter comes next; who comes back from a pause begins where the least of the
+others is, so that pauses save nothing up. What a request will take is counted when it begins, and
+put right when it ends. Among the requests of one tenant the first to come is the first.
+
+Requests with a priority below 0 are critical, those above 0 sheddable. A band comes before the next
+one, and keeps places from it: the fuller the proxy, the fewer places lower bands may take. Whoever
+waits rises a band every half minute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+OUTPUT_WEIGHT: Final = 2.0
+"""Of an output token, where a prompt token that is computed counts 1."""
+CRITICAL, STANDARD, SHEDDABLE = -1, 0, 1
+RISE_S: Final = 30.0
+_MAX_IDLE_TENANTS: Final = 4096
+
+
+def band_of(priority: int) -> int:
+    """The band of a request's priority, which counts as vLLM's does: lower is earlier."""
+    return max(CRITICAL, min(SHEDDABLE, priority))
+
+
+def always(is_over_share: bool) -> bool:
+    """Let a request begin whenever there is a place."""
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A request's claim to a place.
+
+    Attributes:
+        tenant: Who asks.
+        cost: What it will take, as far as is known: in prompt tokens.
+        num_tokens: Of that, the prompt.
+        is_ready: Whether it should begin now; it is told whether its tenant has had more than
+            another one that is there. Asked again at each `look`.
+        grant: Called once, when it gets a place.
+    """
+
+    tenant: str = ""
+    band: int = STANDARD
+    cost: float = 1.0
+    num_tokens: float = 0.0
+    is_ready: Callable[[bool], bool] = always
+    grant: Callable[[], None] = lambda: None
+    since_s: float = field(default=0.0, init=False)
+    is_waiting: bool = field(default=False, init=False)
+    is_running: bool = field(default=False, init=False)
+
+    def band_at(self, now_s: float) -> int:
+        """Its band, with those that it has risen by."""
+        return max(CRITICAL, self.band - int((now_s - self.since_s) / RISE_S))
+
+
+class FairPlaces:
+    """Places, who has them, and who waits.
+
+    Args:
+        max_running: How many places there are.
+        now_s: Monotonic time.
+    """
+
+    def __init__(self, max_running: int, now_s: Callable[[], float]) -> None:
+        self._max_running = max_running
+        self._now_s = now_s
+        self._counters: OrderedDict[str, float] = OrderedDict()
+        self._waiting: dict[tuple[str, int], deque[Claim]] = {}
+        self._num_of: Counter[str] = Counter()
+        self._num_in_band: Counter[int] = Counter()
+        self._is_looking = False
+        self.num_running = 0
+        self.num_waiting = 0
+
+    def ask(self, claim: Claim) -> None:
+        """Give it a place now, or let it wait."""
+        self._come(claim)
+        claim.since_s = self._now_s()
+        self._waiting.setdefault((claim.tenant, claim.band), deque()).append(claim)
+        claim.is_waiting = True
+        self.num_waiting += 1
+        self.look()
+
+    def withdraw(self, claim: Claim) -> None:
+        """Have one that waits wait no more."""
+        self._forget(claim)
+        self._leave(claim)
+        self.look()
+
+    def release(self, claim: Claim, cost: float | None = None) -> None:
+        """Take a place back.
+
+        Args:
+            cost: What the request took; None: as expected.
+        """
+        self.num_running -= 1
+        if cost is not None:
+            self._counters[claim.tenant] += cost - claim.cost
+        self._leave(claim)
+        self.look()
+
+    def look(self) -> None:
+        """Give places to those who may begin now; there may be more room than there was."""
+        if self._is_looking:  # who is granted a place may change what is asked here
+            return
+        self._is_looking = True
+        try:
+            while (claim := self._next()) is not None:
+                self._grant(claim)
+        finally:
+            self._is_looking = False
+
+    def newest_of_greediest(self, tenant: str) -> Claim | None:
+        """Who is to make room for a tenant in a full queue; None: nobody waits with so many."""
+        waiting: Counter[str] = Counter()
+        for (name, _), queue in self._waiting.items():
+            waiting[name] += len(queue)
+        if not waiting:
+            return None
+        greediest, number = waiting.most_common(1)[0]
+        if number <= waiting[tenant] + 1:
+            return None
+        bands = [band for name, band in self._waiting if name == greediest]
+        return self._waiting[greediest, max(bands)][-1]
+
+    def tokens_before(self, tenant: str) -> float:
+        """Prompt tokens before one more request of a tenant: its own, and as many of each other."""
+        waiting: dict[str, float] = {}
+        for (name, _), queue in self._waiting.items():
+            waiting[name] = waiting.get(name, 0.0) + sum(claim.num_tokens for claim in queue)
+        own = waiting.get(tenant, 0.0)
+        return sum(min(own, tokens) for tokens in waiting.values())
+
+    def is_over_share(self, tenant: str) -> bool:
+        """Whether a tenant has had more than another one that is there."""
+        return self._counters[tenant] > self._least() + 1e-9
+
+    def _come(self, claim: Claim) -> None:
+        tenant = claim.tenant
+        if tenant not in self._num_of:
+            former = self._counters.pop(tenant, 0.0)
+            self._counters[tenant] = max(former, self._least())
+        self._num_of[tenant] += 1
+        self._num_in_band[claim.band] += 1
+
+    def _leave(self, claim: Claim) -> None:
+        self._num_of -= Counter([claim.tenant])  # which keeps no zeros
+        self._num_in_band -= Counter([claim.band])
+        idle = len(self._counters) - len(self._num_of)
+        if idle > _MAX_IDLE_TENANTS:
+            oldest = next(name for name in self._counters if name not in self._num_of)
+            del self._counters[oldest]
+
+    def _least(self) -> float:
+        """The counter of who has had least, of those who are there."""
+        return min((self._counters[name] for name in self._num_of), default=0.0)
+
+    def _next(self) -> Claim | None:
+        """Who is to get a place now; O(tenants that wait)."""
+        if not self.num_waiting or self.num_running >= self._max_running:
+            return None
+        now_s = self._now_s()
+        claim = min(self._heads(), key=lambda each: self._rank(each, now_s))
+        if self.num_running >= self._ceiling(claim.band_at(now_s)):
+            return None
+        return claim if claim.is_ready(self.is_over_share(claim.tenant)) else None
+
+    def _heads(self) -> Iterator[Claim]:
+        return (queue[0] for queue in self._waiting.values())
+
+    def _rank(self, claim: Claim, now_s: float) -> tuple[int, float, float]:
+        return claim.band_at(now_s), self._counters[claim.tenant], claim.since_s
+
+    def _ceiling(self, band: int) -> float:
+        """Up to how many places requests of a band may take one; the highest of those there all."""
+        higher = sum(1 for each in self._num_in_band if each < band)
+        if not higher:
+            return self._max_running
+        others = max(1, len(self._num_in_band) - 1)
+        return max(1.0, self._max_running - self.num_running * min(1.0, higher / others))
+
+    def _grant(self, claim: Claim) -> None:
+        self._forget(claim)
+        self.num_running += 1
+        claim.is_running = True
+        self._counters[claim.tenant] += claim.cost
+        claim.grant()
+
+    def _forget(self, claim: Claim) -> None:
+        """Have it wait no more."""
+        queue = self._waiting[claim.tenant, claim.band]
+        queue.remove(claim)
+        if not queue:
+            del self._waiting[claim.tenant, claim.band]
+        claim.is_waiting = False
+        self.num_waiting -= 1

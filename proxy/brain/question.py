@@ -1,0 +1,133 @@
+"""What a choice of a pair is asked, and what it answers: values that can be kept and sent."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from pdserve.proxy.brain.times import ServiceTimes
+from pdserve.proxy.brain.work import EngineWork
+
+REASONS: Final = (
+    *("shorter_queue", "warm_prefill", "protects_streams"),
+    *("mostly_cached", "short_prompt", "prefill_busy", "wire_slow", "decode_room", "home_role"),
+    *("no_pair", "session"),
+)
+"""Why a request is split (the first three), why it is not, and why it is either: engines away from
+their roles would be needed; no two engines can share it; its session's former requests were."""
+
+
+class PairCandidate(msgspec.Struct, frozen=True):
+    """An engine that could take part.
+
+    Attributes:
+        is_prefill, is_decode: Its role includes that.
+        hit_tokens: What it has of the prompt.
+    """
+
+    url: str
+    is_prefill: bool
+    is_decode: bool
+    hit_tokens: int
+    work: EngineWork
+
+
+class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be served, by whom it could be, and what is known of them.
+
+    Attributes:
+        num_tokens: Of the prompt.
+        candidates: Of two that cost the same, the first is taken.
+        ttft_slo_s, itl_slo_s: Objectives for the first token and between tokens.
+        was_split: What became of the session's last request, if that is to count.
+        apart: Pairs (prefill, decode) that cannot share the request, of those that were asked for.
+    """
+
+    num_tokens: int
+    candidates: tuple[PairCandidate, ...]
+    times: ServiceTimes
+    ttft_slo_s: float
+    itl_slo_s: float
+    was_split: bool | None = None
+    apart: tuple[tuple[str, str], ...] = ()
+
+
+class PairCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pair costs.
+
+    Attributes:
+        ttft: Predicted seconds to the first token by their cause: others' prompts (queue), its
+            own (prefill), steps of streams beside it (beside), and HTTP (hop).
+        ttft_s, itl_s, wire_s: Predicted for the request.
+        terms: Of the cost, by name.
+        total: Their sum, in objectives.
+    """
+
+    prefill: str
+    decode: str
+    ttft: dict[str, float]
+    ttft_s: float
+    itl_s: float
+    wire_s: float
+    terms: dict[str, float]
+    total: float
+
+    @property
+    def is_local(self) -> bool:
+        """Whether one engine does everything."""
+        return self.prefill == self.decode
+
+    @property
+    def way(self) -> str:
+        """Its engines, as people read it."""
+        return self.decode if self.is_local else f"{self.prefill}->{self.decode}"
+
+    def told(self, within: float | None = None) -> str:
+        """Return it in words, with parts that add up as they are printed.
+
+        Args:
+            within: What the cost may be off by.
+        """
+        tenths = {name: round(seconds * 1e4) for name, seconds in self.ttft.items()}
+        total = round(self.ttft_s * 1e4)
+        tenths["prefill"] += total - sum(tenths.values())
+        parts = " + ".join(
+            f"{name} {value / 10:.1f}"
+            for name, value in tenths.items()
+            if value or name == "prefill"
+        )
+        times = f"itl {self.itl_s * 1e3:.1f} wire {self.wire_s * 1e3:.1f}"
+        off = "" if within is None else f"±{within:.2f}"
+        return f"{self.way} at {self.total:.2f}{off}: ttft {total / 10:.1f} = {parts}, {times}"
+
+
+class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """The pair that was chosen, and why.
+
+    Attributes:
+        other: The best of the other kind (split or local), if there was one.
+        reason: One of `REASONS`.
+        margin: By how much a split had to be better.
+        question: That it answers; of the engines only those that came into the choice.
+    """
+
+    chosen: PairCost
+    other: PairCost | None
+    reason: str
+    margin: float
+    question: RouteQuestion
+
+    def told(self, served_s: float | None) -> str:
+        """Return it in words, for the request's line.
+
+        Args:
+            served_s: What the time to the first token was; None: it was not measured.
+        """
+        told = f"route {self.chosen.told(self.margin)} because {self.reason}"
+        if self.other is not None:
+            told += f", else {self.other.told()}"
+        if served_s is not None:
+            off = served_s / max(1e-6, self.chosen.ttft_s) - 1
+            told += f", was {served_s * 1e3:.1f} ({off:+.0%})"
+        return told

@@ -1,0 +1,90 @@
+"""Decisions as they are kept, shown and sent: each with its question, and what came of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import msgspec
+
+from pdserve.proxy.brain.question import PairDecision
+
+NUM_KEPT: Final = 1024
+
+
+class ServedTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request took that ended well, as far as it shows; seconds.
+
+    Attributes:
+        ttft_s: From the first leg to the first token.
+        itl_s: Between tokens.
+        wire_s: KV on its way.
+    """
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    wire_s: float | None = None
+
+
+class DecisionRecord(msgspec.Struct, kw_only=True):
+    """One decision.
+
+    Attributes:
+        seq: Counts up by one.
+        at_s: Unix time.
+        decision: The last one, of a request for which there were several.
+        measured: None until the request has ended well.
+    """
+
+    seq: int
+    at_s: float
+    request_id: str
+    decision: PairDecision
+    measured: ServedTimes | None = None
+
+
+class FitShown(msgspec.Struct, frozen=True, kw_only=True):
+    """What was learned of prompts, steps or transfers; see `LinearFit`."""
+
+    samples: int
+    error: float
+    weights: list[float]
+
+
+class DecisionsShown(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/debug/decisions` answers.
+
+    Attributes:
+        decisions: The newest first.
+    """
+
+    is_known: bool
+    mean_output_tokens: float
+    model: dict[str, FitShown]
+    decisions: list[DecisionRecord]
+
+
+class DecisionLog:
+    """The last decisions, by request."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
+        self._num = 0
+
+    def add(self, request_id: str, decision: PairDecision, at_s: float) -> None:
+        """Keep one; it takes the place of a former one of the same request."""
+        self._num += 1
+        self._records.pop(request_id, None)
+        self._records[request_id] = DecisionRecord(
+            seq=self._num, at_s=at_s, request_id=request_id, decision=decision
+        )
+        if len(self._records) > NUM_KEPT:
+            self._records.popitem(last=False)
+
+    def of(self, request_id: str) -> DecisionRecord | None:
+        """Return a request's."""
+        return self._records.get(request_id)
+
+    def newest(self, *, after_seq: int = 0) -> list[DecisionRecord]:
+        """Return those with a higher number, the newest first."""
+        return [each for each in reversed(self._records.values()) if each.seq > after_seq]

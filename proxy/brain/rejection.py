@@ -1,0 +1,121 @@
+"""Whether a request should be turned away as it comes, because it would miss its objectives. Pure.
+
+Before its prompt is computed nothing is lost. What counts is the time to its first token at the
+best engine, and the time between tokens when they begin, with the streams that will have ended by
+then. Who could not be served in time by an idle engine, either, is judged by the objectives of who
+names none: an idle deployment turns nobody away.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from pdserve.proxy.brain.decision import PairCosts, default_ttft_slo_s
+
+if TYPE_CHECKING:
+    from pdserve.proxy.brain.question import PairCandidate, RouteQuestion
+
+_SLACK: Final = 1.1
+"""Of an objective that a request may take before it is turned away."""
+_SIGMAS: Final = 2.0
+_MAX_RETRY_S: Final = 60.0
+
+
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request is turned away.
+
+    Attributes:
+        reason: `ttft` or `itl`.
+        predicted_s, limit_s: What it would take, and what it may.
+        parts: Of the time to the first token, by cause; see `PairCost.ttft`.
+        retry_after_s: When it would do.
+    """
+
+    reason: str
+    predicted_s: float
+    limit_s: float
+    parts: dict[str, float]
+    retry_after_s: float
+
+    @property
+    def told(self) -> str:
+        """Return it in words."""
+        what = "its first token" if self.reason == "ttft" else "each further token"
+        parts = " + ".join(f"{name} {s * 1e3:.0f}" for name, s in self.parts.items() if s >= 5e-4)
+        return (
+            f"{what} would take {self.predicted_s * 1e3:.0f} ms"
+            f"{f' ({parts})' if parts else ''}, and may take {self.limit_s * 1e3:.0f}: "
+            f"try again in {math.ceil(self.retry_after_s)} s, or ask for less in slo"
+        )
+
+
+def rejection(question: RouteQuestion, *, tokens_before: float) -> Rejection | None:
+    """Return why a request should be turned away; None: it should not.
+
+    Args:
+        tokens_before: Of prompts that wait before it for a place.
+    """
+    times = question.times
+    costs = PairCosts(question)
+    prefills = [each for each in question.candidates if each.is_prefill]
+    if not prefills:
+        return None
+    best = min((costs.ttft(each) for each in question.candidates), key=lambda t: sum(t.values()))
+    waiting_s = times.prompt_s(round(tokens_before), 0) / len(prefills) if tokens_before else 0.0
+    parts = {"waiting": waiting_s, **best}
+    alone_s = best["prefill"] + best["hop"]
+    slo_s = question.ttft_slo_s
+    if alone_s > slo_s:
+        slo_s = max(slo_s, default_ttft_slo_s(times, question.num_tokens))
+    ttft_s = sum(parts.values())
+    limit_s = _SLACK * slo_s + _SIGMAS * times.prefill_error * ttft_s
+    if ttft_s > max(limit_s, alone_s):
+        return Rejection(
+            reason="ttft",
+            predicted_s=ttft_s,
+            limit_s=limit_s,
+            parts=parts,
+            retry_after_s=_bounded(ttft_s - _SLACK * slo_s),
+        )
+    return _of_decode(question, ttft_s)
+
+
+def _of_decode(question: RouteQuestion, ttft_s: float) -> Rejection | None:
+    """Whether tokens would come too slowly, once they begin."""
+    times = question.times
+    decodes = [each for each in question.candidates if each.is_decode]
+    if not decodes:
+        return None
+    num_coming = sum(each.work.num_prompts for each in question.candidates) / len(decodes)
+    alone_s = times.step_s(1, question.num_tokens + times.mean_output)
+    itl_s = min(_itl_s(question, each, ttft_s, num_coming) for each in decodes)
+    limit_s = max(question.itl_slo_s, alone_s) * (_SLACK + _SIGMAS * times.step_error)
+    if itl_s <= limit_s:
+        return None
+    return Rejection(
+        reason="itl",
+        predicted_s=itl_s,
+        limit_s=limit_s,
+        parts={},
+        retry_after_s=_bounded(times.mean_output * (itl_s - limit_s)),
+    )
+
+
+def _itl_s(
+    question: RouteQuestion, engine: PairCandidate, ttft_s: float, num_coming: float
+) -> float:
+    """Between tokens at an engine, with what will have ended and what will have come."""
+    times, work = question.times, engine.work
+    step_s = max(1e-6, times.step_s(work.num_streams, work.kv_tokens))
+    left = max(0.0, 1 - ttft_s / (times.mean_output * step_s))
+    num_streams = work.num_streams * left + num_coming + 1
+    each_tokens = question.num_tokens + times.mean_output
+    kv_tokens = work.kv_tokens * left + (num_coming + 1) * each_tokens
+    return times.step_s(num_streams, kv_tokens)
+
+
+def _bounded(seconds: float) -> float:
+    return min(_MAX_RETRY_S, max(1.0, seconds))

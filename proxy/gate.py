@@ -1,0 +1,127 @@
+"""Who is let in: what a request claims of the places, and whether it is turned away as it comes.
+
+Counts what tenants take, and which requests kept their objectives.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Final
+
+from pdserve.errors import OverloadedError
+from pdserve.proxy.brain.decision import MIN_TTFT_SLO_S, default_ttft_slo_s
+from pdserve.proxy.brain.fairness import OUTPUT_WEIGHT, Claim, always, band_of
+from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN
+from pdserve.proxy.brain.rejection import rejection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.config.http import ProxyConfig
+    from pdserve.proxy.brain.metrics import GateMetrics
+    from pdserve.proxy.brain.pairing import Pairing
+    from pdserve.proxy.brain.prompt import RoutePrompt
+    from pdserve.proxy.routing import Router
+    from pdserve.proxy.story import Story
+
+_HELD: Final = 0.5
+_HELD_OVER_SHARE: Final = 0.05
+"""Of its objective for the first token: what every engine may have to compute before a request is
+held back; the second one of who has had more than others."""
+_FIRST_OUTPUT: Final = 150.0
+"""Output tokens of a request, where nothing is learned."""
+
+
+class Gate:
+    """The entrance of one proxy.
+
+    Args:
+        tokens_before: Returns what waits for a place before a request of a tenant.
+        pairing: None unless pairs are chosen by what was learned: then nobody is turned away or
+            held back, but for want of a place.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        router: Router,
+        tokens_before: Callable[[str], float],
+        pairing: Pairing | None,
+        metrics: GateMetrics,
+    ) -> None:
+        self._config = config
+        self._router = router
+        self._tokens_before = tokens_before
+        self._pairing = pairing
+        self._metrics = metrics
+
+    def claim(self, prompt: RoutePrompt) -> Claim:
+        """Return what a request claims."""
+        num_tokens = self._prompt_cost(prompt)
+        cost = num_tokens + OUTPUT_WEIGHT * self._mean_output
+        is_ready = always
+        if self._pairing is not None:
+            is_ready = functools.partial(self._is_ready, prompt)
+        return Claim(prompt.tenant, band_of(prompt.priority), cost, num_tokens, is_ready)
+
+    def require_promising(self, prompt: RoutePrompt) -> None:
+        """Check that a request can keep its objectives, with what there is to do.
+
+        Raises:
+            OverloadedError: It would miss them.
+        """
+        question = self._router.outlook(prompt) if self._config.early_rejection else None
+        if question is None:
+            return
+        found = rejection(question, tokens_before=self._tokens_before(prompt.tenant))
+        if found is not None:
+            self._metrics.rejected.labels(found.reason).inc()
+            raise OverloadedError(found.told, retry_after_s=found.retry_after_s)
+
+    def ended(self, prompt: RoutePrompt, story: Story) -> float:
+        """Count what a request has taken; return it as `Claim` counts."""
+        stages = story.prefill_stages
+        num_computed = self._prompt_cost(prompt)
+        if stages is not None:
+            num_computed = max(0, stages.prompt_tokens - stages.cached_tokens)
+        self._metrics.took(prompt.tenant, num_computed, story.num_output_tokens)
+        return num_computed + OUTPUT_WEIGHT * story.num_output_tokens
+
+    def served(self, prompt: RoutePrompt, story: Story) -> None:
+        """Note whether a stream that ended well kept its objectives."""
+        if not story.streamed or story.first_token_s is None:
+            return
+        ttft_s = story.first_token_s - story.arrived_s
+        num_gaps = max(1, story.num_output_tokens - 1)
+        itl_s = (story.last_chunk_s - story.first_token_s) / num_gaps
+        self._metrics.compare(
+            has_own=prompt.ttft_slo_s is not None or prompt.itl_slo_s is not None,
+            keeps_ttft=ttft_s <= self._ttft_slo_s(prompt),
+            keeps_itl=itl_s <= (prompt.itl_slo_s or self._config.itl_slo_s),
+        )
+
+    @property
+    def _mean_output(self) -> float:
+        return _FIRST_OUTPUT if self._pairing is None else self._pairing.model.mean_output
+
+    def _ttft_slo_s(self, prompt: RoutePrompt) -> float:
+        slo_s = prompt.ttft_slo_s or self._config.ttft_slo_s
+        if not slo_s and self._pairing is not None:
+            slo_s = default_ttft_slo_s(self._pairing.model.times(), prompt.num_tokens)
+        return slo_s or MIN_TTFT_SLO_S
+
+    def _prompt_cost(self, prompt: RoutePrompt) -> float:
+        """Tokens of a prompt that have to be computed, as far as is known."""
+        if not prompt.num_tokens:
+            return prompt.num_bytes / BYTES_PER_TOKEN
+        return max(0, prompt.num_tokens - self._router.most_known(prompt))
+
+    def _is_ready(self, prompt: RoutePrompt, is_over_share: bool) -> bool:
+        """Whether an engine would begin with a request soon.
+
+        Who has had more than others waits here for one that is next to idle, rather than have them
+        wait behind it there.
+        """
+        share = _HELD_OVER_SHARE if is_over_share else _HELD
+        limit_s = share * self._ttft_slo_s(prompt)
+        return self._router.can_begin_within(limit_s, at_home=is_over_share)
