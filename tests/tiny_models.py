@@ -55,7 +55,7 @@ _LATENT: dict[str, Any] = {
     "topk_group": 2,
 }
 
-_FIELDS: dict[str, dict[str, Any]] = {
+FIELDS_OF: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "head_dim": 16,
@@ -82,7 +82,7 @@ def write_tiny_model(directory: Path, family: str = "llama", **fields: Any) -> P
 
     config_name, model_name = _CLASSES[family]
     torch.manual_seed(11)
-    config = getattr(transformers, config_name)(**{**_SHAPE, **_FIELDS.get(family, {}), **fields})
+    config = getattr(transformers, config_name)(**{**_SHAPE, **FIELDS_OF.get(family, {}), **fields})
     model = getattr(transformers, model_name)(config).eval()
     for name, parameter in model.named_parameters():
         # transformers starts biases at 0 and norms at 1, which would hide a lost one.

@@ -18,7 +18,7 @@ from pdserve.config.http import ServerConfig
 from pdserve.config.load import Resolved, Source, Table, build
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.vllm.translate import ROLE, role_of
-from pdserve.errors import EngineDeadError
+from pdserve.errors import ConfigError, EngineDeadError
 from pdserve.http.own_address import own_address
 from pdserve.observe.log import log_event
 
@@ -71,7 +71,19 @@ def engine_config(role: Role, table: Table, resolved: Mapping[str, Resolved]) ->
         model=str(model_directory(written)),
         served_model_name=config.model.served_model_name or (written,),
     )
-    return msgspec.structs.replace(config, role=role, model=model)
+    speculative = config.speculative
+    if speculative.model:
+        directory = _draft_directory(speculative.model)
+        speculative = msgspec.structs.replace(speculative, model=directory)
+    return msgspec.structs.replace(config, role=role, model=model, speculative=speculative)
+
+
+def _draft_directory(model: str) -> str:
+    try:
+        return str(model_directory(model))
+    except ConfigError as error:
+        flag = "speculative-config.model"
+        raise ConfigError(f"--{flag}: {error}", param=flag) from None
 
 
 def with_kv_host(

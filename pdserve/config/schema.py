@@ -443,4 +443,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         require(
             self.device in ("auto", "cpu", "cuda"), "device", self.device, "use auto, cpu or cuda"
         )
+        self.speculative.require_stages(self.parallel.pipeline_parallel_size)
         self.cache.events.require_secret(self.transfer.secret, self.transfer.host)

@@ -8,7 +8,13 @@ import msgspec
 
 from pdserve.config.checks import POSITIVE, require, require_not_negative
 
-METHODS: Final = ("ngram", "suffix")
+DRAFT_MODEL: Final = "draft_model"
+EAGLE: Final = ("eagle", "eagle3")
+MTP: Final = ("mtp", "deepseek_mtp")
+"""Two names of the same."""
+METHODS: Final = ("ngram", "suffix", DRAFT_MODEL, *EAGLE, *MTP)
+WITH_MODEL: Final = (DRAFT_MODEL, *EAGLE)
+"""Methods that need a model beside the one that is served."""
 MAX_DRAFTED: Final = 64
 _SUFFIX: Final = "speculative-config.suffix-decoding-"
 
@@ -19,7 +25,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         method: ngram (what followed the last tokens where they stood before: in the prompt, the
             prediction or the answer), suffix (what followed them most often, there and in former
-            answers of the same salt); empty drafts nothing.
+            answers of the same salt), draft_model (what a smaller model puts out; until it has
+            computed what there is of a request, what ngram finds), eagle and eagle3 (what a head
+            guesses that goes on from the model's states), mtp or deepseek_mtp (the same by a
+            layer that the model's checkpoint has for that); empty drafts nothing.
+        model: Of draft_model, eagle and eagle3: the directory of the model or head.
         num_speculative_tokens: Tokens of a draft, at most; a request gets fewer where they do not
             pay (`scheduler.drafts`).
         prompt_lookup_max, prompt_lookup_min: Of ngram: how many tokens must be alike before a
@@ -31,6 +41,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     method: str = ""
+    model: str = ""
     num_speculative_tokens: int = 7
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 3
@@ -44,12 +55,29 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens of a draft, at most; 0 if nothing is drafted."""
         return self.num_speculative_tokens if self.method else 0
 
+    @property
+    def is_by_model(self) -> bool:
+        """Whether a draft takes a forward pass."""
+        return self.method == DRAFT_MODEL or self.is_by_head
+
+    @property
+    def is_by_head(self) -> bool:
+        """Whether a draft goes on from the model's own states."""
+        return self.method in (*EAGLE, *MTP)
+
     def __post_init__(self) -> None:
         require(
             self.method in ("", *METHODS),
             "speculative-config.method",
             self.method,
             f"it is not here: use {' or '.join(METHODS)}",
+        )
+        require(
+            bool(self.model) == (self.method in WITH_MODEL),
+            "speculative-config.model",
+            self.model,
+            f"the methods {', '.join(WITH_MODEL)} need a directory, a smaller model with the same "
+            f"tokenizer or a head, and others have none: this is {self.method!r}",
         )
         num = self.num_speculative_tokens
         require(
@@ -78,3 +106,17 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
         require(0 < factor <= MAX_DRAFTED, _SUFFIX + "max-spec-factor", factor, POSITIVE)
         least = self.suffix_decoding_min_token_prob
         require(0 <= least <= 1, _SUFFIX + "min-token-prob", least, "it must be from 0 to 1")
+
+    def require_stages(self, num_stages: int) -> None:
+        """Refuse a method that cannot draft for so many pipeline stages.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        require(
+            not self.is_by_model or num_stages == 1,
+            "speculative-config.method",
+            self.method,
+            "there are several pipeline stages, and no one of them has all that it needs: use "
+            "ngram or suffix, or leave --pipeline-parallel-size out",
+        )

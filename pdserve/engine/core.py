@@ -70,6 +70,7 @@ class EngineCore:
                 max_drafted=config.speculative.max_drafted,
                 max_in_flight=executor.max_in_flight,
                 row_costs=next((w.row_costs for w in workers if w.row_costs), ()),
+                draft_cost=max(w.draft_cost for w in workers),
             ),
             connector,
             clock,

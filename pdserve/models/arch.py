@@ -134,7 +134,7 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
         mla: Its latent attention; then `num_kv_heads` is 1 and `head_dim` is what is cached
             of a token (`kv_lora_rank + qk_rope_head_dim`).
         num_extra_layers: Layers that checkpoints may have after these, which predict further
-            tokens (DeepSeek-V3, section 2.2); they are not run.
+            tokens (DeepSeek-V3, section 2.2); they draft (`models.mtp`), or are not read.
     """
 
     architecture: str

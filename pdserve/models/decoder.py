@@ -243,6 +243,10 @@ class Decoder:
                     step,
                 )
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Look tokens up, on the first stage: `[T] -> [T, hidden_size]`, on each rank of TP."""
+        return self._stream.gather(self._embedding(token_ids), len(token_ids))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of some rows, of this rank's part of the vocabulary; on the last stage.
 

@@ -88,9 +88,68 @@ class CausalLM(Protocol):
         """Take part, with no token, in the layers whose experts other engines share."""
         ...
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """`[T] -> [T, hidden_size]`; on the first stage, on each rank of its TP group."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """`[M, hidden_size] -> [M, len(vocab)]` fp32; on the last stage."""
         ...
+
+
+class DraftHead(Protocol):
+    """What guesses on from a model's states, as `models.eagle` and `models.mtp` do.
+
+    Attributes:
+        aux_layers: Layers of the model before which it reads the stream, rising.
+    """
+
+    aux_layers: tuple[int, ...]
+
+    def slots(self) -> dict[str, Slot]:
+        """How each tensor of its checkpoint is loaded, by name."""
+        ...
+
+    def enter(self, hidden: Tensor, aux: tuple[Tensor, ...]) -> Tensor:
+        """Return the states that it reads, `[T, hidden_size]`, of what the model has computed.
+
+        Args:
+            hidden: `[T, hidden_size]`, normed.
+            aux: Of each of `aux_layers` the same, not normed.
+        """
+        ...
+
+    def forward(self, step: StepInputs, states: Tensor, kv_layers: list[Tensor]) -> Tensor:
+        """Return the states that follow, `[T, hidden_size]`, and write the step's KV.
+
+        Args:
+            step: Its tokens are those behind the positions.
+            states: `[T, hidden_size]`, of the positions.
+        """
+        ...
+
+    def likeliest(self, states: Tensor) -> Tensor:
+        """Return the likeliest token of each state that `forward` made, `[M]` int64."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """What drafts by a forward pass.
+
+    Attributes:
+        model: A model of its own.
+        head: Or a head that goes on from the model's states.
+        arch: Of its layers.
+        num_layers: That have KV.
+        cost: Seconds of a token of a draft, over those of a token of the model.
+    """
+
+    model: LoadedModel | None
+    head: DraftHead | None
+    arch: ModelArch
+    num_layers: int
+    cost: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +165,7 @@ class LoadedModel:
         vocab: Token ids whose logits this rank computes, on the last stage.
         experts: Where the experts are; None for a model without any.
         sampling: How tokens are chosen where the logits are.
+        draft: What drafts for it on this rank, if anything does.
     """
 
     model: CausalLM
@@ -118,6 +178,7 @@ class LoadedModel:
     vocab: range
     experts: ExpertParallel | None
     sampling: SamplingOps
+    draft: LoadedDraft | None = None
 
 
 def load_model(

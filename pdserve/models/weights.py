@@ -190,6 +190,15 @@ class Checkpoint:
             )
         return _DTYPES[name]
 
+    def __contains__(self, name: str) -> bool:
+        return any(name in shard.tensors for shard in self._shards)
+
+    def integers(self, name: str) -> Tensor | None:
+        """Return a tensor that is no weight, as int64; None if there is none of that name."""
+        slot = Slot((), lambda _: None)
+        found = [each.to(torch.int64, copy=True) for _, each in self.tensors({name: slot})]
+        return found[0] if found else None
+
     def check(
         self, slots: Mapping[str, Slot], *, tied_head: bool, unused: tuple[str, ...] = ()
     ) -> None:

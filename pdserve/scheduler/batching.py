@@ -47,8 +47,8 @@ class Batcher:
         self._min_reserved_blocks = self._kv.pool.num_blocks // 100
         self._max_drafted = state.dimensions.max_drafted
         self._plans_ahead = state.dimensions.max_in_flight > self._num_stages
-        costs = state.dimensions.row_costs
-        self._row_budget = RowBudget(costs) if self._max_drafted else None
+        costs, draft_cost = state.dimensions.row_costs, state.dimensions.draft_cost
+        self._row_budget = RowBudget(costs, draft_cost) if self._max_drafted else None
 
     # ---- running requests ----------------------------------------------------------
 

@@ -84,10 +84,13 @@ class RowBudget:
     Args:
         costs: Seconds, or any multiple, of a step by its number of rows, rising; between and
             behind them the time is taken to rise evenly.
+        draft_cost: Time of making a token of each draft, over that of a step without drafts: all
+            drafts are made together, one token behind the other. 0: drafts are there.
     """
 
-    def __init__(self, costs: Sequence[tuple[int, float]]) -> None:
+    def __init__(self, costs: Sequence[tuple[int, float]], draft_cost: float = 0.0) -> None:
         self._logs = _log_costs(costs or DEFAULT_COSTS)
+        self._draft_cost = draft_cost
 
     def share(self, wishes: Sequence[DraftWish], *, num_rows: int, num_requests: int) -> list[int]:
         """Return how many rows each request gets.
@@ -98,7 +101,9 @@ class RowBudget:
         """
         shares = [0] * len(wishes)
         rows = float(num_rows)
-        least = num_requests * self._growth(rows)
+        # Each of them brings its part of the time in which all drafts get one token longer.
+        making = num_requests * math.log1p(self._draft_cost / max(1, num_requests))
+        least = making + num_requests * self._growth(rows)
         # Falls from row to row of a request, so that sorting leaves its rows in order.
         gains = [
             (gain, index)
@@ -108,7 +113,7 @@ class RowBudget:
         ]
         gains.sort(reverse=True)
         for gain, index in gains:
-            if gain <= num_requests * self._growth(rows):
+            if gain <= making + num_requests * self._growth(rows):
                 break
             shares[index] += 1
             rows += wishes[index].found

@@ -44,7 +44,7 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
         num_stages: Pipeline stages.
         kv_bytes_per_token: To count, for traces, what is on its way here.
         max_drafted: Tokens of a draft, at most; 0: nothing is drafted.
-        row_costs: See `RowBudget`.
+        row_costs, draft_cost: See `RowBudget`.
         max_in_flight: Steps that are in flight together, at most.
     """
 
@@ -55,6 +55,7 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int = 0
     max_drafted: int = 0
     row_costs: tuple[tuple[int, float], ...] = ()
+    draft_cost: float = 0.0
     max_in_flight: int = 1
 
 

@@ -24,6 +24,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_threads: CPU threads of its compute.
         row_costs: Seconds of a product of the model by its number of rows, rising, if drafts are
             verified and this rank makes logits.
+        draft_cost: Time of a token of a draft here, over that of a token of the model.
     """
 
     rank: int
@@ -41,3 +42,4 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     num_threads: int
     row_costs: tuple[tuple[int, float], ...] = ()
+    draft_cost: float = 0.0

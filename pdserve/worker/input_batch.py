@@ -78,6 +78,9 @@ class InputBatch:
     Args:
         num_rows: Requests known at once, at most.
         buffers: Where steps are written, of as many rows.
+
+    Attributes:
+        max_blocks: Of one request, at most.
     """
 
     def __init__(
@@ -90,10 +93,10 @@ class InputBatch:
     ) -> None:
         self._block_size = block_size
         self._num_rows = num_rows
-        max_blocks = -(-max_model_len // block_size)
+        self.max_blocks = -(-max_model_len // block_size)
         # Zero pages are shared until they are written: long contexts cost nothing unused.
         self._token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
-        self._block_tables = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self._block_tables = np.zeros((num_rows, self.max_blocks), dtype=np.int32)
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
         self._num_prompt = np.zeros(num_rows, dtype=np.int64)
         self._num_tokens = np.zeros(num_rows, dtype=np.int64)
@@ -217,30 +220,12 @@ class InputBatch:
         num_drafted = np.zeros(num_requests, dtype=np.int64)
         if drafts:
             num_drafted = self._write_drafts(request_ids, end == num_tokens, drafts)
-            num_new += num_drafted
             end += num_drafted
             num_tokens = num_tokens + num_drafted
         self._check(request_ids, rows, start, end, num_tokens)
-        query_start = np.zeros(num_requests + 1, dtype=np.int64)
-        np.cumsum(num_new, out=query_start[1:])
+        query_start, width = self._fill(self._buffers, rows, start, end)
         total = int(query_start[-1])
-
-        arrays = self._buffers.begin()
-        token_rows = np.repeat(rows, num_new)
-        positions = arrays.positions[:total]
-        np.subtract(np.arange(total), np.repeat(query_start[:-1] - start, num_new), out=positions)
-        arrays.token_ids[:total] = self._token_ids[token_rows, positions]
-        block, offset = np.divmod(positions, self._block_size)
-        slots = arrays.slot_mapping[:total]
-        np.multiply(self._block_tables[token_rows, block], self._block_size, out=slots)
-        slots += offset
-
-        max_blocks = -(-int(end.max()) // self._block_size)
-        width = self._buffers.table_width(max_blocks)
-        tables = arrays.block_tables[: num_requests * width].reshape(num_requests, width)
-        tables[:, :max_blocks] = self._block_tables[rows, :max_blocks]
-        arrays.query_start[: num_requests + 1] = query_start
-        arrays.context_lens[:num_requests] = end
+        arrays = self._buffers.arrays
 
         sampling = np.flatnonzero(end == num_tokens)
         num_logits = len(sampling)
@@ -274,6 +259,97 @@ class InputBatch:
             draft_tokens=draft_tokens,
             logit_rows=None if does_all_sample else self._buffers.logit_rows(num_logits),
         )
+
+    def inputs_of(
+        self,
+        buffers: StepBuffers,
+        rows: NDArray[np.int64],
+        start: NDArray[np.int64],
+        end: NDArray[np.int64],
+        *,
+        first_block: NDArray[np.int64] | None = None,
+        ahead: int = 0,
+    ) -> tuple[StepInputs, NDArray[np.int64]]:
+        """Return the inputs of a step of another model over the same requests.
+
+        Args:
+            buffers: Where they are written; the next call overwrites them.
+            rows: `[R]`, distinct.
+            start, end: `[R]`, positions that are computed: from `start` up to and without `end`,
+                for which there are tokens, written ahead or not, and blocks.
+            first_block: `[R]`, of their blocks the first that is read, none behind `start`;
+                positions are those that they are. None: all are read.
+            ahead: How far the token that is read at a position stands behind it.
+
+        Returns:
+            The inputs, and `[R + 1]`, the first token of each request in them.
+        """
+        query_start, width = self._fill(buffers, rows, start, end)
+        total, arrays = int(query_start[-1]), buffers.arrays
+        if ahead:
+            token_rows = np.repeat(rows, end - start)
+            arrays.token_ids[:total] = self._token_ids[token_rows, arrays.positions[:total] + ahead]
+        if first_block is not None:
+            tables = arrays.block_tables[: len(rows) * width].reshape(len(rows), width)
+            at = np.minimum(first_block[:, None] + np.arange(width), width - 1)
+            tables[:] = np.take_along_axis(tables, at, axis=1)
+            arrays.context_lens[: len(rows)] -= first_block * self._block_size
+        buffers.upload(len(rows))
+        return buffers.inputs(total, len(rows), width), query_start
+
+    def _fill(
+        self,
+        buffers: StepBuffers,
+        rows: NDArray[np.int64],
+        start: NDArray[np.int64],
+        end: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], int]:
+        """Write tokens and their places; return each request's first one, and the tables' width."""
+        num_requests, num_new = len(rows), end - start
+        query_start = np.zeros(num_requests + 1, dtype=np.int64)
+        np.cumsum(num_new, out=query_start[1:])
+        total = int(query_start[-1])
+
+        arrays = buffers.begin()
+        token_rows = np.repeat(rows, num_new)
+        positions = arrays.positions[:total]
+        np.subtract(np.arange(total), np.repeat(query_start[:-1] - start, num_new), out=positions)
+        arrays.token_ids[:total] = self._token_ids[token_rows, positions]
+        block, offset = np.divmod(positions, self._block_size)
+        slots = arrays.slot_mapping[:total]
+        np.multiply(self._block_tables[token_rows, block], self._block_size, out=slots)
+        slots += offset
+
+        max_blocks = -(-int(end.max()) // self._block_size)
+        width = buffers.table_width(max_blocks)
+        tables = arrays.block_tables[: num_requests * width].reshape(num_requests, width)
+        tables[:, :max_blocks] = self._block_tables[rows, :max_blocks]
+        arrays.query_start[: num_requests + 1] = query_start
+        arrays.context_lens[:num_requests] = end
+        return query_start, width
+
+    def num_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens requests have, `[R]`."""
+        return self._num_tokens[rows]
+
+    def num_held(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for how many tokens requests have blocks, `[R]`."""
+        return self._num_blocks[rows] * self._block_size
+
+    def blocks(self, row: int) -> NDArray[np.int32]:
+        """Return the blocks of a request, in token order; valid until the next update."""
+        return self._block_tables[row, : self._num_blocks[row]]
+
+    def tokens(self, row: int, start: int, end: int) -> list[int]:
+        """Return the tokens at positions `start` to `end`, as far as there are some."""
+        found: list[int] = self._token_ids[row, start : min(end, self._num_tokens[row])].tolist()
+        return found
+
+    def write_ahead(
+        self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]
+    ) -> None:
+        """Write a token behind those of each request, which does not count as one of them."""
+        self._token_ids[rows, positions] = token_ids
 
     def _write_drafts(
         self,

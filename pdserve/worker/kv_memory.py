@@ -1,4 +1,4 @@
-"""Sizes and allocates the KV memory of a rank, which is one tensor.
+"""Sizes and allocates the KV memory of a rank, which is one tensor, or two with a draft model.
 
 Every rank of an engine has the same blocks, each of them its own layers and heads of them; so
 the scarcest rank says how many there are. Knows bytes and shapes; what blocks mean is the
@@ -92,14 +92,16 @@ class Supply:
 
 
 def supply(
-    layout: KVLayout, cache: CacheConfig, *, max_model_len: int, max_num_seqs: int, offer: Offer
+    block_bytes: int, cache: CacheConfig, *, max_model_len: int, max_num_seqs: int, offer: Offer
 ) -> Supply:
     """Count the blocks that this rank can hold.
 
     An exact number wins over a size, and a size over the device's offer. The offer is cut
     to what `max_num_seqs` requests of full length could use at once.
+
+    Args:
+        block_bytes: Of a block, with what a draft model keeps under the same id.
     """
-    block_bytes = layout.block_bytes
     if cache.num_gpu_blocks_override is not None:
         return Supply(cache.num_gpu_blocks_override, block_bytes)
     if cache.kv_cache_memory_bytes is not None:

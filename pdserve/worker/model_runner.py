@@ -32,6 +32,7 @@ from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.device_sampler import DeviceSampler
 from pdserve.worker.drafting.costs import measure_rows
 from pdserve.worker.drafting.drafts import drafts_of
+from pdserve.worker.drafting.loading import drafter_of
 from pdserve.worker.drafting.states import states_of
 from pdserve.worker.graphs import StepGraphs, rehearsed_steps
 from pdserve.worker.input_batch import InputBatch, PreparedStep
@@ -151,7 +152,8 @@ class ModelRunner:
         # Drafts are the same on all ranks, and only one of several knows of grammars.
         alone = self._sampler if pp.size == 1 else None
         forced = alone.forced if isinstance(alone, Sampler) else None
-        self._drafts = drafts_of(config.speculative, self._vocab_size, forced)
+        by_model = drafter_of(config, loaded, self._batch, device, tp, num_blocks=len(kv))
+        self._drafts = drafts_of(config.speculative, self._vocab_size, forced, by_model)
         self._described = PromptLogprobs(
             self._batch,
             lambda hidden: self._whole(self._model.logits(hidden)),

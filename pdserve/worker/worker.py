@@ -12,6 +12,7 @@ nothing of scheduling, nor of what started it.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import time
@@ -32,6 +33,7 @@ from pdserve.text.load import load_text
 from pdserve.wire.transfer import Failed, KVShape, LoadFailure
 from pdserve.worker import kv_memory
 from pdserve.worker.device import device_of
+from pdserve.worker.drafting.loading import drafts_by_model, layout_of, load_draft
 from pdserve.worker.grammar import GrammarPool
 from pdserve.worker.info import WorkerInfo
 from pdserve.worker.model_runner import ModelRunner
@@ -110,8 +112,14 @@ class Worker:
         if world.pp.size * world.tp.size > 1:
             self._slices = StepSlices(place.engine_rank, wake=self._wake)
         loaded = load_model(config, device, kernels, world, self._progress)
-        layout = self._plan(loaded, device, world)
-        self._progress(_in_words(layout, loaded.max_model_len))
+        draft_bytes = 0
+        if drafts_by_model(config):
+            draft = load_draft(config, loaded, world.tp, device, kernels, self._progress)
+            loaded = dataclasses.replace(loaded, draft=draft)
+            if draft is not None:
+                draft_bytes = layout_of(draft, loaded.dtype, config.cache).block_bytes
+        layout = self._plan(loaded, draft_bytes, device, world)
+        self._progress(_in_words(layout, draft_bytes, loaded.max_model_len))
         kv = kv_memory.allocate(layout, device)
         fields = _layout_fields(loaded, layout)
         shape = _shape(loaded, layout, world)
@@ -157,6 +165,7 @@ class Worker:
             device=str(device),
             num_threads=num_threads,
             row_costs=self._runner.row_costs(),
+            draft_cost=0.0 if loaded.draft is None else loaded.draft.cost,
         )
 
     def _join(self, device: torch.device) -> World:
@@ -167,8 +176,13 @@ class Worker:
             raise InternalError(f"rank {place.mesh.rank} was not told where its world meets")
         return join(place.mesh, place.rendezvous, device)
 
-    def _plan(self, loaded: LoadedModel, device: torch.device, world: World) -> KVLayout:
+    def _plan(
+        self, loaded: LoadedModel, draft_bytes: int, device: torch.device, world: World
+    ) -> KVLayout:
         """Agree with the other ranks of the engine on how many blocks there are.
+
+        Args:
+            draft_bytes: That a draft model adds to a block here.
 
         Raises:
             ConfigError: One of them cannot hold one request; each raises it, once all know.
@@ -185,7 +199,7 @@ class Worker:
         for group in (world.tp, world.pp):
             group.barrier()
         scarcest = kv_memory.supply(
-            layout,
+            layout.block_bytes + draft_bytes,
             cache,
             max_model_len=loaded.max_model_len,
             max_num_seqs=self._config.scheduler.max_num_seqs,
@@ -288,10 +302,10 @@ def failed_anywhere(
     ]
 
 
-def _in_words(layout: KVLayout, max_model_len: int) -> str:
+def _in_words(layout: KVLayout, draft_bytes: int, max_model_len: int) -> str:
     """Return how much KV there is room for, in tokens and in requests of the greatest length."""
     num_tokens = layout.num_blocks * layout.block_size
-    mib = layout.num_blocks * layout.block_bytes / (1 << 20)
+    mib = layout.num_blocks * (layout.block_bytes + draft_bytes) / (1 << 20)
     return (
         f"KV cache: {num_tokens:,} tokens in {layout.num_blocks:,} blocks of {layout.block_size} "
         f"({mib:,.0f} MiB), maximum concurrency for {max_model_len:,} tokens per request: "

@@ -23,6 +23,7 @@ from pdserve.config.settings import (
     proxy_table,
     up_table,
 )
+from pdserve.config.speculative import WITH_MODEL
 from pdserve.config.up import UpConfig
 from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.connectors.registry import find
@@ -82,6 +83,8 @@ def test_every_word_the_help_offers_is_accepted(
                 given: dict[str, object] = {"model": "m", setting.flag: parse(setting, word)}
                 if setting.path.startswith("engine.parallel."):
                     given["enable-expert-parallel"] = True  # some words are about experts
+                if word in WITH_MODEL:
+                    given["speculative-config.model"] = "m"
                 build(root, struct, table, resolve(table, command_line=given, environ={}))
 
 

@@ -200,6 +200,22 @@ class TestRowBudget:
         ]
         assert given[0] > given[1]
 
+    def test_drafts_that_take_time_to_make_are_as_long_as_that_pays(self) -> None:
+        wish = [DraftWish(0.75, 1.0, 15)]
+        alone = [
+            RowBudget(COSTS, cost).share(wish, num_rows=1, num_requests=1)[0]
+            for cost in (0.0, 0.05, 0.2, 1.0)
+        ]
+        assert alone[0] > alone[1] > alone[2] > alone[3] == 0
+        # All drafts of a batch are made together.
+        budget = RowBudget(((1, 1.0), (100, 1.0)), 0.2)
+        assert budget.share(wish, num_rows=1, num_requests=1)[0] > 0
+        assert sum(budget.share(wish * 16, num_rows=16, num_requests=16)) >= 16
+        assert sum(budget.share(wish, num_rows=16, num_requests=16)) > 0
+        assert (
+            budget.share([DraftWish(0.1, 1.0, 15)] * 16, num_rows=16, num_requests=16) == [0] * 16
+        )
+
     @given(
         st.lists(
             st.builds(DraftWish, st.floats(0, 1), st.floats(0, 1), st.integers(0, 20)), max_size=20

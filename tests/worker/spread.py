@@ -78,10 +78,11 @@ def config_of(
     pipeline_layers: tuple[int, ...] = (),
     enable_sequence_parallel: bool = False,
     speculative: SpeculativeConfig | None = None,
+    load_format: str = "dummy",
 ) -> EngineConfig:
-    """An engine of `shape` with dummy weights."""
+    """An engine of `shape`."""
     return EngineConfig(
-        model=ModelConfig(model=str(directory), load_format="dummy"),
+        model=ModelConfig(model=str(directory), load_format=load_format),
         device="cpu",
         cache=cache or CacheConfig(num_gpu_blocks_override=64),
         scheduler=scheduler or SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),

@@ -301,7 +301,7 @@ def test_a_devices_offer_is_taken_within_its_limit(
         layout = layout_of_block(
             arch, torch.float32, cache, num_layers=arch.num_layers, num_kv_heads=arch.num_kv_heads
         )
-        found = supply(layout, cache, max_model_len=256, max_num_seqs=8, offer=offer)
+        found = supply(layout.block_bytes, cache, max_model_len=256, max_num_seqs=8, offer=offer)
         require_one_request(found, cache, max_model_len=256)
         return found.num_blocks
 

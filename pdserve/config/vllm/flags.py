@@ -94,6 +94,8 @@ RENAMED: Final = {
     "ngram-prompt-lookup-min": "speculative-config.prompt-lookup-min",
     "num-speculative-tokens": "speculative-config.num-speculative-tokens",
     "spec-method": "speculative-config.method",
+    "spec-model": "speculative-config.model",
+    "speculative-model": "speculative-config.model",
     "spec-tokens": "speculative-config.num-speculative-tokens",
 }
 """Flags that have another name here."""
@@ -167,11 +169,12 @@ ONLY: Final[dict[str, tuple[tuple[str, ...], str]]] = {
 """Flags whose named values (any, if none is named) are true here and change nothing."""
 
 ABSENT_SPECULATIVE_KEYS: Final = {
-    "drafts are made without a model: use the method ngram": """
-        model draft-tensor-parallel-size quantization max-model-len revision code-revision
-        draft-load-config moe-backend attention-backend draft-sample-method eagle-config
-        use-heterogeneous-vocab
+    "a draft model is a directory, used as it is, whole on the first rank, and greedy": """
+        draft-tensor-parallel-size quantization max-model-len revision code-revision
+        draft-load-config moe-backend attention-backend draft-sample-method
     """,
+    "a draft model needs the tokenizer of the model": "use-heterogeneous-vocab",
+    "a head says in its config.json what it is": "eagle-config",
     "tokens are those without drafts, whatever the drafts": """
         rejection-sample-method synthetic-acceptance-rate synthetic-acceptance-rates
         posterior-threshold posterior-alpha acceptance-method
@@ -196,9 +199,8 @@ ABSENT: Final = {
         enable-prompt-adapter max-prompt-adapters max-prompt-adapter-token prompt-adapters
         qlora-adapter-name-or-path
     """,
-    "drafts are made without a model: use --speculative-config with the method ngram": """
-        spec-model speculative-model speculative-draft-tensor-parallel-size
-        speculative-max-model-len
+    "a draft model is a directory, used as it is, whole on the first rank": """
+        speculative-draft-tensor-parallel-size speculative-max-model-len
     """,
     "tokens are those without drafts, whatever the drafts": """
         spec-decoding-acceptance-method

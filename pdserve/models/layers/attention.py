@@ -28,12 +28,21 @@ class GroupedQueryAttention:
         arch: Whole model.
         layer: Index of this layer, for its window.
         cos_sin: `[max_positions, head_dim]` fp32, shared by all layers.
+        in_features: What the projections read, if that is not the norm's result alone.
     """
 
-    def __init__(self, arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> None:
+    def __init__(
+        self,
+        arch: ModelArch,
+        layer: int,
+        cos_sin: Tensor,
+        placement: Placement,
+        *,
+        in_features: int | None = None,
+    ) -> None:
         self._norm = Parameter((arch.hidden_size,), placement)
         self._qkv = QKV(
-            arch.hidden_size,
+            in_features or arch.hidden_size,
             arch.num_heads,
             arch.num_kv_heads,
             head_dim=arch.head_dim,
@@ -101,3 +110,18 @@ class GroupedQueryAttention:
             return partial if stream.is_alone else stream.sum(partial)
         normed = stream.gather(half.norm(x, residual), len(step.positions))
         return stream.sum(half.after_norm(normed, kv_layer, step))
+
+    def norm(self, x: Tensor) -> Tensor:
+        """Return the norm of `x`, `[T, hidden_size]`, of which `after_norm` may read more."""
+        return self._half.norm(None, x)
+
+    def after_norm(self, normed: Tensor, step: StepInputs, kv_layer: Tensor) -> Tensor:
+        """Run what follows the norm, over whole rows.
+
+        Args:
+            normed: `[T, in_features]`.
+
+        Returns:
+            `[T, hidden_size]`, not summed over the TP group.
+        """
+        return self._half.after_norm(normed, kv_layer, step)

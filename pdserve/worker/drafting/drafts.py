@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdserve.worker.drafting.heads import HeadDrafter
 from pdserve.worker.drafting.ngram import NgramDrafter
 from pdserve.worker.drafting.suffix import SuffixDrafter
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import RequestId
     from pdserve.wire.step import NewRequest
     from pdserve.worker.drafting.drafter import Drafter, StateDrafter
+    from pdserve.worker.drafting.model import FirstRanksDrafts
     from pdserve.worker.drafting.states import StepStates
 
 
@@ -32,6 +34,8 @@ class Drafts:
         forced: Tokens that must follow those of a row, as far as that is known; None if nobody
             knows. They come before the drafter's, which guesses.
         reader: The drafter, if it reads what the model computes.
+        in_step: Another one, which drafts when the step is there; it comes before `drafter`, but
+            where that has a prediction to go by.
 
     Attributes:
         reader: As given.
@@ -45,10 +49,13 @@ class Drafts:
         max_tokens: int,
         forced: Callable[[int], list[int]] | None = None,
         reader: StateDrafter | None = None,
+        in_step: Drafter | None = None,
     ) -> None:
         self._drafter = drafter
         self.reader = reader
         self._forced = forced
+        self._in_step = in_step
+        self._predicted: set[int] = set()
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._rows: dict[RequestId, int] = {}
@@ -67,6 +74,10 @@ class Drafts:
         self._ends[row] = frozenset(ends)
         self._drafter.add(row, request)
         self._told[row] = []
+        if request.prediction_token_ids:
+            self._predicted.add(row)
+        if self._in_step is not None:
+            self._in_step.add(row, request)
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request, if it is known."""
@@ -75,7 +86,10 @@ class Drafts:
             del self._ends[row]
             self._told.pop(row, None)
             self._ready.pop(row, None)
+            self._predicted.discard(row)
             self._drafter.remove(row)
+            if self._in_step is not None:
+                self._in_step.remove(row)
 
     def note(self, rows: Iterable[int], token_ids: Iterable[Sequence[int]]) -> None:
         """Note what requests have put out; what was made for them is void."""
@@ -107,13 +121,15 @@ class Drafts:
             num_rows: How long each may be.
         """
         self.make()
+        wanted = {self._rows[each]: most for each, most in num_rows.items()}
         if self.reader is not None:
             self._ready.clear()
-            self._propose({self._rows[each]: most for each, most in num_rows.items()})
+            self._propose(wanted)
+        made = {} if self._in_step is None else self._make_in_step(self._in_step, wanted)
         drafts = {}
         for request_id, most in num_rows.items():
             row = self._rows[request_id]
-            draft = self._ready.get(row, [])
+            draft = made.get(row) or self._ready.get(row, [])
             forced = self._forced(row) if self._forced is not None else []
             if forced and draft[: len(forced)] != forced:
                 draft = self._cut(row, forced)
@@ -126,6 +142,14 @@ class Drafts:
             drafts = self._drafter.propose(wanted)
             self._ready |= {row: self._cut(row, drafts.get(row, [])) for row in wanted}
 
+    def _make_in_step(self, drafter: Drafter, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        asked = {
+            row: most
+            for row, most in wanted.items()
+            if row not in self._predicted or not self._ready.get(row)
+        }
+        return {row: self._cut(row, draft) for row, draft in drafter.propose(asked).items()}
+
     def _cut(self, row: int, draft: list[int]) -> list[int]:
         ends, vocab_size = self._ends[row], self._vocab_size
         for index, token_id in enumerate(draft):
@@ -135,14 +159,32 @@ class Drafts:
 
 
 def drafts_of(
-    config: SpeculativeConfig, vocab_size: int, forced: Callable[[int], list[int]] | None
+    config: SpeculativeConfig,
+    vocab_size: int,
+    forced: Callable[[int], list[int]] | None,
+    by_model: FirstRanksDrafts | HeadDrafter | None,
 ) -> Drafts | None:
-    """Return drafts by the method that is configured; None if none is."""
+    """Return drafts by the method that is configured; None if none is.
+
+    Args:
+        by_model: What drafts by a forward pass. A draft model's drafts do not come at once: until
+            then tokens are looked up.
+    """
     if not config.method:
         return None
     drafter: Drafter
-    if config.method == "suffix":
+    reader: StateDrafter | None = None
+    if isinstance(by_model, HeadDrafter):
+        drafter = reader = by_model
+    elif config.method == "suffix":
         drafter = SuffixDrafter(config)
     else:
         drafter = NgramDrafter(longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
-    return Drafts(drafter, vocab_size=vocab_size, max_tokens=config.max_drafted, forced=forced)
+    return Drafts(
+        drafter,
+        vocab_size=vocab_size,
+        max_tokens=config.max_drafted,
+        forced=forced,
+        reader=reader,
+        in_step=None if reader is not None else by_model,
+    )

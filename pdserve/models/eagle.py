@@ -1,0 +1,286 @@
+"""EAGLE heads: one decoder layer that guesses on from what a model has computed.
+
+A head reads, for each token, a state of the model at its position and the embedding of the token
+behind it, and computes a state from which the next token but one is read off, and which takes the
+place of the model's where that is not there yet. It has KV of its own.
+
+    EAGLE-1 (Li et al., arXiv 2401.15077): the model's final state; its embedding and its head.
+    EAGLE-3 (Li et al., arXiv 2503.01840): the residual stream before several layers, joined; the
+    model's embedding, and a head of its own over the likeliest part of the vocabulary.
+
+Files are as SafeAILab's EAGLE and the `speculators` project write them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from pdserve.errors import ConfigError
+from pdserve.models.arch import ModelArch
+from pdserve.models.config_json import Fields, read_config
+from pdserve.models.layers.attention import GroupedQueryAttention
+from pdserve.models.layers.linear import Linear
+from pdserve.models.layers.mlp import GatedMLP
+from pdserve.models.layers.parameter import Parameter
+from pdserve.models.layers.rope import cos_sin_table
+from pdserve.models.reading import parse_arch
+from pdserve.models.weights import Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pdserve.kernels.step import StepInputs
+    from pdserve.models.layers.parameter import Placement
+    from pdserve.models.registry import DraftHead, LoadedModel
+    from pdserve.models.weights import Checkpoint
+
+_SPECULATORS = "speculators_config"
+_NORM_OF_INPUT = "input_layernorm.weight"
+_LAYER = "model.layers.0."
+_ORIGINAL = "model.midlayer."
+"""SafeAILab's name of the layer of EAGLE-3."""
+_OFFSETS = "model.d2t"
+NOT_READ = (_OFFSETS, "model.t2d", "model.embed_tokens.")
+"""Beginnings of names of what is the model's, or no weight."""
+
+
+class EagleArch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a head is, in numbers.
+
+    Attributes:
+        layer: Its decoder layer, as a model of one layer.
+        aux_layers: Of EAGLE-3: the layers of the model before which the stream is taken, rising.
+        draft_vocab_size: Of EAGLE-3: tokens that it can draft.
+        norm_before_residual: Of EAGLE-3: whether what is added to is the normed state.
+    """
+
+    layer: ModelArch
+    aux_layers: tuple[int, ...] = ()
+    draft_vocab_size: int = 0
+    norm_before_residual: bool = False
+
+
+def read_eagle(directory: Path, method: str, target: ModelArch) -> EagleArch:
+    """Read the `config.json` of a head.
+
+    Args:
+        method: eagle or eagle3.
+        target: The model that it drafts for.
+
+    Raises:
+        ConfigError: It cannot be read, is of another method, or does not fit the model.
+    """
+    config = read_config(directory)
+    top = Fields("EAGLE", config)
+    layer = config
+    if _SPECULATORS in config:
+        top.only("speculators_model_type", method)
+        section = config.get("transformer_layer_config")
+        if not isinstance(section, dict):
+            raise top.error("transformer_layer_config", section, "an object is needed")
+        layer = section
+    top.only("norm_before_fc", False)
+    arch = parse_arch({**layer, "architectures": ["LlamaForCausalLM"]})
+    if arch.num_layers != 1:
+        raise top.error("num_hidden_layers", arch.num_layers, "heads of one layer are served")
+    for name, found, wanted in (
+        ("vocab_size", arch.vocab_size, target.vocab_size),
+        ("hidden_size", arch.hidden_size, target.hidden_size),
+    ):
+        if found != wanted:
+            raise top.error(name, found, f"the model's is {wanted}: use a head that is made for it")
+    if method == "eagle":
+        return EagleArch(layer=arch)
+    draft_vocab_size = top.count("draft_vocab_size", arch.vocab_size)
+    if draft_vocab_size > arch.vocab_size:
+        raise top.error("draft_vocab_size", draft_vocab_size, f"vocab_size is {arch.vocab_size}")
+    return EagleArch(
+        layer=arch,
+        aux_layers=_aux_layers(top, target.num_layers),
+        draft_vocab_size=draft_vocab_size,
+        norm_before_residual=top.flag("norm_before_residual", default=_SPECULATORS in config),
+    )
+
+
+def _aux_layers(top: Fields, num_layers: int) -> tuple[int, ...]:
+    """The layers that are named, or those that EAGLE-3 is published with."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    inner = top.section("eagle_config")
+    named: Any = top.get(name) or (inner and inner.get(name))
+    if named is None:
+        named = [2, num_layers // 2, num_layers - 3]
+    is_list = isinstance(named, list) and all(type(each) is int for each in named)
+    if not is_list or len({*named}) != len(named) or not all(0 <= n <= num_layers for n in named):
+        raise top.error(name, named, f"different layers from 0 to {num_layers} are needed")
+    return tuple(sorted(named))
+
+
+class EagleHead:
+    """EAGLE-1.
+
+    Args:
+        embed: `[T]` token ids to `[T, hidden_size]`: the model's.
+        choose: `[M, hidden_size]` to `[M]` token ids: the likeliest by the model's head.
+        has_fc_bias: Whether the layer that joins its two inputs has one.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        arch: EagleArch,
+        placement: Placement,
+        *,
+        max_positions: int,
+        embed: Callable[[Tensor], Tensor],
+        choose: Callable[[Tensor], Tensor],
+        has_fc_bias: bool = False,
+    ) -> None:
+        layer = arch.layer
+        table = cos_sin_table(layer.rope, layer.head_dim, max_positions).to(placement.device)
+        self._fc = Linear(
+            2 * layer.hidden_size, {"fc": layer.hidden_size}, placement, bias=has_fc_bias
+        )
+        self._attention = GroupedQueryAttention(layer, 0, table, placement)
+        self._mlp = GatedMLP(layer, placement)
+        self._embed, self._choose = embed, choose
+
+    def slots(self) -> dict[str, Slot]:
+        """See `DraftHead`. The layer has no norm of its input."""
+        prefix = _LAYER
+        slots = dict(self._fc.slots("model."))
+        slots.update(self._attention.slots(prefix))
+        norm = slots.pop(prefix + _NORM_OF_INPUT)
+        assert norm.load is not None
+        norm.load(torch.ones(norm.shape))
+        slots.update(self._mlp.slots(prefix))
+        return slots
+
+    def enter(self, hidden: Tensor, aux: tuple[Tensor, ...]) -> Tensor:
+        """See `DraftHead`."""
+        return hidden
+
+    def forward(self, step: StepInputs, states: Tensor, kv_layers: list[Tensor]) -> Tensor:
+        """See `DraftHead`."""
+        stream = self._fc.packed(torch.cat([self._embed(step.token_ids), states], dim=-1))
+        attended = self._attention.after_norm(stream, step, kv_layers[0])
+        return stream + self._mlp(attended, stream, step)
+
+    def likeliest(self, states: Tensor) -> Tensor:
+        """See `DraftHead`."""
+        return self._choose(states)
+
+
+class Eagle3Head:
+    """EAGLE-3.
+
+    Args:
+        embed: `[T]` token ids to `[T, hidden_size]`: the model's.
+        prefix: Of the layer's names.
+        offsets: `[draft_vocab_size]` int64: what is added to a token of the head to get the
+            model's; None if they are the same.
+    """
+
+    def __init__(
+        self,
+        arch: EagleArch,
+        placement: Placement,
+        *,
+        max_positions: int,
+        embed: Callable[[Tensor], Tensor],
+        prefix: str,
+        offsets: Tensor | None,
+    ) -> None:
+        layer = arch.layer
+        size = layer.hidden_size
+        table = cos_sin_table(layer.rope, layer.head_dim, max_positions).to(placement.device)
+        self.aux_layers = arch.aux_layers
+        self._prefix = prefix
+        self._before_residual = arch.norm_before_residual
+        self._fc = Linear(len(arch.aux_layers) * size, {"fc": size}, placement)
+        self._attention = GroupedQueryAttention(layer, 0, table, placement, in_features=2 * size)
+        self._mlp = GatedMLP(layer, placement)
+        self._hidden_norm = Parameter((size,), placement)
+        self._norm = Parameter((size,), placement)
+        self._head = Linear(
+            size, {"lm_head": arch.draft_vocab_size}, placement, out_dtype=torch.float32
+        )
+        self._rms_norm, self._eps = placement.kernels.rms_norm, layer.rms_norm_eps
+        self._embed, self._offsets = embed, offsets
+
+    def slots(self) -> dict[str, Slot]:
+        """See `DraftHead`."""
+        slots = dict(self._fc.slots("model."))
+        slots.update(self._attention.slots(self._prefix))
+        slots.update(self._mlp.slots(self._prefix))
+        slots[f"{self._prefix}hidden_norm.weight"] = self._hidden_norm.slot()
+        slots["model.norm.weight"] = self._norm.slot()
+        slots.update(self._head.slots("model."))
+        return slots
+
+    def enter(self, hidden: Tensor, aux: tuple[Tensor, ...]) -> Tensor:
+        """See `DraftHead`."""
+        return self._fc.packed(torch.cat(aux, dim=-1))
+
+    def forward(self, step: StepInputs, states: Tensor, kv_layers: list[Tensor]) -> Tensor:
+        """See `DraftHead`."""
+        normed = self._rms_norm(states, self._hidden_norm.value, self._eps)
+        stream = (normed if self._before_residual else states).clone()
+        joined = torch.cat([self._attention.norm(self._embed(step.token_ids)), normed], dim=-1)
+        attended = self._attention.after_norm(joined, step, kv_layers[0])
+        return stream.add_(self._mlp(attended, stream, step))
+
+    def likeliest(self, states: Tensor) -> Tensor:
+        """See `DraftHead`."""
+        normed = self._rms_norm(states, self._norm.value, self._eps)
+        drafted = self._head.packed(normed).argmax(-1)
+        return drafted if self._offsets is None else drafted + self._offsets[drafted]
+
+
+def make_eagle(
+    arch: EagleArch,
+    source: Checkpoint,
+    placement: Placement,
+    *,
+    target: LoadedModel,
+    choose: Callable[[Tensor], Tensor],
+) -> DraftHead:
+    """Make a head, whose weights are still to be loaded.
+
+    Args:
+        source: Its checkpoint.
+        target: The model that it drafts for.
+        choose: See `EagleHead`.
+
+    Raises:
+        ConfigError: It lacks what its tokens are the model's of.
+    """
+    if not arch.aux_layers:
+        return EagleHead(
+            arch,
+            placement,
+            max_positions=target.max_model_len,
+            embed=target.model.embed,
+            choose=choose,
+            has_fc_bias="model.fc.bias" in source,
+        )
+    offsets, size = source.integers(_OFFSETS), arch.draft_vocab_size
+    if offsets is None and size < arch.layer.vocab_size:
+        raise ConfigError(f"draft_vocab_size is {size}: there is no tensor d2t that names those")
+    if offsets is not None and offsets.shape != (size,):
+        raise ConfigError(f"d2t is of {list(offsets.shape)}, draft_vocab_size is {size}")
+    is_original = f"{_ORIGINAL}{_NORM_OF_INPUT}" in source
+    return Eagle3Head(
+        arch,
+        placement,
+        max_positions=target.max_model_len,
+        embed=target.model.embed,
+        prefix=_ORIGINAL if is_original else _LAYER,
+        offsets=offsets,
+    )

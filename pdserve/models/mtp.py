@@ -1,0 +1,113 @@
+"""Multi-token prediction (DeepSeek-V3, section 2.2): a layer of the model's checkpoint that drafts.
+
+It stands behind the model's layers (`num_nextn_predict_layers`), and is one of them but for its
+input: the model's final state at a position and the embedding of the token behind it, each normed,
+joined and projected. It shares embedding and output head with the model. Further tokens are drafted
+by the same layer, from its own states.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from pdserve.errors import ConfigError
+from pdserve.models.decoder import DecoderLayer
+from pdserve.models.layers.linear import Linear
+from pdserve.models.layers.parameter import Parameter, Placement
+from pdserve.models.layers.rope import cos_sin_table
+from pdserve.parallel.dispatch import SlicedExperts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from pdserve.kernels.backend import KernelBackend
+    from pdserve.kernels.step import StepInputs
+    from pdserve.models.arch import ModelArch
+    from pdserve.models.registry import LoadedModel
+    from pdserve.models.weights import Slot
+
+NOT_READ: tuple[str, ...] = ("model.", "lm_head.")
+"""Beginnings of names of what is the model's, or shared with it."""
+
+
+class MtpHead:
+    """See the module, and `DraftHead`.
+
+    Args:
+        target: The model.
+        choose: `[M, hidden_size]` to `[M]` token ids: the likeliest by the model's head.
+
+    Raises:
+        ConfigError: It has no such layer.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        device: torch.device,
+        kernels: KernelBackend,
+        choose: Callable[[Tensor], Tensor],
+    ) -> None:
+        arch = _with_one_layer_more(target.arch)
+        moe, size = arch.moe, arch.hidden_size
+        placement = Placement(device, target.dtype, kernels)
+        if moe is not None:
+            experts = SlicedExperts(moe.num_experts, placement.world.tp)
+            placement = Placement(device, target.dtype, kernels, experts=experts)
+        rotary_dim = arch.head_dim if arch.mla is None else arch.mla.qk_rope_head_dim
+        table = cos_sin_table(arch.rope, rotary_dim, target.max_model_len).to(device)
+        self._prefix = f"model.layers.{target.arch.num_layers}."
+        self._layer = DecoderLayer(arch, target.arch.num_layers, table, placement)
+        self._join = Linear(2 * size, {"eh_proj": size}, placement)
+        self._norms = {
+            name: Parameter((size,), placement) for name in ("enorm", "hnorm", "shared_head.norm")
+        }
+        self._rms_norm, self._eps = kernels.rms_norm, arch.rms_norm_eps
+        self._embed, self._choose = target.model.embed, choose
+
+    def slots(self) -> dict[str, Slot]:
+        """See `DraftHead`."""
+        slots = dict(self._layer.slots(self._prefix))
+        slots.update(self._join.slots(self._prefix))
+        for name, norm in self._norms.items():
+            slots[f"{self._prefix}{name}.weight"] = norm.slot()
+        return slots
+
+    def enter(self, hidden: Tensor, aux: tuple[Tensor, ...]) -> Tensor:
+        """See `DraftHead`."""
+        return hidden
+
+    def forward(self, step: StepInputs, states: Tensor, kv_layers: list[Tensor]) -> Tensor:
+        """See `DraftHead`."""
+        embedded = self._normed("enorm", self._embed(step.token_ids))
+        joined = torch.cat([embedded, self._normed("hnorm", states)], dim=-1)
+        stream = self._join.packed(joined)
+        return stream.add_(self._layer(None, stream, step, kv_layers[0]))
+
+    def likeliest(self, states: Tensor) -> Tensor:
+        """See `DraftHead`."""
+        return self._choose(self._normed("shared_head.norm", states))
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        return self._rms_norm(x, self._norms[name].value, self._eps)
+
+
+def _with_one_layer_more(arch: ModelArch) -> ModelArch:
+    if not arch.num_extra_layers:
+        raise ConfigError(
+            f"num_nextn_predict_layers is absent or 0: this {arch.architecture} has no layer that "
+            "predicts further tokens"
+        )
+    moe = arch.moe
+    if moe is not None:
+        moe = msgspec.structs.replace(moe, layers=(*moe.layers, True))
+    return msgspec.structs.replace(
+        arch, num_layers=arch.num_layers + 1, windows=(*arch.windows, None), moe=moe
+    )

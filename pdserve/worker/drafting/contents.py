@@ -1,0 +1,68 @@
+"""Which prefix the drafting KV of each block belongs to, so that a prefix hit is one here, too.
+
+A block that is full has a name: a digest of all tokens up to its end, and of the salt. Whoever gets
+the block later, with the same tokens before its end, need not compute it again. Who writes into a
+block takes its name from it first. Knows nothing of the scheduler's cache: blocks come back with
+their contents, or with others, and the name tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdserve.worker.input_batch import InputBatch
+
+
+class BlockContents:
+    """Names of blocks, and of the prefixes of the rows that use them."""
+
+    def __init__(self, batch: InputBatch, block_size: int) -> None:
+        self._batch = batch
+        self._block_size = block_size
+        self._names: dict[int, bytes] = {}
+        self._prefixes: dict[int, list[bytes]] = {}
+
+    def add(self, row: int, salt: str) -> int:
+        """Take the request of a row; return how many of its first tokens its blocks hold."""
+        self._prefixes[row] = [hashlib.blake2b(salt.encode(), digest_size=16).digest()]
+        blocks = self._batch.blocks(row)
+        num = 0
+        while num < len(blocks) and (name := self._name(row, num)):
+            if self._names.get(int(blocks[num])) != name:
+                break
+            num += 1
+        return num * self._block_size
+
+    def remove(self, row: int) -> None:
+        """Forget the request of a row; its blocks keep their names."""
+        del self._prefixes[row]
+
+    def write(self, row: int, start: int, end: int, *, is_prefix: bool = True) -> None:
+        """Note that positions of a row are written, from `start` up to and without `end`.
+
+        Args:
+            is_prefix: Whether they are what computing all tokens up to there gives; then blocks
+                that are full of the request's own tokens have a name.
+        """
+        blocks, size = self._batch.blocks(row), self._block_size
+        for index in range(start // size, -(-end // size)):
+            block = int(blocks[index])
+            self._names.pop(block, None)
+            if is_prefix and (index + 1) * size <= end:
+                name = self._name(row, index)
+                if name:
+                    self._names[block] = name
+
+    def _name(self, row: int, index: int) -> bytes:
+        """Name the prefix that ends with a block; empty if there are fewer tokens."""
+        prefixes, size = self._prefixes[row], self._block_size
+        while len(prefixes) <= index + 1:
+            first = (len(prefixes) - 1) * size
+            tokens = self._batch.tokens(row, first, first + size)
+            if len(tokens) < size:
+                return b""
+            text = prefixes[-1] + b"".join(each.to_bytes(4, "little") for each in tokens)
+            prefixes.append(hashlib.blake2b(text, digest_size=16).digest())
+        return prefixes[index + 1]

@@ -1,0 +1,218 @@
+"""Loads what drafts by a forward pass: whether it fits the model, and what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from pdserve.config.schema import ParallelConfig, Role
+from pdserve.config.speculative import MTP
+from pdserve.errors import ConfigError
+from pdserve.models import eagle, mtp
+from pdserve.models.eagle import make_eagle, read_eagle
+from pdserve.models.layers.parameter import Placement
+from pdserve.models.mtp import MtpHead
+from pdserve.models.reading import read_arch
+from pdserve.models.registry import LoadedDraft, load_model
+from pdserve.models.weights import Checkpoint, load_weights
+from pdserve.parallel.group import World
+from pdserve.worker import kv_memory
+from pdserve.worker.drafting.heads import HeadDrafter
+from pdserve.worker.drafting.model import DraftModel, FirstRanksDrafts
+from pdserve.worker.vocabulary import SpreadVocabulary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from pdserve.config.schema import CacheConfig, EngineConfig
+    from pdserve.connectors.base import KVLayout
+    from pdserve.kernels.backend import KernelBackend
+    from pdserve.models.arch import ModelArch
+    from pdserve.models.registry import DraftHead, LoadedModel
+    from pdserve.models.weights import Slot
+    from pdserve.parallel.group import Group
+    from pdserve.worker.device import Device
+    from pdserve.worker.input_batch import InputBatch
+
+
+def drafts_by_model(config: EngineConfig) -> bool:
+    """Whether drafts are made by a model; where prompts alone are computed nothing is drafted."""
+    return config.speculative.is_by_model and config.role is not Role.PREFILL
+
+
+def load_draft(
+    config: EngineConfig,
+    target: LoadedModel,
+    tp: Group,
+    device: torch.device,
+    kernels: KernelBackend,
+    progress: Callable[[str], None],
+) -> LoadedDraft | None:
+    """Load what drafts, whole, in the dtype of the model that it drafts for.
+
+    Returns:
+        A model on the first rank of `tp`, a head on each of them: it has part in the model's
+        embedding.
+
+    Raises:
+        ConfigError: It cannot be used, or is not made for the model.
+    """
+    speculative = config.speculative
+    if not (speculative.is_by_head or tp.is_first):
+        return None
+    progress("loading what drafts")
+    try:
+        if speculative.is_by_head:
+            return _load_head(config, target, tp, device, kernels, progress)
+        return _load_model(config, target, device, kernels, progress)
+    except ConfigError as error:
+        field = "model" if speculative.model else "method"
+        flag = f"speculative-config.{field}"
+        written = speculative.model or speculative.method
+        raise ConfigError(f"--{flag} is {written!r}: {error}", param=flag) from None
+
+
+def _load_model(
+    config: EngineConfig,
+    target: LoadedModel,
+    device: torch.device,
+    kernels: KernelBackend,
+    progress: Callable[[str], None],
+) -> LoadedDraft:
+    path = config.speculative.model
+    arch = read_arch(Path(path))
+    if arch.vocab_size != target.arch.vocab_size:
+        raise ConfigError(
+            f"its vocabulary has {arch.vocab_size} tokens, the model's {target.arch.vocab_size}: "
+            "use a model with the same tokenizer"
+        )
+    model = msgspec.structs.replace(
+        config.model,
+        model=path,
+        dtype=str(target.dtype).removeprefix("torch."),
+        max_model_len=min(arch.max_context_len, target.max_model_len),
+    )
+    alone = msgspec.structs.replace(config, model=model, parallel=ParallelConfig())
+    loaded = load_model(alone, device, kernels, World.alone(), progress)
+    return LoadedDraft(
+        model=loaded,
+        head=None,
+        arch=loaded.arch,
+        num_layers=len(loaded.layers),
+        cost=_weights_of(loaded) / _weights_of(target),
+    )
+
+
+def _load_head(
+    config: EngineConfig,
+    target: LoadedModel,
+    tp: Group,
+    device: torch.device,
+    kernels: KernelBackend,
+    progress: Callable[[str], None],
+) -> LoadedDraft:
+    speculative = config.speculative
+    directory = Path(speculative.model or config.model.model)
+    choose = _likeliest_of(target, tp)
+    head: DraftHead
+    layer, unused, has_output = target.arch, mtp.NOT_READ, False
+    if speculative.method in MTP:
+        head, source = MtpHead(target, device, kernels, choose), Checkpoint(directory)
+    else:
+        arch = read_eagle(directory, speculative.method, target.arch)
+        layer, unused, has_output = arch.layer, eagle.NOT_READ, bool(arch.aux_layers)
+        source, placement = Checkpoint(directory), Placement(device, target.dtype, kernels)
+        head = make_eagle(arch, source, placement, target=target, choose=choose)
+    slots = head.slots()
+    load_weights(slots, source, tied_head=False, unused=unused, progress=progress)
+    num_weights = _weights_per_token(layer, slots)
+    if not has_output:
+        num_weights += len(target.vocab) * target.arch.hidden_size
+    return LoadedDraft(
+        model=None,
+        head=head,
+        arch=layer,
+        num_layers=1,
+        cost=num_weights / _weights_of(target),
+    )
+
+
+def _likeliest_of(target: LoadedModel, tp: Group) -> Callable[[Tensor], Tensor]:
+    """Return what finds the likeliest token of final states, together with the other ranks."""
+    logits = target.model.logits
+    if tp.size == 1:
+        return lambda states: logits(states).argmax(-1)
+    spread = SpreadVocabulary(
+        tp, target.vocab, vocab_size=target.arch.vocab_size, device=torch.device("cpu")
+    )
+    return lambda states: torch.from_numpy(spread.first_largest(logits(states))[0])
+
+
+def layout_of(draft: LoadedDraft, dtype: torch.dtype, cache: CacheConfig) -> KVLayout:
+    """The layout of a pool of one block of its KV."""
+    return kv_memory.layout_of_block(
+        draft.arch,
+        dtype,
+        cache,
+        num_layers=draft.num_layers,
+        num_kv_heads=draft.arch.num_kv_heads,
+    )
+
+
+def _weights_of(loaded: LoadedModel) -> float:
+    return _weights_per_token(loaded.arch, loaded.model.slots())
+
+
+def _weights_per_token(arch: ModelArch, slots: Mapping[str, Slot]) -> float:
+    """Elements that are read for a token on this rank, which is what takes time."""
+    share = 1.0 if arch.moe is None else arch.moe.top_k / arch.moe.num_experts
+    return sum(
+        slot.num_elements * (share if ".experts." in name else 1.0) for name, slot in slots.items()
+    )
+
+
+def drafter_of(
+    config: EngineConfig,
+    target: LoadedModel,
+    batch: InputBatch,
+    device: Device,
+    tp: Group,
+    *,
+    num_blocks: int,
+) -> FirstRanksDrafts | HeadDrafter | None:
+    """Return what drafts by a forward pass, if anything does.
+
+    Raises:
+        ConfigError: There is not enough memory for its KV.
+    """
+    if not drafts_by_model(config):
+        return None
+    draft = target.draft
+    if draft is None:
+        return FirstRanksDrafts(None, tp)
+    num_rows = config.scheduler.max_num_seqs
+    layout = msgspec.structs.replace(
+        layout_of(draft, target.dtype, config.cache), num_blocks=num_blocks
+    )
+    if draft.head is not None:
+        max_num_tokens = max(
+            config.scheduler.max_num_batched_tokens,
+            0 if config.scheduler.enable_chunked_prefill else batch.max_blocks * layout.block_size,
+        )
+        return HeadDrafter(
+            draft.head,
+            layout,
+            batch,
+            tp,
+            device=device,
+            num_rows=num_rows,
+            max_num_tokens=max_num_tokens,
+        )
+    assert draft.model is not None
+    own = DraftModel(draft.model, layout, batch, device=device, num_rows=num_rows)
+    return FirstRanksDrafts(own, tp)

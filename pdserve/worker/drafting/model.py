@@ -1,0 +1,243 @@
+"""Drafts by a smaller model of the same vocabulary, with KV of its own (`method: draft_model`).
+
+    propose -> what the draft model lacks of the requests' tokens, as far as a step has room
+            -> of those that lack nothing, the likeliest token, and one behind the other from there
+
+Its KV lies under the same block ids as the model's own, in memory of its own: a block that is
+handed out has room for both. How many tokens of a request the draft model has computed is counted
+here: blocks of a prefix cache hold its KV, too, if that was computed for the same tokens
+(`contents`), and those that came from another engine do not. Blocks that requests share are written
+by each of them, with the same values, as their tokens are the same. And were they not: KV of
+the draft model is read by the draft model alone, and a draft that is wrong changes no token.
+
+Source: Leviathan, Kalman, Matias, arXiv 2211.17192; the drafts are greedy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from pdserve.worker import kv_memory
+from pdserve.worker.drafting.contents import BlockContents
+from pdserve.worker.step_buffers import StepBuffers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from pdserve.connectors.base import KVLayout
+    from pdserve.models.registry import LoadedModel
+    from pdserve.parallel.group import Group
+    from pdserve.wire.step import NewRequest
+    from pdserve.worker.device import Device
+    from pdserve.worker.input_batch import InputBatch
+
+_MAX_CATCH_UP: Final = 128
+"""Tokens beside the newest ones that the draft model computes in a step, of all requests: about as
+much work as another draft or two."""
+
+
+class DraftModel:
+    """Drafts for the rows of a batch, made inside the step that verifies them.
+
+    Args:
+        layout: Of its KV: as many blocks as requests may have.
+        batch: Whose tokens and blocks are those of the requests.
+        num_rows: Of the batch.
+
+    Raises:
+        ConfigError: There is not enough memory for its KV.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        layout: KVLayout,
+        batch: InputBatch,
+        *,
+        device: Device,
+        num_rows: int,
+    ) -> None:
+        self._model, self._experts = loaded.model, loaded.experts
+        self._max_len = loaded.max_model_len
+        self._kv_layers = list(kv_memory.allocate(layout, device.torch).unbind(1))
+        self._batch = batch
+        self._max_tokens = _MAX_CATCH_UP + 2 * num_rows
+        self._buffers = StepBuffers(
+            device,
+            num_rows=num_rows,
+            max_blocks=-(-loaded.max_model_len // layout.block_size),
+            max_num_tokens=self._max_tokens,
+        )
+        self._contents = BlockContents(batch, layout.block_size)
+        self._num_computed = np.zeros(num_rows, dtype=np.int64)
+        # What is computed behind them, as it was drafted: it counts where it proved right.
+        self._guessed: dict[int, list[int]] = {}
+        self._behind: set[int] = set()
+
+    def add(self, row: int, request: NewRequest) -> None:
+        """See `Drafter`: what its blocks do not hold is to be computed."""
+        self._num_computed[row] = self._contents.add(row, request.cache_salt)
+
+    def note(self, row: int, token_ids: Sequence[int]) -> None:
+        """See `Drafter`: the batch has them."""
+
+    def remove(self, row: int) -> None:
+        """See `Drafter`."""
+        self._guessed.pop(row, None)
+        self._behind.discard(row)
+        self._contents.remove(row)
+
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        """See `Drafter`; the rows that lack too much have none yet.
+
+        Args:
+            wanted: Rows that may have a draft, and how long; they have blocks for it.
+        """
+        rows = np.array([*wanted, *(self._behind - wanted.keys())], dtype=np.int64)
+        rows = rows[self._batch.num_tokens(rows) <= self._max_len]
+        if not len(rows):
+            return {}
+        self._settle(rows)
+        rows, start, end = self._spans(rows)
+        is_whole = end == self._batch.num_tokens(rows)
+        most = np.array([wanted.get(row, 0) for row in rows.tolist()], dtype=np.int64)
+        drafting = is_whole & (most > 0)
+        self._behind.difference_update(rows[is_whole].tolist())
+        self._behind.update(rows[~is_whole].tolist())
+        has_work = start < end
+        tokens = self._compute(rows[has_work], start[has_work], end[has_work], drafting[has_work])
+        self._num_computed[rows] = end
+        return self._go_on(rows[drafting], end[drafting], most[drafting], tokens)
+
+    def _settle(self, rows: NDArray[np.int64]) -> None:
+        """Count what was computed of former drafts, as far as those proved right."""
+        for row in rows.tolist():
+            guessed = self._guessed.pop(row, [])
+            first = end = int(self._num_computed[row])
+            followed = self._batch.tokens(row, first, first + len(guessed))
+            for token_id, right in zip(guessed, followed, strict=False):
+                if token_id != right:
+                    break
+                end += 1
+            self._num_computed[row] = end
+            self._contents.write(row, first, end)
+
+    def _spans(
+        self, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return rows, those that lack the least first, and what of each is computed now."""
+        num_tokens = self._batch.num_tokens(rows)
+        # The last token is computed, be it again: what follows it is wanted.
+        start = np.minimum(self._num_computed[rows], num_tokens - 1)
+        lacking = np.minimum(num_tokens, self._batch.num_held(rows)) - start
+        order = np.argsort(lacking, kind="stable")
+        lacking = lacking[order]
+        num = np.clip(self._max_tokens - np.cumsum(lacking) + lacking, 0, lacking)
+        return rows[order], start[order], start[order] + num
+
+    def _go_on(
+        self,
+        rows: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+        most: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+    ) -> dict[int, list[int]]:
+        """Return drafts that begin with `tokens`, as long as wanted and as positions reach."""
+        drafts = {row: [token] for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)}
+        most = np.minimum(most, self._max_len - num_tokens + 1)
+        for depth in range(1, max(most, default=0)):
+            goes_on = most > depth
+            rows, most, num_tokens = rows[goes_on], most[goes_on], num_tokens[goes_on]
+            at = num_tokens + depth - 1
+            self._batch.write_ahead(rows, at, tokens[goes_on])
+            tokens = self._compute(rows, at, at + 1, np.ones(len(rows), dtype=np.bool_))
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                drafts[row].append(token)
+        self._guessed.update((row, draft[:-1]) for row, draft in drafts.items())
+        return drafts
+
+    def _compute(
+        self,
+        rows: NDArray[np.int64],
+        start: NDArray[np.int64],
+        end: NDArray[np.int64],
+        drafting: NDArray[np.bool_],
+    ) -> NDArray[np.int64]:
+        """Compute tokens, whose KV is written; return those that follow, where `drafting`."""
+        if not len(rows):
+            return np.zeros(0, dtype=np.int64)
+        for row, first, last in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
+            self._contents.write(row, first, last)
+        inputs, query_start = self._batch.inputs_of(self._buffers, rows, start, end)
+        if self._experts is not None:
+            self._experts.begin_step([len(inputs.token_ids)])
+        hidden = self._model.forward(inputs, self._kv_layers)
+        if self._experts is not None:
+            self._experts.end_step()
+        last = query_start[1:][drafting] - 1
+        if not len(last):
+            return last
+        likeliest: NDArray[np.int64] = self._model.logits(hidden[last]).argmax(-1).numpy()
+        return likeliest
+
+
+class FirstRanksDrafts:
+    """Drafts that the first rank of a TP group makes, on all of its ranks.
+
+    Drafts decide what a step computes: ranks must not differ in them, and the same arithmetic on
+    another processor may be another in the last bit.
+
+    Args:
+        own: On the first rank.
+    """
+
+    def __init__(self, own: DraftModel | None, tp: Group) -> None:
+        self._own = own
+        self._tp = tp
+
+    def add(self, row: int, request: NewRequest) -> None:
+        """See `Drafter`."""
+        if self._own is not None:
+            self._own.add(row, request)
+
+    def note(self, row: int, token_ids: Sequence[int]) -> None:
+        """See `Drafter`."""
+        if self._own is not None:
+            self._own.note(row, token_ids)
+
+    def remove(self, row: int) -> None:
+        """See `Drafter`."""
+        if self._own is not None:
+            self._own.remove(row)
+
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        """See `Drafter`. Every rank of the group must ask for the same."""
+        drafts = {} if self._own is None else self._own.propose(wanted)
+        return drafts_of_first(self._tp, wanted, drafts)
+
+
+def drafts_of_first(
+    tp: Group, wanted: Mapping[int, int], drafts: dict[int, list[int]]
+) -> dict[int, list[int]]:
+    """Return the drafts of the group's first rank on all of them.
+
+    Args:
+        wanted: By row, how long a draft may be; the same on all.
+        drafts: This rank's.
+    """
+    if tp.size == 1 or not wanted:
+        return drafts
+    mine: list[int] = []
+    for row, most in wanted.items():
+        draft = drafts.get(row, [])
+        mine += [len(draft), *draft, *[0] * (most - len(draft))]
+    told = iter(tp.gather_ints(mine)[0])
+    found = {}
+    for row, most in wanted.items():
+        length, *draft = [next(told) for _ in range(1 + most)]
+        found[row] = draft[:length]
+    return found
