@@ -192,9 +192,10 @@ class Sampler:
         non_finite: NDArray[np.int64],
         hindered: dict[int, Hindered],
     ) -> list[int]:
-        """Note the tokens of the rows with rules; return which of the others are not finite."""
+        """Note the tokens of the rows with rules that have one; return which are not finite."""
+        lost = set(non_finite.tolist())
         for i in ruled:
-            if i not in hindered:
+            if i not in hindered and i not in lost:
                 self._rules[at[i]].note(int(chosen[i]))
         return [i for i in non_finite.tolist() if i not in hindered]
 

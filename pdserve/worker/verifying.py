@@ -65,7 +65,8 @@ class Verified:
     Attributes:
         token_ids: Of each request; at least one, if it is not hindered.
         logprobs: By index into the requests, for those that asked: one entry per token.
-        non_finite: Indices of requests of which a logit is NaN or infinite.
+        non_finite: Indices of requests of whose first row a logit is NaN or infinite. Of a row
+            behind a draft that only ends what is known of the draft: the next step has it first.
         hindered: By index, requests that have no token, and why.
     """
 
@@ -167,6 +168,8 @@ def _take_largest(
     for index in requests:
         draft, taken = drafts[index], verified.token_ids[index]
         for place, drafted in enumerate((*draft, None), at):
+            if place in lost and taken:
+                break
             taken.append(tokens[place])
             if place in lost:
                 verified.non_finite.add(index)
@@ -183,15 +186,18 @@ def _take_wave(
     depth: int,
 ) -> list[int]:
     """Take a token of each request; return those whose next row counts."""
-    verified.non_finite.update(requests[place] for place in sampled.non_finite)
+    without = set(sampled.hindered)
     if depth == 0:
+        verified.non_finite.update(requests[place] for place in sampled.non_finite)
         verified.hindered.update({requests[at]: why for at, why in sampled.hindered.items()})
+    else:
+        without.update(sampled.non_finite)
     for place, entry in sampled.logprobs.items():
-        if place not in sampled.hindered:
+        if place not in without:
             verified.logprobs.setdefault(requests[place], []).append(entry)
     going_on = []
     for place, token_id in enumerate(sampled.token_ids.tolist()):
-        if place in sampled.hindered:
+        if place in without:
             continue  # further in, it only ends what is known of the draft
         index = requests[place]
         verified.token_ids[index].append(token_id)

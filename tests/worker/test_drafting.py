@@ -227,6 +227,34 @@ def test_logits_behind_a_wrong_draft_that_are_not_finite_are_nobodys_fault(
     assert driver.outputs["r"] == wanted[:13]
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, params(temperature=1.0, seed=3, min_tokens=9)])
+def test_logits_behind_a_right_draft_that_are_not_finite_end_nothing_by_themselves(
+    make_driver: Callable[..., Driver], sampling: SamplingParams
+) -> None:
+    driver = make_driver(speculative=DRAFTING)
+    driver.add("r", prompt_of(9, 1), sampling)
+    wanted = list(driver.run("r", 20))
+    driver.drop("r")
+    drafts_by(driver, Recall({"r": wanted}, list))
+    driver.add("r", prompt_of(9, 1), sampling)
+    driver.step({"r": 9})
+    runner = driver.worker._runner
+    assert runner is not None
+    compute = runner._model.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[2:, 0] = float("nan")
+        return logits
+
+    runner._model.logits = poisoned  # type: ignore[method-assign]
+    for _ in range(4):  # two tokens of each step are behind logits that are finite
+        assert driver.step({"r": 1}, {"r": 3}).non_finite_ids == []
+    assert driver.outputs["r"] == wanted[:9]
+    runner._model.logits = lambda hidden: compute(hidden) * float("nan")  # type: ignore[method-assign]
+    assert driver.step({"r": 1}, {"r": 3}).non_finite_ids == ["r"]
+
+
 def test_a_draft_without_its_requests_last_token_is_refused(
     make_driver: Callable[..., Driver],
 ) -> None:
