@@ -20,6 +20,7 @@ from pdserve.wire.sampling import Grammar
 from pdserve.worker.grammar import Constraint, GrammarPool
 from pdserve.worker.logit_rules import Hindrance, LogitRules
 from pdserve.worker.sampler import Sampler
+from tests.schemas.drawn import draw_schemas
 from tests.worker.driver import params
 from tests.worker.held_pool import HeldPool
 
@@ -107,7 +108,17 @@ def walk(constraint: Constraint, seed: int, limit: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("source", GRAMMARS.values(), ids=GRAMMARS)
+def compared() -> list[object]:
+    """50 grammars; the first ones are looked at always, the others at night."""
+    drawn = [json.dumps({"grammars": [{"json_schema": each}]}) for each in draw_schemas(45)]
+    named = {**GRAMMARS, **{f"drawn-{index}": text for index, text in enumerate(drawn)}}
+    return [
+        pytest.param(text, id=name, marks=[pytest.mark.matrix] if index >= 10 else [])
+        for index, (name, text) in enumerate(named.items())
+    ]
+
+
+@pytest.mark.parametrize("source", compared())
 def test_a_mask_is_what_brute_force_finds(
     source: str, pool: GrammarPool, compiler: GrammarCompiler, vocab_size: int
 ) -> None:
@@ -127,6 +138,25 @@ def test_a_mask_is_what_brute_force_finds(
         assert matcher.consume_token(token)
         again.note(token)
     assert num_compared
+
+
+def test_compiled_grammars_are_kept_within_bytes(compiler: GrammarCompiler) -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.texts: list[str] = []
+
+        def compile(self, text: str) -> object:
+            self.texts.append(text)
+            return compiler.compile(text)
+
+    counting = Counting()
+    pool = GrammarPool(lambda: counting, max_bytes=600 << 10)  # type: ignore[arg-type, return-value]
+    small, large = 'start: "a"', 'start: "' + "b" * 4000 + '"'
+    for text in (small, large, large, small, 'start: "c"', small, large):
+        pool.matcher(text)
+    pool.close()
+    # The large one takes most of the room, by itself or with one small one beside it.
+    assert counting.texts == [small, large, small, 'start: "c"', large]
 
 
 @pytest.mark.parametrize("source", GRAMMARS.values(), ids=GRAMMARS)
