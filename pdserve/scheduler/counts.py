@@ -39,6 +39,7 @@ class Counters:
         self.drafts = 0
         self.draft_tokens = 0
         self.accepted_by_position = [0] * max_drafted
+        self.sat_out = 0
         self.load_failures = Counter({each.value: 0 for each in LoadFailure})
         self.lease_ends = Counter({each.value: 0 for each in LeaseEnd})
         self.loads = Counter({each.value: 0 for each in KVMode})

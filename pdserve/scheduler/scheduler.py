@@ -247,6 +247,7 @@ class Scheduler:
         for request_id in result.unready_ids:
             request = running.get(request_id)
             if request is not None:
+                self._counters.sat_out += 1
                 self.state.steps.take_back(request)
         for request_id, why in result.dead_ends.items():
             request = running.get(request_id)

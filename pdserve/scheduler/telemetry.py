@@ -135,6 +135,7 @@ class Telemetry:
             num_drafts=counters.drafts,
             num_draft_tokens=counters.draft_tokens,
             accepted_by_position=list(counters.accepted_by_position),
+            num_sat_out=counters.sat_out,
         )
 
     def requests(self, now_s: float) -> list[EngineRequest]:

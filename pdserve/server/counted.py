@@ -65,6 +65,11 @@ _COUNTERS = (
         "Prompt tokens computed here because KV or a prefill engine failed.",
         "recompute_tokens",
     ),
+    (
+        "pdserve_grammar_rows_sat_out",
+        "Rows that a step left out, as it was not known yet what their grammars allow.",
+        "num_sat_out",
+    ),
 )
 _EXPERT_COUNTERS = (
     ("pdserve_expert_rebalancings", "Expert placements reviewed.", "num_rebalancings"),

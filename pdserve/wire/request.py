@@ -310,6 +310,8 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
         num_drafts, num_draft_tokens: Drafts that were verified, and their tokens.
         accepted_by_position: Of those tokens the right ones, by their position in the draft. Empty
             where nothing is drafted.
+        num_sat_out: Tokens that waited for a further step, because it was not known yet what their
+            grammars allow.
     """
 
     num_preemptions: int = 0
@@ -341,6 +343,7 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     accepted_by_position: list[int] = []
+    num_sat_out: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ def test_rows_that_sit_out_get_the_tokens_that_they_would_have_got(
     outputs = engine.settle()
     stats = engine.scheduler.stats()
     assert stats.num_steps > 20 + 5, "no row sat out"
+    assert stats.num_sat_out > 5
     for request in requests:
         wanted = expected_output(request.prompt_token_ids, request.sampling)
         assert tokens_of(outputs, request.request_id) == wanted
