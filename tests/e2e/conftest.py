@@ -11,7 +11,7 @@ from tests.e2e.deployment import Deployment
 from tests.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 
@@ -68,8 +68,13 @@ def pd_deployment(
     prefills: int = 1,
     decodes: int = 1,
     proxy_flags: Sequence[str] = (),
+    pair_env: Mapping[str, str] | None = None,
 ) -> Iterator[Deployment]:
-    """A proxy, prefill and decode engines that register with it, and maybe a colocated one."""
+    """A proxy, prefill and decode engines that register with it, and maybe a colocated one.
+
+    Args:
+        pair_env: What prefill and decode engines have in their environment.
+    """
     deployment = Deployment(directory)
     # Each page of the default, a gigabyte, would be touched at every start.
     small = ["--kv-cache-memory-bytes", "256MiB"]
@@ -84,7 +89,8 @@ def pd_deployment(
         for kind, num in (("prefill", prefills), ("decode", decodes)):
             for index in range(num):
                 name = kind if index == 0 else f"{kind}{index}"
-                deployment.start(name, kind, *common, "--proxy", deployment.url("proxy"))
+                flags_of = [*common, "--proxy", deployment.url("proxy")]
+                deployment.start(name, kind, *flags_of, env=dict(pair_env or {}))
         deployment.wait()
         deployment.wait_routable(prefills, decodes)
         yield deployment

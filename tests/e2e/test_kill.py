@@ -49,7 +49,7 @@ def stream_tokens(
             assert error["message"]
             return tokens, str(error["code"])
         # Not iter_lines: it also splits at characters such as U+0085, which JSON may hold.
-        for line in _lines(answer.iter_bytes()):
+        for line in lines_of(answer.iter_bytes()):
             if line == "data: [DONE]":
                 return tokens, end
             if not line.startswith("data: "):
@@ -65,7 +65,7 @@ def stream_tokens(
     return tokens, end
 
 
-def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
+def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")

@@ -69,8 +69,7 @@ def test_killing_a_rank_ends_its_requests_and_leaves_nothing(
         assert names, "an engine's own sockets were not found"
         with ThreadPoolExecutor(len(prompts)) as pool:
             futures = [pool.submit(stream_tokens, url, p, 0.0, NUM_TOKENS) for p in prompts]
-            # What is told of an engine is a moment old: later, all may be over on a busy machine.
-            while deployment.info("decode")["stats"]["num_running"] < 2:
+            while deployment.info("decode")["stats"]["num_running"] < len(prompts) // 2:
                 assert not all(future.done() for future in futures)
             ranks_of(family[0])[1].kill()
             killed_s = time.monotonic()

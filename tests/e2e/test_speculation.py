@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import jsonschema
 import pytest
 
 from pdserve.config.boxed import boxed_model_dir
 from tests.e2e.conftest import pd_deployment
 from tests.e2e.test_equality import complete_all
-from tests.e2e.test_kill import PROMPTS, kill_amid_requests
+from tests.e2e.test_kill import PROMPTS, kill_amid_requests, lines_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,6 +77,83 @@ def test_a_prediction_makes_an_answer_take_fewer_steps_and_changes_nothing(
     assert "/step" in deployment.processes["drafting"].log
     through = chat(deployment.url("proxy"), prediction=prediction)
     assert through["choices"] == wanted["choices"]
+
+
+NUMBERS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 100, "maximum": 999},
+    "minItems": 40,
+    "maxItems": 40,
+}
+TOOL = {"type": "object", "properties": {"n": NUMBERS}, "required": ["n"]}
+TIGHT = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBERS}}
+TOOLS = [{"type": "function", "function": {"name": "see", "parameters": TOOL}}]
+BOUND: dict[str, dict[str, Any]] = {
+    "grammar": {"response_format": TIGHT},
+    "call": {"tools": TOOLS, "tool_choice": "required"},
+}
+"""What an answer of some 200 tokens has to be."""
+
+
+def test_what_an_answer_has_to_be_it_is_although_its_decode_engine_dies_in_it(
+    deployment: Deployment,
+) -> None:
+    def stream(url: str, number: int, kind: str) -> dict[str, Any]:
+        body = {
+            "messages": [{"role": "user", "content": f"Tell me {number} numbers."}],
+            "temperature": 1.0,
+            "seed": number,
+            "max_completion_tokens": 400,
+            "stream": True,
+            **BOUND[kind],
+        }
+        return joined(url, body, f"{kind}-{number}", begun)
+
+    begun: list[str] = []
+    asked = [(number, kind) for number in range(4) for kind in BOUND]
+    wanted = [stream(deployment.url("serve"), *each) for each in asked]
+    begun.clear()
+    with ThreadPoolExecutor(len(asked)) as pool:
+        url = deployment.url("proxy")
+        answers = [pool.submit(stream, url, *each) for each in asked]
+        deadline = time.monotonic() + 30.0
+        while len(begun) < len(asked) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        deployment.processes["drafting"].kill()
+        found = [answer.result(timeout=60) for answer in answers]
+    assert found == wanted
+    assert deployment.metric("proxy", 'pdserve_replays_total{result="resumed"}') > 0
+    for answer, (_, kind) in zip(found, asked, strict=True):
+        assert answer["finish"] == {"grammar": "stop", "call": "tool_calls"}[kind]
+        value = json.loads(answer["content"] or answer["arguments"])
+        jsonschema.validate(value, NUMBERS if kind == "grammar" else TOOL)
+    start_drafting(deployment)
+
+
+def joined(url: str, body: dict[str, Any], request_id: str, begun: list[str]) -> dict[str, Any]:
+    """What a client makes of a stream; that it has begun is said at its twentieth event."""
+    found = {"content": "", "arguments": "", "id": "", "name": "", "finish": ""}
+    headers = {"X-Request-Id": request_id}
+    with httpx.stream(
+        "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60, verify=False
+    ) as answer:
+        assert answer.status_code == 200, answer.read()
+        data = (line for line in lines_of(answer.iter_bytes()) if line.startswith("data: {"))
+        for number, line in enumerate(data):
+            if number == 20:
+                begun.append(request_id)
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            [choice] = event["choices"]
+            delta = choice["delta"]
+            found["content"] += delta.get("content") or ""
+            for call in delta.get("tool_calls", ()):
+                assert call["index"] == 0
+                found["id"] += call.get("id", "")
+                found["name"] += call["function"].get("name", "")
+                found["arguments"] += call["function"]["arguments"]
+            found["finish"] = choice["finish_reason"] or found["finish"]
+    return found
 
 
 def test_streams_of_an_engine_that_drafts_go_on_where_nothing_is_drafted(

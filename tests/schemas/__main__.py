@@ -3,12 +3,13 @@
 What a mask lets through comes; so every output must be what its schema says, or, where the limit
 cut it off, the beginning of such a one. Both ways must give the same tokens.
 
-    python -m tests.schemas [--number N] [--seed N]
+    python -m tests.schemas [--number N] [--seed N] [--drafts]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from tests.tiny_models import write_tiny_model
 
 MAX_TOKENS = 160
 AT_ONCE = 12
+DRAFTING = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
 
 
 def main() -> int:
@@ -34,14 +36,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drafts", action="store_true", help="have P and D draft, not the one")
     args = parser.parse_args()
+    env = {"PDSERVE_SPECULATIVE_CONFIG": json.dumps(DRAFTING)} if args.drafts else {}
     schemas = draw_schemas(args.number, first_seed=args.seed)
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         model = write_tiny_model(Path(directory) / "model", "llama", tie_word_embeddings=True)
         compiler = GrammarCompiler(load_text(ModelConfig(model=str(model))))
         with (
-            pd_deployment(Path(directory), model, with_serve=True) as running,
+            pd_deployment(Path(directory), model, with_serve=True, pair_env=env) as running,
             httpx.Client(timeout=120.0) as client,
             ThreadPoolExecutor(AT_ONCE) as pool,
         ):
