@@ -72,6 +72,7 @@ the picture is of its board's layout and expressions, drawn from what Prometheus
 _TITLES: Final = {
     SeriesScope.OBSERVED: "Of requests",
     SeriesScope.SUMMED: "Of engine cores",
+    SeriesScope.SERVED: "Of the servers of engines",
     SeriesScope.PROCESS: "Of each process, engine or proxy",
     SeriesScope.ABSENT: "Not here",
 }

@@ -239,6 +239,11 @@ class Dialect(abc.ABC):
             self.model, self.created = chunk.model, chunk.created
             yield from self.begun()
         delta = choice.delta or choice.message or _Delta()
+        calls = [(call.index, call) for call in delta.tool_calls or ()]
+        if choice.delta is None:  # whole answers number none of them
+            calls = [(index, call) for index, (_, call) in enumerate(calls)]
+        if calls and self._is_growing and self._is_of_call(calls[0][0]):
+            yield from self._add_call(*calls.pop(0))  # the rest comes behind it
         logprobs = (choice.logprobs and choice.logprobs.content) or []
         if reasoning := delta.reasoning or delta.reasoning_content:
             yield from self._add(PartKind.REASONING, reasoning)
@@ -246,19 +251,24 @@ class Dialect(abc.ABC):
         is_text_open = self._is_growing and self.parts[-1].kind is PartKind.TEXT
         if delta.content or (logprobs and is_text_open and not delta.tool_calls):
             yield from self._add(PartKind.TEXT, delta.content or "", logprobs=logprobs)
-        for position, call in enumerate(delta.tool_calls or ()):
-            # Whole answers number none of them.
-            index = call.index if choice.delta is not None else position
-            function = call.function or _Function()
-            yield from self._add(
-                PartKind.CALL,
-                function.arguments or "",
-                call=index,
-                call_id=call.id or "",
-                name=function.name or "",
-            )
+        for index, call in calls:
+            yield from self._add_call(index, call)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = self.stop_reason if choice.stop_reason is None else choice.stop_reason
+
+    def _is_of_call(self, index: int) -> bool:
+        """Whether the last part is that call."""
+        return (self.parts[-1].kind, self.parts[-1].call) == (PartKind.CALL, index)
+
+    def _add_call(self, index: int, call: _Call) -> Iterator[DialectEvent]:
+        function = call.function or _Function()
+        yield from self._add(
+            PartKind.CALL,
+            function.arguments or "",
+            call=index,
+            call_id=call.id or "",
+            name=function.name or "",
+        )
 
     def _add(
         self,

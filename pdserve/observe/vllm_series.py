@@ -15,12 +15,14 @@ class SeriesScope(enum.Enum):
 
     SUMMED: of engine cores; a proxy has the sums over the engines of each role.
     OBSERVED: of requests; a proxy observes those of its clients itself.
+    SERVED: of the servers of engines alone, which take answers apart.
     PROCESS: of each process, engine or proxy, its own.
     ABSENT: nobody has it.
     """
 
     SUMMED = "of engine cores; on the proxy summed by role"
     OBSERVED = "of requests; on the proxy of its clients' requests"
+    SERVED = "of the servers of engines"
     PROCESS = "of each process"
     ABSENT = "not here"
 
@@ -170,6 +172,14 @@ VLLM_SERIES = (
         ("vllm:nixl_bytes_transferred", "histogram", "Bytes of a KV load."),
     ),
     *_rows(
+        SeriesScope.SERVED,
+        (
+            "vllm:tool_call_parser_invocations",
+            "counter",
+            "Uses of the parser of tool calls: each event of a stream, or the whole choice.",
+        ),
+    ),
+    *_rows(
         SeriesScope.PROCESS,
         ("http_requests", "counter", "HTTP requests, by path, method and class of status."),
         (
@@ -212,7 +222,6 @@ VLLM_SERIES = (
         ("vllm:diffusion_*", "counter", "There are no diffusion models."),
         ("vllm:rl_*", "histogram", "Weights are not updated in place."),
         ("vllm:sleep_mode_*", "histogram", "Engines do not sleep."),
-        ("vllm:tool_call_*", "counter", "Tool calls are not counted."),
         ("vllm:websocket_*", "counter", "There are no WebSockets."),
         ("vllm:mm_cache_*", "counter", "Models take text only."),
         (

@@ -25,7 +25,7 @@ from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
 from pdserve.server.reply import finish_name, send_json
 from pdserve.server.sampling import AnswerReading, Asked
 from pdserve.server.service import SERVICE
-from pdserve.server.text_work import refuse_many_messages
+from pdserve.server.text_work import refuse_large_chat
 from pdserve.text.answer.pieces import ToolUse
 from pdserve.text.chat import content_of
 
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from pdserve.http.protocol import TokenizeRequest
     from pdserve.server.text_request import Delta, TextRequest
     from pdserve.server.text_work import TextWork
-    from pdserve.text.answer.pieces import ToolCall
+    from pdserve.text.answer.pieces import CallBegins
     from pdserve.text.answer.style import AnswerStyle
     from pdserve.text.load import Text
+    from pdserve.text.output import CallDelta
     from pdserve.text.tokenizer import Tokenizer
 
 
@@ -70,7 +71,13 @@ async def render_chat(
         )
     messages = body.messages or []
     tools_by_name(tools)  # before a template meets them
-    refuse_many_messages(len(messages), num_bytes, max_model_len)
+    seen = {
+        "messages": messages,
+        "tools": tools,
+        "documents": body.documents if isinstance(body, ChatRequest) else None,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+    refuse_large_chat(seen, num_bytes, max_model_len)
     render = functools.partial(
         template.render,
         messages,
@@ -229,13 +236,12 @@ class _Form(AnswerForm):
         """See `AnswerForm`: a choice's first event names the role."""
         first = delta.index not in self._begun
         self._begun.add(delta.index)
-        num_before = delta.num_calls - len(delta.calls)
-        gained = self._gained([delta], num_before)
+        gained = self._thought([delta])
+        if calls := [self._fragment(call, delta.index) for call in delta.calls if _is_told(call)]:
+            gained["tool_calls"] = calls
         text = self._echo + delta.text if first else delta.text
         if text or not gained:
             gained["content"] = text
-        for index, call in enumerate(gained.get("tool_calls", ()), num_before):
-            call["index"] = index
         choice = {
             "index": delta.index,
             "delta": {"role": "assistant"} | gained if first else gained,
@@ -274,36 +280,44 @@ class _Form(AnswerForm):
 
     def _message(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the whole message of a choice."""
-        gained = self._gained(deltas, 0)
+        gained = self._thought(deltas)
+        if calls := self._calls(deltas):
+            gained["tool_calls"] = calls
         content = self._echo + "".join(delta.text for delta in deltas)
         is_call = "tool_calls" in gained and not content
         return {"role": "assistant", "content": None if is_call else content, **gained}
 
-    def _gained(self, deltas: Sequence[Delta], num_calls: int) -> dict[str, Any]:
-        """Return reasoning and calls of some deltas of a choice in a row, where they have some.
-
-        Args:
-            num_calls: The choice's calls before them.
-        """
-        gained: dict[str, Any] = {}
+    def _thought(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the reasoning of some deltas of a choice in a row, where they have some."""
         reasoning = "".join(delta.reasoning for delta in deltas)
-        if reasoning and self._body.include_reasoning is not False:
-            gained[self._reasoning_field] = reasoning
-        calls = [call for delta in deltas for call in delta.calls]
-        if calls:
-            gained["tool_calls"] = [
-                self._call(call, deltas[0].index, index)
-                for index, call in enumerate(calls, num_calls)
-            ]
-        return gained
+        if not reasoning or self._body.include_reasoning is False:
+            return {}
+        return {self._reasoning_field: reasoning}
 
-    def _call(self, call: ToolCall, choice: int, index: int) -> dict[str, Any]:
+    def _fragment(self, call: CallDelta, choice: int) -> dict[str, Any]:
+        """Return what a call gained, as an entry of a stream's chunk."""
+        if call.begins is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        return {"index": call.index} | self._call(call.begins, call.arguments, choice, call.index)
+
+    def _calls(self, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
+        """Return the whole calls of a choice."""
+        found: dict[int, list[CallDelta]] = {}
+        for part in (part for delta in deltas for part in delta.calls):
+            found.setdefault(part.index, []).append(part)
+        return [
+            self._call(begins, "".join(part.arguments for part in parts), deltas[0].index, index)
+            for index, parts in found.items()
+            if parts[-1].is_whole and (begins := parts[0].begins) is not None
+        ]
+
+    def _call(self, begins: CallBegins, arguments: str, choice: int, index: int) -> dict[str, Any]:
         """Return a call; its id is the same whichever engine sends it, and when it is repeated."""
         digest = hashlib.sha256(f"{self._job.request_id}:{choice}:{index}".encode()).digest()
         return {
-            "id": call.call_id or f"call_{b32encode(digest).decode()[:24]}",
+            "id": begins.call_id or f"call_{b32encode(digest).decode()[:24]}",
             "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
+            "function": {"name": begins.name, "arguments": arguments},
         }
 
     def _facts(self, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -321,3 +335,8 @@ class _Form(AnswerForm):
         if self._body.return_token_ids:
             facts["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
         return facts
+
+
+def _is_told(call: CallDelta) -> bool:
+    """Whether a stream says what a call gained."""
+    return call.begins is not None or bool(call.arguments)

@@ -7,6 +7,7 @@ is read from their newest snapshots when somebody scrapes (`counted`); what only
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -19,6 +20,7 @@ from pdserve.observe.metrics import (
 )
 from pdserve.observe.processes import ProcessSeries
 from pdserve.observe.request_series import RequestSeries
+from pdserve.observe.vllm_series import meaning
 from pdserve.server.counted import EngineCollector
 
 if TYPE_CHECKING:
@@ -33,6 +35,11 @@ STAGES = ("server", "queue", "prefill", "kv_wait", "kv_transfer", "handover", "f
 
 DISCONNECT_STAGES = ("queue", "decode")
 _EVENT_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+_PARSED = "vllm:tool_call_parser_invocations"
+_PARSING_MODES = ("streaming", "non_streaming")
+_PARSING_OUTCOMES = ("tool_call", "no_tool_call")
+_REQUEST_TYPES = ("chat_completions", "responses", "other")
+_TYPE_OF_PATH = {"/v1/chat/completions": "chat_completions", "/v1/responses": "responses"}
 _CHILDREN = {
     "pdserve.engine.process": "core",
     "pdserve.engine.coordinator": "coordinator",
@@ -97,6 +104,17 @@ class ServerMetrics:
         )
         self._disconnects = {stage: disconnects.labels(stage) for stage in DISCONNECT_STAGES}
 
+        parsed = Counter(
+            _PARSED,
+            meaning(_PARSED),
+            ["model_name", "mode", "outcome", "request_type"],
+            registry=self.registry,
+        )
+        self._parsed = {
+            each: parsed.labels(model_name, *each)
+            for each in product(_PARSING_MODES, _PARSING_OUTCOMES, _REQUEST_TYPES)
+        }
+
     async def render(self) -> bytes:
         """Return the exposition."""
         return exposition(self.registry) + await self._processes.exposition()
@@ -142,6 +160,17 @@ class ServerMetrics:
     def choices_ended(self, core: int, *, num_choices: int, num_longest: int) -> None:
         """All choices of a prompt ended; the longest has so many tokens."""
         self._of_core[core].ended_together(num_choices=num_choices, num_longest=num_longest)
+
+    def parsed(self, path: str, *, is_streamed: bool, has_calls: bool) -> None:
+        """Something of an answer to a request with tools was taken apart.
+
+        Args:
+            path: Of the endpoint that was asked.
+            has_calls: A call gained by it.
+        """
+        mode = _PARSING_MODES[0 if is_streamed else 1]
+        outcome = _PARSING_OUTCOMES[0 if has_calls else 1]
+        self._parsed[mode, outcome, _TYPE_OF_PATH.get(path, _REQUEST_TYPES[-1])].inc()
 
     def disconnected(self, stage: str) -> None:
         """A client left in `stage`, one of `DISCONNECT_STAGES`."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.server.hop import PromptLogprobs
     from pdserve.server.metrics import ServerMetrics
-    from pdserve.text.answer.pieces import ToolCall
+    from pdserve.text.output import CallDelta, TextDelta
     from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import EngineOutput, GenerateRequest
@@ -51,7 +51,7 @@ class Delta:
     Attributes:
         offsets: Per token, where its text begins in the choice's text, in characters.
         reasoning, calls: Of a chat's answer, what is no content.
-        num_calls: Calls of the choice so far, with these.
+        num_calls: Whole calls of the choice so far, with these.
         finish_reason: STOP or LENGTH on the choice's last delta, HANDOFF when another
             engine goes on from here.
         stop_reason: The stop string or the user's stop token that ended it.
@@ -67,7 +67,7 @@ class Delta:
     stop_reason: str | int | None
     prompt_logprobs: PromptLogprobs | None
     reasoning: str = ""
-    calls: Sequence[ToolCall] = ()
+    calls: Sequence[CallDelta] = ()
     num_calls: int = 0
 
     @property
@@ -244,6 +244,7 @@ class TextRequest:
                 choice.handoff = None
         if output.prompt_logprobs is not None:
             choice.prompt_logprobs = output.prompt_logprobs
+        self._count_parsed(choice, text)
         num_tokens = len(text.offsets)
         if choice.finish_reason is not None:
             self._count(choice)
@@ -260,6 +261,12 @@ class TextRequest:
             calls=text.calls,
             num_calls=choice.processor.num_calls,
         )
+
+    def _count_parsed(self, choice: Choice, text: TextDelta) -> None:
+        """Count, as vLLM does, what was looked through for tool calls."""
+        if choice.processor.reads_calls and (self.is_streamed or text.finish_reason is not None):
+            has_calls = bool(text.calls) if self.is_streamed else choice.processor.num_calls > 0
+            self.metrics.parsed(self.path, is_streamed=self.is_streamed, has_calls=has_calls)
 
     @property
     def handoffs(self) -> list[KVHandoff | None]:

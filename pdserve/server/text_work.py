@@ -12,10 +12,12 @@ import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from pdserve.errors import BadRequestError, ContextLengthError, OverloadedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.text.tokenizer import Tokenizer
 
@@ -109,18 +111,31 @@ def refuse_long_prompt(text: str, widest: int | None, max_model_len: int, *, fie
         )
 
 
-def refuse_many_messages(num_messages: int, num_bytes: int, max_model_len: int) -> None:
-    """Refuse messages that can be no prompt, before they are rendered.
+def refuse_large_chat(
+    fields: Mapping[str, Sequence[object] | Mapping[str, object] | None],
+    num_bytes: int,
+    max_model_len: int,
+) -> None:
+    """Refuse a chat that can be no prompt, before it is rendered.
 
     Args:
-        num_bytes: The size of the body that they came in.
+        fields: What a template sees of the body, by its names there, with `messages` among them.
+        num_bytes: The size of the body, which may have other fields that are large.
 
     Raises:
-        BadRequestError: They are too many, or too large.
+        BadRequestError: The messages are too many, or a field is too large.
     """
+    num_messages = len(fields["messages"] or ())
     refuse_more("messages", num_messages, max(MIN_MESSAGES, max_model_len), "messages")
     max_chars = max(MIN_PROMPT_CHARS, MAX_CHARS_PER_TOKEN * max_model_len)
-    refuse_more("messages", num_bytes, _BYTES_PER_CHAR * max_chars, "bytes of JSON")
+    if num_bytes <= _BYTES_PER_CHAR * max_chars:
+        return
+    for field, value in fields.items():
+        try:
+            size = len(msgspec.json.encode(value))
+        except RecursionError as error:
+            raise BadRequestError(f"{field} is nested too deeply", param=field) from error
+        refuse_more(field, size, _BYTES_PER_CHAR * max_chars, "bytes of JSON")
 
 
 def refuse_more(field: str, size: int, maximum: int, what: str) -> None:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.text.answer.pieces import Content, Piece, Reasoning, ToolCall
+from pdserve.text.answer.pieces import (
+    CallArguments,
+    CallBegins,
+    CallEnds,
+    Content,
+    Piece,
+    Reasoning,
+)
 from pdserve.text.detokenizer import make_detokenizer
 from pdserve.text.stops import StopMatcher
 from pdserve.wire.request import FinishReason
@@ -20,6 +27,23 @@ if TYPE_CHECKING:
 
     from pdserve.text.answer.formats import AnswerReader
     from pdserve.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """What one tool call gained.
+
+    Attributes:
+        index: Its place among those of its choice that were begun.
+        begins: Its name, in its first delta.
+        arguments: A part of the text of a JSON object.
+        is_whole: It has ended with this, and is a call. One that never gets whole is none.
+    """
+
+    index: int
+    begins: CallBegins | None = None
+    arguments: str = ""
+    is_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -33,7 +57,7 @@ class TextDelta:
         finish_reason: STOP when a stop string ended the text; else the engine's own.
         stop_reason: The stop string that ended it, if one did.
         reasoning: The same as `text`, of the reasoning.
-        calls: Tool calls that became whole.
+        calls: What tool calls gained, in their order.
     """
 
     text: str = ""
@@ -41,7 +65,15 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def call(self, index: int) -> CallDelta:
+        """Return what a call gained, to be added to."""
+        found = next((call for call in self.calls if call.index == index), None)
+        if found is None:
+            found = CallDelta(index)
+            self.calls.append(found)
+        return found
 
 
 class OutputProcessor:
@@ -59,8 +91,8 @@ class OutputProcessor:
     Attributes:
         num_tokens: Tokens so far that count.
         num_reasoning_tokens: Those of them that stand inside of the reasoning.
-        reads_reasoning: Whether reasoning is looked for.
-        num_calls: Tool calls so far.
+        reads_reasoning, reads_calls: Whether they are looked for.
+        num_calls: Tool calls so far that are whole.
     """
 
     def __init__(
@@ -83,7 +115,9 @@ class OutputProcessor:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.reads_reasoning = machine is not None and machine.reads_reasoning
+        self.reads_calls = machine is not None and machine.reads_calls
         self.num_calls = 0
+        self._num_begun = self._num_ended = 0
 
     def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> TextDelta:
         """Add tokens, the last ones if `finish_reason` says so.
@@ -137,10 +171,17 @@ class OutputProcessor:
             match piece:
                 case Reasoning(text):
                     delta.reasoning += text
-                case ToolCall():
-                    delta.calls.append(piece)
-                    self.num_calls += 1
-                    if self._machine is not None and self._machine.is_over:
+                case CallBegins():
+                    delta.call(self._num_begun).begins = piece
+                    self._num_begun += 1
+                case CallArguments(text):
+                    delta.call(self._num_begun - 1).arguments += text
+                case CallEnds(is_whole):
+                    for index in range(self._num_ended, self._num_begun):
+                        delta.call(index).is_whole = is_whole
+                        self.num_calls += is_whole
+                    self._num_ended = self._num_begun
+                    if is_whole and self._machine is not None and self._machine.is_over:
                         delta.finish_reason = FinishReason.STOP
                         return True
                 case Content(text):

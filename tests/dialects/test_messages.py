@@ -5,7 +5,7 @@ import pytest
 
 from pdserve.dialects.paths import COUNT_TOKENS, MESSAGES, error_of, tokens_asked, tokens_counted
 from pdserve.errors import BadRequestError
-from tests.dialects.chats import ALL, DONE, USAGE, WHOLE, chunk, sse, translated, translator
+from tests.dialects.chats import ALL, DONE, USAGE, WHOLE, call, chunk, sse, translated, translator
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -192,6 +192,19 @@ def test_a_stream_has_anthropics_events_in_their_order():
     assert (first["id"], first["role"], first["content"]) == ("msg_r", "assistant", [])
     assert (first["stop_reason"], first["stop_sequence"]) == (None, None)
     assert events[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+def test_a_call_that_ends_in_one_event_with_text_and_the_next_call_ends_first():
+    calls = [*call(0, "}")["tool_calls"], *call(1, "{}", name="see", id="b")["tool_calls"]]
+    both = chunk({"content": "then", "tool_calls": calls})
+    chunks = [chunk(call(0, '{"x": 1', name="look", id="a")), both, chunk({}, "tool_calls"), DONE]
+    body = {"messages": HI, "max_tokens": 9, "stream": True}
+    events = translated(translator(MESSAGES, body), chunks)
+    blocks = [data["content_block"]["type"] for _, data in events if "content_block" in data]
+    assert blocks == ["tool_use", "text", "tool_use"]
+    deltas = [(data["index"], data["delta"]) for name, data in events if "_block_delta" in name]
+    told = [(index, each.get("partial_json") or each.get("text")) for index, each in deltas]
+    assert told == [(0, '{"x": 1'), (0, "}"), (1, "then"), (2, "{}")]
 
 
 def test_a_whole_answer_has_its_blocks_and_what_no_cache_had_as_input():

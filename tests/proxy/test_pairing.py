@@ -200,7 +200,6 @@ def test_leaving_its_role_costs_an_engine_something_but_not_everything():
     assert choose(100, engine("p", "prefill"), engine("d", "decode", **full)).chosen.decode == "p"
 
 
-@pytest.mark.slow
 def test_the_joint_decision_serves_conversations_in_the_comparison():
     workload = conversations(120, 12.0, num_turns=4, num_systems=2, seed=1)
     fleet = Fleet(layout_of("2P2D"), settings_of("prefix_sticky/predicted"))

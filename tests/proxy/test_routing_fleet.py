@@ -23,7 +23,6 @@ def run(policy: str, layout: str = "2P2D", workload: list[Work] = TURNS):
     return figures(outcomes, least_computed(workload))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*sorted(POLICIES), "least_loaded/never", "prefix_sticky/ppd"])
 def test_every_request_ends_and_leaves_nothing_under_every_policy(policy):
     assert run(policy)["unfinished"] == 0
@@ -38,7 +37,6 @@ def test_policies_that_look_at_prefixes_compute_fewer_tokens():
     assert aware < 0.8 * blind
 
 
-@pytest.mark.slow
 def test_split_policies_split_all_none_or_what_is_not_cached():
     shares = {name: run(f"prefix_sticky/{name}")["split"] for name in SPLIT_POLICIES}
     assert shares["always"] == 100.0

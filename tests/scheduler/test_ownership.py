@@ -82,7 +82,6 @@ def test_a_write_from_outside_is_found(line: str) -> None:
     assert len(_writes(line, in_scheduler=True)) == 1
 
 
-@pytest.mark.slow
 def test_only_a_request_writes_its_fields() -> None:
     found = []
     for tree in ("pdserve", "connectors"):

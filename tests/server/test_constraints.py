@@ -159,6 +159,7 @@ async def test_a_format_of_text_constrains_nothing(server):
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "two"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex"),
         ({"guided_regex": "a" * (1 << 18)}, "guided_regex", "bytes"),
+        ({"guided_regex": "a" * 700_000}, "guided_regex", "bytes"),
         ({"guided_grammar": 'root ::= "' + "a" * (1 << 15) + '"'}, "guided_grammar", "characters"),
     ],
 )

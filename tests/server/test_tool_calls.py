@@ -16,6 +16,7 @@ from pdserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events, script, scripted, serving
 from tests.server.test_constraints import takes
 from tests.server.test_hop import pair
+from tests.server.test_status import scrape
 
 PATH = "/v1/chat/completions"
 TOOLS = [
@@ -52,8 +53,13 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
         message["content"] += delta.get("content") or ""
         message["reasoning"] += delta.get("reasoning") or ""
         for call in delta.get("tool_calls", ()):
-            assert call["index"] == len(message["calls"])
-            message["calls"].append({key: call[key] for key in call if key != "index"})
+            if "id" in call:
+                assert call["index"] == len(message["calls"])
+                message["calls"].append({key: call[key] for key in call if key != "index"})
+            else:
+                assert call == {"index": len(message["calls"]) - 1, "function": call["function"]}
+                [(name, text)] = call["function"].items()
+                message["calls"][-1]["function"][name] += text
         message["finish"] = choice["finish_reason"]
     return message
 
@@ -86,6 +92,28 @@ async def test_a_stream_has_what_the_whole_answer_has(calling):
         "calls": message["tool_calls"],
         "finish": "tool_calls",
     }
+
+
+async def test_arguments_are_streamed_as_they_come(calling):
+    text = ANSWER.replace("1.0", "[" + ", ".join(map(str, range(40))) + "]")
+    async with serving(calling, scripted(calling, text)) as server:
+        chunks = events(await server.stream(PATH, BODY))
+    calls = [chunk["choices"][0]["delta"].get("tool_calls", []) for chunk in chunks]
+    first, *others = [call for group in calls for call in group if call["index"] == 0]
+    assert first["function"]["name"] == "see"
+    assert len(others) > 20
+    assert all(call.keys() == {"index", "function"} for call in others)
+    assert all(call["function"].keys() == {"arguments"} for call in others)
+
+
+async def test_what_was_streamed_of_a_call_that_the_limit_cuts_off_is_not_complete(calling):
+    async with serving(calling, scripted(calling, ANSWER)) as server:
+        limit = (await server.ok(PATH, BODY))["usage"]["completion_tokens"] - 3
+        chunks = events(await server.stream(PATH, BODY | {"max_tokens": limit}))
+    message = joined(chunks)
+    assert message["finish"] == "length"
+    assert message["calls"][0]["function"]["arguments"] == '{"x": 1.0}'
+    assert message["calls"][1]["function"] == {"name": "hear", "arguments": "{"}
 
 
 async def test_two_engines_stream_the_calls_that_one_streams(calling):
@@ -123,6 +151,24 @@ async def test_an_answer_of_calls_alone_has_no_content(calling):
     async with serving(calling, scripted(calling, only)) as server:
         answer = await server.ok(PATH, BODY)
     assert answer["choices"][0]["message"]["content"] is None
+
+
+async def test_what_the_parser_is_given_is_counted_as_vllm_does(calling):
+    async with serving(calling, scripted(calling, ANSWER)) as server:
+        await server.ok(PATH, BODY | {"n": 2})
+        await server.ok(PATH, BODY | {"tool_choice": "none"})
+        chunks = events(await server.stream(PATH, BODY))
+        found = {
+            (dict(labels)["mode"], dict(labels)["outcome"]): value
+            for (name, labels), value in (await scrape(server)).items()
+            if name == "vllm:tool_call_parser_invocations_total"
+            and ("request_type", "chat_completions") in labels
+        }
+    assert found["non_streaming", "tool_call"] == 2
+    assert found["non_streaming", "no_tool_call"] == 0
+    num_with = sum("tool_calls" in chunk["choices"][0]["delta"] for chunk in chunks)
+    assert found["streaming", "tool_call"] >= num_with > 0
+    assert sum(found.values()) == 2 + len(chunks)
 
 
 async def test_without_tools_or_with_none_of_them_calls_are_text(calling):

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from pdserve.text.answer.machine import AnswerMachine
 from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
-from pdserve.text.answer.pieces import ToolCall, ToolUse
-from pdserve.text.output import OutputProcessor
+from pdserve.text.answer.pieces import CallBegins, ToolUse
+from pdserve.text.output import CallDelta, OutputProcessor
 from pdserve.wire.request import FinishReason
 from tests.text.tiny import make_tokenizer
 
@@ -125,7 +125,11 @@ def test_calls_and_reasoning_do_not_depend_on_which_engine_sent_the_first_tokens
     second = processor.push(ANSWER[cut:], FinishReason.LENGTH)
     assert first.reasoning + second.reasoning == "a quick dog"
     assert first.text + second.text == "the fox"
-    assert first.calls + second.calls == [ToolCall("f", "{}")]
+    parts = first.calls + second.calls
+    assert [part.begins for part in parts if part.begins] == [CallBegins("f")]
+    assert "".join(part.arguments for part in parts) == "{}"
+    assert {part.index for part in parts} == {0}
+    assert parts[-1].is_whole
     assert processor.num_calls == 1
     assert processor.num_reasoning_tokens == len(encode(" a quick dog</think>")) - 1
 
@@ -145,5 +149,5 @@ def test_special_tokens_have_text_inside_of_a_call():
         *quoted,
     ]
     delta = processor_with("hermes").push(token_ids, FinishReason.LENGTH)
-    assert delta.calls == [ToolCall("f", '{"s": "<|im_end|>"}')]
+    assert delta.calls == [CallDelta(0, CallBegins("f"), '{"s": "<|im_end|>"}', is_whole=True)]
     assert delta.text == ""

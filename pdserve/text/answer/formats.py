@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pdserve.text.answer.following import NewFollower
     from pdserve.text.answer.pieces import Piece, ToolCall, Tools
 
 
@@ -22,6 +23,11 @@ class AnswerReader(Protocol):
     @property
     def reads_reasoning(self) -> bool:
         """Whether reasoning is looked for."""
+        ...
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls are looked for."""
         ...
 
     @property
@@ -76,7 +82,7 @@ class Writing:
         begin, end: Around the arguments of one.
         between: Between two calls; None where there is never more than one.
         parameter: Around each value; None where arguments are one JSON object. `{is_string}` is
-            true or false.
+            true or false, and `{type}` the value's JSON type.
         excluded: What a text between parameters' tags may not have: it would end it.
     """
 
@@ -109,6 +115,7 @@ class CallFormat:
         openings: Markers that begin a call.
         closings: Markers that end one. An opening may be among them: it also begins the next.
         parse: Reads what stands between.
+        follow: Reads the same while it is written.
         sections: Markers around all calls of an answer; text between the calls is noise.
         fragments: Special tokens that markers are made of, and whose text is therefore needed.
         may_begin: Whether an answer that begins like this, without an opening, may be a call;
@@ -120,6 +127,7 @@ class CallFormat:
     openings: tuple[str, ...]
     closings: tuple[str, ...]
     parse: ParseCalls
+    follow: NewFollower
     sections: tuple[tuple[str, str], ...] = ()
     fragments: tuple[str, ...] = ()
     may_begin: Callable[[str], bool] | None = None

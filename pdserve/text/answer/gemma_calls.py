@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.text.answer.following import MAX_HELD_CHARS
 from pdserve.text.answer.formats import CallFormat
-from pdserve.text.answer.pieces import MalformedCallError, ToolCall, UnfinishedCallError
+from pdserve.text.answer.pieces import (
+    CallArguments,
+    CallBegins,
+    CallPiece,
+    MalformedCallError,
+    ToolCall,
+    UnfinishedCallError,
+)
+from pdserve.text.answer.tag_following import beginnings_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.text.answer.pieces import Tools
 
 _QUOTE = '<|"|>'
@@ -19,6 +30,9 @@ _SPACE = re.compile(r"\s*")
 _KEY = re.compile(r"([^:{}\[\],]+):")
 _BARE = re.compile(r"[^,{}\[\]]+")
 _LITERAL = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
+_FOLLOWED_KEY = re.compile(rf"\s*+,?\s*+{_KEY.pattern}\s*+(?={re.escape(_QUOTE)}|[^<\s])")
+_SIGN = re.compile(rf"{re.escape(_QUOTE)}|[{{}}\[\],]")
+_PARTIAL_QUOTE = re.compile(rf"(?:{beginnings_of(_QUOTE)})\Z")
 
 
 def _value(text: str, at: int) -> tuple[str, int]:
@@ -50,7 +64,7 @@ def _members(text: str, at: int) -> tuple[str, int]:
             key = _KEY.match(text, at)
             if key is None:
                 raise MalformedCallError
-            name, at = f"{_quoted(key[1].strip().replace(_QUOTE, ''))}: ", key.end()
+            name, at = f"{_name(key[1])}: ", key.end()
         member, at = _value(text, at)
         members.append(name + member)
         at = _after_space(text, at)
@@ -60,6 +74,10 @@ def _members(text: str, at: int) -> tuple[str, int]:
             raise MalformedCallError
     inner = ", ".join(members)
     return (f"{{{inner}}}" if is_object else f"[{inner}]"), at + 1
+
+
+def _name(key: str) -> str:
+    return _quoted(key.strip().replace(_QUOTE, ""))
 
 
 def _after_space(text: str, at: int) -> int:
@@ -84,4 +102,99 @@ def _gemma(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[Tool
     return [ToolCall(head[1], arguments)]
 
 
-GEMMA = CallFormat(openings=("<|tool_call>",), closings=("<tool_call|>",), parse=_gemma)
+class _Follower:
+    """Follows a call member by member: texts as they come, others when they have ended."""
+
+    def __init__(self) -> None:
+        self._has_begun = self._is_lost = self._is_in_value = self._is_text = False
+        self._has_members = self._is_quoted = False
+        self._held = ""
+        self._num_read = 0
+        self._depth = 0
+
+    def push(self, text: str) -> Sequence[CallPiece]:
+        """See `CallFollower`."""
+        if self._is_lost:
+            return []
+        self._held += text
+        pieces: list[CallPiece] = []
+        while not self._is_lost and self._step(pieces):
+            pass
+        return pieces
+
+    def _step(self, pieces: list[CallPiece]) -> bool:
+        if not self._has_begun:
+            return self._read_head(pieces)
+        if not self._is_in_value:
+            return self._read_key(pieces)
+        return self._read_text(pieces) if self._is_text else self._read_other(pieces)
+
+    def _read_head(self, pieces: list[CallPiece]) -> bool:
+        head = _HEAD.match(self._held, 0, MAX_HELD_CHARS)
+        if head is None:
+            self._is_lost = len(self._held) > MAX_HELD_CHARS
+            return False
+        self._held, self._has_begun = self._held[head.end() + 1 :], True
+        pieces.append(CallBegins(head[1]))
+        return True
+
+    def _read_key(self, pieces: list[CallPiece]) -> bool:
+        key = _FOLLOWED_KEY.match(self._held, 0, MAX_HELD_CHARS)
+        if key is None:
+            self._is_lost = len(self._held) > MAX_HELD_CHARS
+            return False
+        self._is_in_value, self._is_text = True, self._held.startswith(_QUOTE, key.end())
+        self._held = self._held[key.end() + self._is_text * len(_QUOTE) :]
+        self._num_read = self._depth = 0
+        begin = f"{', ' if self._has_members else '{'}{_name(key[1])}: "
+        pieces.append(CallArguments(begin + '"' * self._is_text))
+        self._has_members = True
+        return True
+
+    def _read_text(self, pieces: list[CallPiece]) -> bool:
+        end = self._held.find(_QUOTE)
+        partial = _PARTIAL_QUOTE.search(self._held, max(0, len(self._held) - len(_QUOTE)))
+        until = end if end >= 0 else len(self._held) if partial is None else partial.start()
+        told = _quoted(self._held[:until])[1:-1] + '"' * (end >= 0)
+        pieces += [CallArguments(told)] if told else []
+        self._held = self._held[until + (end >= 0) * len(_QUOTE) :]
+        self._is_in_value = end < 0
+        return end >= 0
+
+    def _read_other(self, pieces: list[CallPiece]) -> bool:
+        while sign := _SIGN.search(self._held, self._num_read):
+            self._num_read = sign.end()
+            if sign[0] == _QUOTE:
+                self._is_quoted = not self._is_quoted
+            elif self._is_quoted:
+                continue
+            elif sign[0] in "{[":
+                self._depth += 1
+            elif self._depth:
+                self._depth -= sign[0] != ","
+            else:
+                return self._tell(sign.start(), pieces)
+        self._num_read = max(self._num_read, len(self._held) - len(_QUOTE) + 1)
+        return False
+
+    def _tell(self, end: int, pieces: list[CallPiece]) -> bool:
+        """Tell a value that has ended; whether it is one."""
+        try:
+            told, at = _value(self._held[:end], 0)
+        except (ValueError, RecursionError):
+            self._is_lost = True
+            return False
+        self._is_lost = bool(self._held[at:end].strip())
+        if not self._is_lost:
+            pieces.append(CallArguments(told))
+        self._held, self._is_in_value = self._held[end:], False
+        return not self._is_lost
+
+
+def _follow(opening: str, tools: Tools) -> _Follower:
+    return _Follower()
+
+
+GEMMA = CallFormat(
+    openings=("<|tool_call>",), closings=("<tool_call|>",), parse=_gemma, follow=_follow
+)

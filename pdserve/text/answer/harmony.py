@@ -11,6 +11,7 @@ import re
 from enum import Enum, auto
 from typing import TYPE_CHECKING, ClassVar
 
+from pdserve.text.answer.following import CallTelling, ObjectFollower
 from pdserve.text.answer.formats import Writing
 from pdserve.text.answer.json_calls import object_text
 from pdserve.text.answer.pieces import (
@@ -33,6 +34,8 @@ _ENDS = frozenset({"<|end|>", "<|call|>", "<|return|>"})
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _FUNCTIONS = "functions."
+_HEAD = re.compile(r"(?P<name>[^\n]++)\n\s*+(?=\{)")
+"""What a follower of arguments is given: the name, which a header has, on a line of its own."""
 _TURN = START + "assistant"
 _WRITING = Writing(
     begin="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
@@ -77,11 +80,18 @@ class HarmonyMachine:
         self._text: list[str] = []
         self._name = ""
         self._num_calls = 0
+        self._telling = CallTelling(is_parallel=True)
+        self._follower = ObjectFollower([_HEAD])
         _, turn, header = prompt.rpartition(_TURN)
         if turn and MESSAGE in header:
             self._begin(header.partition(MESSAGE)[0])
         elif turn:
             self._text.append(header)
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls are looked for."""
+        return bool(self._use.tools)
 
     @property
     def is_reasoning(self) -> bool:
@@ -117,7 +127,7 @@ class HarmonyMachine:
     def finish(self, *, is_cut: bool) -> list[Piece]:
         """End the text; a call that is not whole is dropped if the token limit cut it off."""
         if self._kind is _Kind.CALL:
-            return [] if is_cut else self._end("")
+            return list(self._telling.drop()) if is_cut else self._end("")
         header, self._text = "".join(self._text), []
         return [Content(header)] if header.strip() and not is_cut else []
 
@@ -127,9 +137,16 @@ class HarmonyMachine:
                 return [Reasoning(text)] if text else []
             case _Kind.CONTENT:
                 return [Content(text)] if text else []
-            case _Kind.HEADER | _Kind.CALL:
+            case _Kind.HEADER:
                 self._text.append(text)
+            case _Kind.CALL:
+                self._text.append(text)
+                return self._follow(text)
         return []
+
+    def _follow(self, text: str) -> list[Piece]:
+        """Return what more text makes certain of the call, if it is one that counts."""
+        return list(self._telling.tell(self._follower.push(text))) if not self.is_over else []
 
     def _begin(self, header: str) -> None:
         """Begin the message that a header announces."""
@@ -138,6 +155,8 @@ class HarmonyMachine:
         name = recipient[1] if recipient is not None else ""
         if name.startswith(_FUNCTIONS) and self._use.tools:
             self._kind, self._name = _Kind.CALL, name.removeprefix(_FUNCTIONS)
+            self._follower = ObjectFollower([_HEAD])
+            self._follow(f"{self._name}\n")
         elif name and name != "assistant" and not name.startswith(_FUNCTIONS):
             self._kind = _Kind.BUILT_IN
         else:
@@ -150,17 +169,16 @@ class HarmonyMachine:
         if self._kind is _Kind.CALL:
             text = "".join(self._text)
             try:
-                call = ToolCall(self._name, object_text(text))
+                left = self._telling.settle([ToolCall(self._name, object_text(text))])
+                pieces += [] if self.is_over else left
+                self._num_calls += 1
             except UnfinishedCallError:
                 if marker:
                     self._text.append(marker)
-                    return []
-                pieces = [Content(text)]
+                    return self._follow(marker)
+                pieces += [*self._telling.drop(), Content(text)]
             except MalformedCallError:
-                pieces = [Content(text)]
-            else:
-                self._num_calls += 1
-                pieces = [call] if self._num_calls == 1 or self._use.is_parallel else []
+                pieces += [*self._telling.drop(), Content(text)]
         self._kind, self._text = _Kind.HEADER, []
         return pieces
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.text.answer.following import ObjectFollower
 from pdserve.text.answer.formats import CallFormat, Writing
 from pdserve.text.answer.pieces import MalformedCallError, ToolCall, UnfinishedCallError
 
@@ -23,6 +24,25 @@ _V11 = re.compile(r"\s*+([^\s\[\]{}]+)\s*+(?:\[CALL_ID\][^\[]*+)?(?:\[ARGS\])?\s
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _KIMI = re.compile(r"\s*((?:functions\.)?([^\s:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>")
 _KIMI_ID = re.compile(r"functions\.[^\s:]+:\d+")
+_NAMED = (
+    r'\{\s*+(?:"(?:type|id)"\s*+:\s*+"[^"\\]*+"\s*+,\s*+)?"name"\s*+:\s*+(?P<quoted>"(?:[^"\\]|\\.)*")'
+    r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
+)
+_NAMED_HEAD = re.compile(rf"\s*+{_NAMED}")
+_LIST_HEAD = re.compile(rf"\s*+\[\s*+{_NAMED}")
+_NEXT_HEAD = re.compile(rf"\}}\s*+\}}[\s,;]*{_NAMED}")
+_V11_HEAD = re.compile(
+    r"\s*+(?P<name>[^\s\[\]{}]++)\s*+(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*+(?=\{)"
+)
+_V3_HEAD = re.compile(
+    r"\s*+function\s*+<｜tool▁sep｜>(?P<name>[^\n{]++)\n\s*+(?:```(?:json)?)?\s*+(?=\{)"
+)
+_V31_HEAD = re.compile(r"(?!\s*+function\s*+<)(?P<name>[^<{]++)<｜tool▁sep｜>\s*+(?=\{)")
+_KIMI_ARGUMENTS = r"\s*+<\|tool_call_argument_begin\|>\s*+(?=\{)"
+_KIMI_HEADS = (
+    re.compile(rf"\s*+(?P<id>functions\.(?P<name>[^\s:<]++):\d+){_KIMI_ARGUMENTS}"),
+    re.compile(rf"\s*+(?:functions\.)?(?P<name>[^\s:<]++)(?::\d+)?{_KIMI_ARGUMENTS}"),
+)
 _KEYS = ("name", "parameters", "arguments", "type", "function", "id")
 
 
@@ -102,6 +122,27 @@ def _named_call(text: str) -> ToolCall:
         raise refusal_of(text) from error
 
 
+def _follow_hermes(opening: str, tools: Tools) -> ObjectFollower:
+    return ObjectFollower([_NAMED_HEAD])
+
+
+def _follow_llama(opening: str, tools: Tools) -> ObjectFollower:
+    names = None if opening else frozenset(tools)
+    return ObjectFollower([_NAMED_HEAD], _NEXT_HEAD, names=names)
+
+
+def _follow_mistral(opening: str, tools: Tools) -> ObjectFollower:
+    return ObjectFollower([_V11_HEAD, _LIST_HEAD], _NEXT_HEAD)
+
+
+def _follow_deepseek(opening: str, tools: Tools) -> ObjectFollower:
+    return ObjectFollower([_V3_HEAD, _V31_HEAD])
+
+
+def _follow_kimi(opening: str, tools: Tools) -> ObjectFollower:
+    return ObjectFollower(_KIMI_HEADS)
+
+
 def _hermes(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
     return [_named_call(body)]
 
@@ -174,6 +215,7 @@ HERMES = CallFormat(
     openings=("<tool_call>",),
     closings=("</tool_call>",),
     parse=_hermes,
+    follow=_follow_hermes,
     writing=Writing(
         begin='<tool_call>\n{"name": "{name}", "arguments": ', end="}\n</tool_call>", between="\n"
     ),
@@ -182,6 +224,7 @@ LLAMA_JSON = CallFormat(
     openings=("<|python_tag|>",),
     closings=(),
     parse=_llama,
+    follow=_follow_llama,
     may_begin=may_begin_llama,
     writing=Writing(begin='{"name": "{name}", "parameters": ', end="}", between="; "),
 )
@@ -189,6 +232,7 @@ MISTRAL = CallFormat(
     openings=("[TOOL_CALLS]",),
     closings=("[TOOL_CALLS]",),
     parse=_mistral,
+    follow=_follow_mistral,
     writing=Writing(begin="[TOOL_CALLS]{name}[ARGS]", end=""),
 )
 MISTRAL_V3 = replace(
@@ -206,6 +250,7 @@ DEEPSEEK_V3 = CallFormat(
     closings=("<｜tool▁call▁end｜>",),
     sections=(("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),),
     parse=_deepseek,
+    follow=_follow_deepseek,
     writing=Writing(
         opening="<｜tool▁calls▁begin｜>",
         begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -228,6 +273,7 @@ KIMI = CallFormat(
     closings=("<|tool_call_end|>",),
     sections=(("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),),
     parse=_kimi,
+    follow=_follow_kimi,
     writing=Writing(
         opening="<|tool_calls_section_begin|>",
         begin="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
@@ -239,6 +285,7 @@ JSON_LIST = CallFormat(
     openings=(),
     closings=(),
     parse=_mistral,
+    follow=_follow_mistral,
     may_begin=may_begin_list,
     writing=Writing(
         opening="[", begin='{"name": "{name}", "arguments": ', end="}", between=", ", closing="]"

@@ -1,9 +1,10 @@
 """One answer's text, as it arrives, to content, reasoning and tool calls.
 
 A pure state machine. What it has given out, and what it gives out at the end, does not depend on
-how the text is cut into pieces: two machines that read the same tokens give the same pieces. A call
-is given out when it is whole: one that was cut off by the token limit is none, because a client
-would run what the model never asked for.
+how the text is cut into pieces: two machines that read the same tokens give the same pieces. A
+call is given out while it is written, but for the end of its arguments: it is a call when it is
+whole. One that was cut off by the token limit is none, because a client would run what the model
+never asked for.
 
 Markers that are tokens of the vocabulary are known by their ids alone, so that their letters in a
 text are text; other markers are found in the text. Does not know tokens' bytes, stops or HTTP.
@@ -14,21 +15,22 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from pdserve.text.answer.following import CallTelling
 from pdserve.text.answer.formats import first_of
 from pdserve.text.answer.pieces import (
     Content,
     MalformedCallError,
     Piece,
     Reasoning,
-    ToolCall,
     UnfinishedCallError,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdserve.text.answer.following import CallFollower
     from pdserve.text.answer.formats import CallFormat, ReasoningFormat
-    from pdserve.text.answer.pieces import ToolUse
+    from pdserve.text.answer.pieces import ToolCall, ToolUse
 
 _MAX_BEGINNING_CHARS = 128
 """By then it is clear whether a text without an opening marker may be a call."""
@@ -113,9 +115,17 @@ class AnswerMachine:
         self._body: list[str] = []
         self._num_searched = 0
         self._tail = ""
+        self._follower: CallFollower | None = None
+        self._telling = CallTelling(is_parallel=use.is_parallel)
+        self._unfollowed = ""
         self._has_calls = False
         self._watches: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._pieces: list[Piece] = []
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls are looked for."""
+        return bool(self._use.tools)
 
     @property
     def is_reasoning(self) -> bool:
@@ -251,8 +261,10 @@ class AnswerMachine:
         """Do what a watched marker asks for."""
         if self._state is _State.CALL:
             body = "".join(self._body)
+            self._follow(body, len(body))
             if not self._close(body, marker):
                 self._body = [body, marker]
+                self._unfollowed = marker
                 self._num_searched = len(body) + len(marker)
             return
         self._pass(self._held)
@@ -288,10 +300,14 @@ class AnswerMachine:
     def _open(self, marker: str) -> None:
         self._state, self._opening = _State.CALL, marker
         self._body, self._num_searched, self._tail = [], 0, ""
+        assert self._calls is not None
+        self._follower = self._calls.follow(marker, self._use.tools)
+        self._unfollowed = ""
 
     def _read_call(self, text: str) -> str:
         """Take text of an open call; return what is behind its end."""
         self._body.append(text)
+        self._unfollowed += text
         _, written = self._watched()
         window = self._tail + text
         self._tail = window[-max(map(len, written), default=1) :]
@@ -301,15 +317,41 @@ class AnswerMachine:
                 self._state, self._may_begin, self._body = _State.CONTENT, False, []
                 return body
         if first_of(window, written) is None:
+            self._follow_certain(written)
             return ""
         body = "".join(self._body)
         self._body = [body]
         while (found := first_of(body, written, self._num_searched)) is not None:
             at, marker = found
             self._num_searched = at + len(marker)
+            self._follow(body, at)
             if self._close(body[:at], marker):
                 return body[at + len(marker) :]
+        self._follow_certain(written)
         return ""
+
+    def _follow(self, body: str, end: int) -> None:
+        """Have the call followed as far as a place in its text."""
+        start = len(body) - len(self._unfollowed)
+        if end > start:
+            self._tell(self._unfollowed[: end - start])
+            self._unfollowed = self._unfollowed[end - start :]
+
+    def _follow_certain(self, written: tuple[str, ...]) -> None:
+        """Have the call followed as far as its text does not end in what may be a closing."""
+        assert self._calls is not None
+        text = self._unfollowed
+        for closing in self._calls.closings:  # that was none may yet be one, at the end of all
+            text = text.rstrip().removesuffix(closing) if text.rstrip().endswith(closing) else text
+        keep = max((_overlap(text, marker) for marker in written), default=0)
+        keep += len(self._unfollowed) - len(text)
+        self._tell(self._unfollowed[: len(self._unfollowed) - keep])
+        self._unfollowed = self._unfollowed[len(self._unfollowed) - keep :]
+
+    def _tell(self, text: str) -> None:
+        """Give out what more text of the call makes certain of it."""
+        assert self._follower is not None
+        self._pieces += self._telling.tell(self._follower.push(text))
 
     def _may_still_be_call(self, text: str) -> bool:
         """Whether what has no opening may be a call."""
@@ -322,15 +364,15 @@ class AnswerMachine:
         assert self._calls is not None
         try:
             calls = self._calls.parse(self._opening, body, self._use.tools, is_last=False)
+            self._give(calls)
         except UnfinishedCallError:
             return False
         except MalformedCallError:
             ends_only = marker not in self._calls.openings
             self._end_call()
-            self._pass(self._opening + body + (marker if ends_only else ""))
+            self._give_up(self._opening + body + (marker if ends_only else ""))
         else:
             self._end_call()
-            self._give(calls)
         if marker in self._calls.openings:
             self._open(marker)
         return True
@@ -343,24 +385,33 @@ class AnswerMachine:
         for closing in self._calls.closings:
             if body.rstrip().endswith(closing):
                 body, is_closed = body.rstrip().removesuffix(closing), True
+        self._follow(text, len(body))
         try:
             if is_cut and self._calls.has_closings:
                 raise UnfinishedCallError
             calls = self._calls.parse(self._opening, body, self._use.tools, is_last=is_closed)
+            self._give(calls)
         except (UnfinishedCallError, MalformedCallError):
             self._state = _State.CONTENT
-            if not is_cut or not self._opening:
-                self._pass(self._opening + text)
-        else:
-            self._give(calls)
+            self._give_up("" if is_cut and self._opening else self._opening + text)
 
     def _end_call(self) -> None:
         self._state = _State.SECTION if self._section_end else _State.CONTENT
         self._body = []
 
     def _give(self, calls: list[ToolCall]) -> None:
+        """Give out what is left of calls.
+
+        Raises:
+            MalformedCallError: They are not those that were begun.
+        """
+        self._pieces += self._telling.settle(calls)
         self._has_calls = self._has_calls or bool(calls)
-        self._pieces += calls if self._use.is_parallel else calls[:1]
+
+    def _give_up(self, text: str) -> None:
+        """Show what is no call after all."""
+        self._pieces += self._telling.drop()
+        self._pass(text)
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -44,6 +44,44 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
+class CallBegins:
+    """A call of a tool begins: its arguments come next, or behind them another call of its list.
+
+    Attributes:
+        call_id: The model's own name for the call, where its format has one.
+    """
+
+    name: str
+    call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A part of the arguments of the call that was begun last.
+
+    Together the parts are the text of a JSON object, which is complete when the call is, or when
+    the next one of its list begins.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnds:
+    """The calls that were begun end.
+
+    Attributes:
+        is_whole: They are calls. If not, they were cut off, or were none after all.
+    """
+
+    is_whole: bool = True
+
+
+CallPiece = CallBegins | CallArguments | CallEnds
+Piece = Content | Reasoning | CallPiece
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """A whole call of a tool.
 
@@ -55,9 +93,6 @@ class ToolCall:
     name: str
     arguments: str
     call_id: str | None = None
-
-
-Piece = Content | Reasoning | ToolCall
 
 
 class UnfinishedCallError(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _MAX_DEPTH = 8
+_TYPES = ("object", "array", "number", "boolean", "null")
 
 
 def types_of(schema: object, depth: int = 0) -> set[str]:
@@ -17,6 +18,13 @@ def types_of(schema: object, depth: int = 0) -> set[str]:
         for branch in branches if isinstance(branches, list) else ():
             found |= types_of(branch, depth + 1)
     return found
+
+
+def type_of(schema: object) -> str:
+    """Return one of the types that a schema of values that are no texts names; all numbers are."""
+    types = types_of(schema)
+    types |= {"number"} if "integer" in types else set()
+    return next((each for each in _TYPES if each in types), _TYPES[0])
 
 
 def is_text(schema: object) -> bool:

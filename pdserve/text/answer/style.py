@@ -17,6 +17,7 @@ from pdserve.text.answer.parsers import (
     tool_parser_of,
 )
 from pdserve.text.answer.writing import GrammarWriter, calls_grammar
+from pdserve.text.answer.xtml import XtmlMachine, xtml_before, xtml_grammar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -75,6 +76,8 @@ class AnswerStyle:
 
         None where `prompt` has begun or ended it, or where its markers are no tokens.
         """
+        if self.token_machine is XtmlMachine:
+            return xtml_before(prompt, self.tokens)
         reasoning = self.reasoning
         if reasoning is None or not self.tokens.keys() >= set(reasoning.pairs[0]):
             return None
@@ -92,6 +95,8 @@ class AnswerStyle:
         try:
             if self.token_machine is HarmonyMachine:
                 return harmony_grammar(self.tokens, use)
+            if self.token_machine is XtmlMachine:
+                return xtml_grammar(prompt, self.tokens, use)
             if self.calls is None:
                 raise ValueError("the calls of this model cannot be constrained")
             return calls_grammar(self.calls, self.reasoning, self.tokens, use, prompt=prompt)

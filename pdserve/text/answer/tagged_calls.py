@@ -14,6 +14,7 @@ import msgspec
 from pdserve.text.answer.formats import CallFormat, Writing
 from pdserve.text.answer.pieces import MalformedCallError, ToolCall, UnfinishedCallError
 from pdserve.text.answer.schemas import is_text, types_of
+from pdserve.text.answer.tag_following import TagFollower, Tags, beginnings_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,6 +31,15 @@ _QWEN_CLOSING = re.compile(r"\n?</parameter>|\n(?=<parameter=[^>\n]+>\n)")
 _GLM_HEAD = re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|$)")
 _GLM_OPENING = re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>")
 _GLM_CLOSING = re.compile(r"</arg_value>")
+_DSML_PARTIAL = re.compile(
+    rf"\n?(?:{beginnings_of('</｜DSML｜parameter>', '</｜DSML｜ parameter>')})?\Z"
+)
+_QWEN_FOLLOWED_HEAD = re.compile(r"\s*+(?:<function=)?([^>\n]++)>")
+_QWEN_PARTIAL = re.compile(
+    rf"\n?(?:{beginnings_of('</parameter>', '<parameter=')}|<parameter=[^>\n]*>?)?\Z"
+)
+_GLM_FOLLOWED_HEAD = re.compile(r"\s*+([^\s<]++)\s*+(?=<arg_key>)")
+_GLM_PARTIAL = re.compile(rf"\n?(?:{beginnings_of('</arg_value>')})?\Z")
 _SPACE = re.compile(r"\s*")
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 _NAMES = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
@@ -78,10 +88,15 @@ def _quoted(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
+def _is_only_text(schema: object) -> bool:
+    """Whether values are texts, and nothing else."""
+    return is_text(schema) and types_of(schema) <= {"string"}
+
+
 def _typed(text: str, schema: object) -> str:
     """Return a value's JSON text by the types that its schema names; without one, a string."""
     types = types_of(schema)
-    if is_text(schema) and types <= {"string"}:
+    if _is_only_text(schema):
         return _quoted(text)
     literal = _PYTHON_LITERALS.get(text.strip(), text.strip())
     try:
@@ -143,6 +158,51 @@ def _glm(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCa
     return [ToolCall(name, _arguments(values))]
 
 
+def _follow_dsml(opening: str, tools: Tools) -> TagFollower:
+    return TagFollower(
+        Tags(
+            head=_DSML_HEAD,
+            opening=_DSML_OPENING,
+            closing=_DSML_CLOSING,
+            partial=_DSML_PARTIAL,
+            is_text=lambda _, tag: tag[2] == "true",
+            typed=lambda _, tag, text: text.strip(),
+        )
+    )
+
+
+def _follow_typed(
+    tools: Tools,
+    head: re.Pattern[str],
+    opening: re.Pattern[str],
+    closing: re.Pattern[str],
+    partial: re.Pattern[str],
+) -> TagFollower:
+    """Return a follower of values whose types are said by the tool's schema."""
+
+    def schema_of(name: str, tag: re.Match[str]) -> object:
+        return _properties(tools, name).get(tag[1].strip())
+
+    return TagFollower(
+        Tags(
+            head=head,
+            opening=opening,
+            closing=closing,
+            partial=partial,
+            is_text=lambda name, tag: _is_only_text(schema_of(name, tag)),
+            typed=lambda name, tag, text: _typed(text, schema_of(name, tag)),
+        )
+    )
+
+
+def _follow_qwen(opening: str, tools: Tools) -> TagFollower:
+    return _follow_typed(tools, _QWEN_FOLLOWED_HEAD, _QWEN_OPENING, _QWEN_CLOSING, _QWEN_PARTIAL)
+
+
+def _follow_glm(opening: str, tools: Tools) -> TagFollower:
+    return _follow_typed(tools, _GLM_FOLLOWED_HEAD, _GLM_OPENING, _GLM_CLOSING, _GLM_PARTIAL)
+
+
 def _dsml_format(space: str, section: str) -> CallFormat:
     return CallFormat(
         openings=(f'<｜DSML｜{space}invoke name="',),
@@ -150,6 +210,7 @@ def _dsml_format(space: str, section: str) -> CallFormat:
         sections=((f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"),),
         fragments=("｜DSML｜",),
         parse=_dsml,
+        follow=_follow_dsml,
         writing=Writing(
             opening=f"<｜DSML｜{section}>\n",
             begin=f'<｜DSML｜{space}invoke name="{{name}}">\n',
@@ -171,6 +232,7 @@ QWEN_XML = CallFormat(
     openings=("<tool_call>", "<function="),
     closings=("</tool_call>",),
     parse=_qwen,
+    follow=_follow_qwen,
     ends_reasoning=True,
     writing=Writing(
         begin="<tool_call>\n<function={name}>\n",
@@ -184,6 +246,7 @@ GLM = CallFormat(
     openings=("<tool_call>",),
     closings=("</tool_call>",),
     parse=_glm,
+    follow=_follow_glm,
     writing=Writing(
         begin="<tool_call>{name}\n",
         parameter=("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),

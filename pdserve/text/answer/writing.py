@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdserve.text.answer.schemas import is_text
+from pdserve.text.answer.schemas import is_text, type_of
 from pdserve.text.spaces import with_bounded_spaces
 
 if TYPE_CHECKING:
@@ -104,8 +104,9 @@ class GrammarWriter:
         properties = properties if isinstance(properties, dict) else {}
         for index, (key, value) in enumerate(properties.items()):
             is_string = is_text(value)
-            opening = begin.replace("{key}", key).replace("{is_string}", _json(is_string))
             described = value if isinstance(value, dict) else {}
+            opening = begin.replace("{key}", key).replace("{is_string}", _json(is_string))
+            opening = opening.replace("{type}", "string" if is_string else type_of(value))
             content = (
                 self._texts(f"TEXT_{rule}_{index}".upper(), writing, described)
                 if is_string

@@ -11,16 +11,37 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from pdserve.text.answer.pieces import Content, Piece, Reasoning, ToolCall
+from pdserve.text.answer.following import CallTelling
+from pdserve.text.answer.formats import Writing
+from pdserve.text.answer.pieces import (
+    CallArguments,
+    CallBegins,
+    CallPiece,
+    Content,
+    MalformedCallError,
+    Piece,
+    Reasoning,
+    ToolCall,
+    ToolUse,
+)
+from pdserve.text.answer.writing import GrammarWriter, check_tools
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdserve.text.answer.pieces import ToolUse
-
 _OPEN, _CLOSE, _SEP = "<|open|>", "<|close|>", "<|sep|>"
 _TAG = re.compile(r"<\|(?:open|close)\|>[^<]*(?=<\|sep\|>)")
 _NAME = re.compile(r"\s*(\w+)")
+_WRITING = Writing(
+    opening=f"{_OPEN}tools{_SEP}",
+    begin=f'{_OPEN}call tool="{{name}}" index="{{index}}"{_SEP}',
+    parameter=(
+        f'{_OPEN}argument key="{{key}}" type="{{type}}"{_SEP}',
+        f"{_CLOSE}argument{_SEP}",
+    ),
+    end=f"{_CLOSE}call{_SEP}",
+    closing=f"{_CLOSE}tools{_SEP}",
+)
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 _value_in = msgspec.json.Decoder().decode
@@ -49,8 +70,20 @@ class XtmlMachine:
         self._text: list[str] = []
         self._is_sound = True
         self._num_calls = 0
+        self._telling = CallTelling(is_parallel=True)
         for tag in _TAG.findall(prompt[prompt.rfind(f"{_OPEN}message") :]):
             self._apply(tag)
+        self._telling.drop()
+
+    @property
+    def open_element(self) -> str:
+        """Name of the innermost element that has begun and not ended; empty without one."""
+        return self._elements[-1] if self._elements else ""
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls are looked for."""
+        return bool(self._use.tools)
 
     @property
     def is_reasoning(self) -> bool:
@@ -83,7 +116,7 @@ class XtmlMachine:
     def finish(self, *, is_cut: bool) -> list[Piece]:
         """End the text: everything that is certain has been given out."""
         self._elements, self._tag = [], None
-        return []
+        return list(self._telling.drop())
 
     def _pass(self, text: str) -> list[Piece]:
         match self._elements[-1:]:
@@ -93,7 +126,17 @@ class XtmlMachine:
                 return [Content(text)]
             case ["argument"]:
                 self._text.append(text)
+                return self._tell(CallArguments(_inside(text))) if self._is_string else []
         return []
+
+    def _tell(self, *pieces: CallPiece) -> list[Piece]:
+        """Return what is certain of the call, if it is one that counts."""
+        is_told = self._use.tools and self._is_sound and not self.is_over
+        return list(self._telling.tell(pieces)) if is_told else []
+
+    @property
+    def _is_string(self) -> bool:
+        return self._type == "string"
 
     def _apply(self, tag: str) -> list[Piece]:
         """Do what a tag asks for, without the marker that ends it."""
@@ -102,38 +145,103 @@ class XtmlMachine:
         named = _NAME.match(said)
         name = named[1] if named is not None else ""
         if is_opening:
-            self._open(name, {key: _unescaped(text) for key, text in _ATTRIBUTE.findall(said)})
-            return []
+            found = _ATTRIBUTE.findall(said)
+            return self._open(name, {key: _unescaped(text) for key, text in found})
         if name not in self._elements:
             return []
         while self._elements.pop() != name:
             self._is_sound = False
         return self._close(name)
 
-    def _open(self, name: str, attributes: Mapping[str, str]) -> None:
+    def _open(self, name: str, attributes: Mapping[str, str]) -> list[Piece]:
         self._elements.append(name)
         match name:
             case "call":
+                dropped = self._telling.drop()
                 self._tool, self._arguments = attributes.get("tool", ""), {}
                 self._is_sound = bool(self._tool)
+                return [*dropped, *self._tell(CallBegins(self._tool))]
             case "argument":
                 self._key, self._type = attributes.get("key", ""), attributes.get("type", "")
                 self._text = []
+                begin = f"{', ' if self._arguments else '{'}{_quoted(self._key)}: "
+                return self._tell(CallArguments(begin + '"' * self._is_string))
+        return []
 
     def _close(self, name: str) -> list[Piece]:
         match name:
             case "argument":
                 text = "".join(self._text)
-                if self._type == "string":
-                    text = msgspec.json.encode(text).decode()
-                self._arguments[msgspec.json.encode(self._key).decode()] = text
+                told = '"' if self._is_string else text
+                self._arguments[_quoted(self._key)] = _quoted(text) if self._is_string else text
+                return self._tell(CallArguments(told))
             case "call":
-                members = ", ".join(f"{key}: {text}" for key, text in self._arguments.items())
-                call = ToolCall(self._tool, f"{{{members}}}")
-                if self._use.tools and self._is_sound and _is_json(call.arguments):
-                    self._num_calls += 1
-                    return [call] if self._num_calls == 1 or self._use.is_parallel else []
+                return self._end_call()
         return []
+
+    def _end_call(self) -> list[Piece]:
+        members = ", ".join(f"{key}: {text}" for key, text in self._arguments.items())
+        call = ToolCall(self._tool, f"{{{members}}}")
+        if not (self._use.tools and self._is_sound and _is_json(call.arguments)):
+            return list(self._telling.drop())
+        try:
+            left = self._telling.settle([call])
+        except MalformedCallError:
+            return list(self._telling.drop())
+        is_over, self._num_calls = self.is_over, self._num_calls + 1
+        return [] if is_over else list(left)
+
+
+def xtml_grammar(prompt: str, tokens: Mapping[str, int], use: ToolUse) -> str:
+    """Return the grammar of an answer to `prompt` that calls tools as their schemas say.
+
+    Args:
+        tokens: Ids of tokens that no text is cut within, by their texts.
+
+    Raises:
+        ValueError: A tool cannot stand in it.
+    """
+    check_tools(use.tools, with_keys=True)
+    writer = GrammarWriter(tokens)
+    before = _before_response(writer, prompt)
+    said = "" if use.is_forced else writer.free("SAID", ()) + " "
+    said += writer.literal(f"{_CLOSE}response{_SEP}")
+    calls = writer.calls(_WRITING, use) + ("" if use.is_forced else "?")
+    end = f"({writer.literal(f'{_CLOSE}message{_SEP}')})?"
+    return f"start: {before} {said} {calls} {end}\n{writer.text()}"
+
+
+def xtml_before(prompt: str, tokens: Mapping[str, int]) -> str:
+    """Return the grammar of `@answer` as the response of an answer to `prompt`."""
+    writer = GrammarWriter(tokens)
+    return f"start: {_before_response(writer, prompt)} @answer\n{writer.text()}"
+
+
+def _before_response(writer: GrammarWriter, prompt: str) -> str:
+    """What comes before the response's text: a thought, where the prompt does not rule it out."""
+    match _opened_by(prompt):
+        case "response":
+            return ""
+        case "think":
+            begin, end = "", ""
+        case _:
+            begin, end = f"({writer.literal(f'{_OPEN}think{_SEP}')} ", ")?"
+    thought = f"{writer.free('THOUGHT', ())} {writer.literal(f'{_CLOSE}think{_SEP}')}"
+    return f"{begin}{thought}{end} {writer.literal(f'{_OPEN}response{_SEP}')}"
+
+
+def _opened_by(prompt: str) -> str:
+    """The innermost element that a prompt leaves open; empty without one."""
+    return XtmlMachine(prompt, vocabulary={}, use=ToolUse({})).open_element
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _inside(text: str) -> str:
+    """What a text is inside of the quotes of a JSON string."""
+    return _quoted(text)[1:-1]
 
 
 def _unescaped(text: str) -> str:

@@ -17,7 +17,8 @@ from canitoolcall.results import ParsedToolCall, ParseResult
 
 from pdserve.text.answer.machine import AnswerMachine
 from pdserve.text.answer.parsers import REASONING_PARSERS, TOKEN_MACHINES, TOOL_PARSERS
-from pdserve.text.answer.pieces import Content, Reasoning, ToolCall, ToolUse
+from pdserve.text.answer.pieces import Content, Reasoning, ToolUse
+from tests.text.answer.told import whole_calls
 
 if TYPE_CHECKING:
     from canitoolcall.fixtures import Fixture
@@ -160,7 +161,6 @@ def result_of(pieces: list[Piece]) -> ParseResult:
         reasoning_content="".join(p.text for p in pieces if isinstance(p, Reasoning)) or None,
         tool_calls=[
             ParsedToolCall(name=piece.name, arguments_raw=piece.arguments)
-            for piece in pieces
-            if isinstance(piece, ToolCall)
+            for piece in whole_calls(pieces)
         ],
     )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -13,7 +14,8 @@ from pdserve.text.answer.parsers import (
     reasoning_parser_of,
     tool_parser_of,
 )
-from pdserve.text.answer.pieces import Content, Reasoning, ToolCall, ToolUse
+from pdserve.text.answer.pieces import CallEnds, Content, Reasoning, ToolCall, ToolUse
+from tests.text.answer.told import told_calls, whole_calls
 
 TOOLS = {"f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1.50}}\n</tool_call>'
@@ -42,7 +44,7 @@ def read(machine: AnswerMachine, *texts: str, is_cut: bool = False):
     pieces += machine.finish(is_cut=is_cut)
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-    return content, reasoning, [piece for piece in pieces if isinstance(piece, ToolCall)]
+    return content, reasoning, whole_calls(pieces)
 
 
 FRAGMENTS = [
@@ -121,8 +123,9 @@ def test_markers_that_are_tokens_are_text_where_they_are_spelled_in_letters():
     pieces += machine.push('{"name": "f", "arguments": {"s": "a </tool_call> in letters, ')
     pieces += machine.push("</tool_call>", is_marker=True)
     pieces += machine.push(' as a token"}}')
-    assert not pieces
-    [call] = machine.push("</tool_call>", is_marker=True)
+    assert not whole_calls(pieces)
+    pieces += machine.push("</tool_call>", is_marker=True)
+    [call] = whole_calls(pieces)
     assert call.arguments == '{"s": "a </tool_call> in letters, </tool_call> as a token"}'
 
 
@@ -139,11 +142,94 @@ def test_a_call_without_its_end_counts_unless_the_token_limit_cut_it_off():
 
 def test_without_parallel_calls_the_first_one_is_the_last():
     machine = make_machine(is_parallel=False)
-    [call] = machine.push(CALL)
+    [call] = whole_calls(machine.push(CALL))
     assert (call.name, machine.is_over) == ("f", True)
     several = make_machine("llama3_json", reasoning=None, is_parallel=False)
     texts = '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}'
     assert len(read(several, texts)[2]) == 1
+
+
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"x": 1.50, "s": "a \\"b\\" <i>"}}\n'
+    "</tool_call>",
+    "llama3_json": '{"name": "f", "parameters": {"x": 1.50, "s": "a \\"b\\" <i>"}}',
+    "mistral": '[TOOL_CALLS]f[ARGS]{"x": 1.50, "s": "a \\"b\\" <i>"}',
+    "pythonic": "[f(x=1.50, s='a \"b\" <i>')]",
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    '{"x": 1.50, "s": "a \\"b\\" <i>"}\n```<｜tool▁call▁end｜>',
+    "deepseek_v31": '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1.50, "s": "a \\"b\\" <i>"}'
+    "<｜tool▁call▁end｜>",
+    "deepseek_v32": '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="x" string="false">1.50'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="s" string="true">a "b" <i>'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>",
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>\n1.50\n</parameter>\n<parameter=s>\n"
+    'a "b" <i>\n</parameter>\n</function>\n</tool_call>',
+    "glm45": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1.50</arg_value>\n"
+    '<arg_key>s</arg_key>\n<arg_value>a "b" <i></arg_value>\n</tool_call>',
+    "kimi_k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    '{"x": 1.50, "s": "a \\"b\\" <i>"}<|tool_call_end|>',
+    "gemma4": '<|tool_call>call:f{x:1.50,s:<|"|>a "b" <i><|"|>}<tool_call|>',
+}
+"""The same call in each format."""
+
+
+@pytest.mark.parametrize("parser", WRITTEN)
+def test_a_call_is_told_while_it_is_written(parser):
+    tools = {"f": {"properties": {"x": {"type": "number"}, "s": {"type": "string"}}}}
+    machine = AnswerMachine(
+        calls=TOOL_PARSERS[parser],
+        reasoning=None,
+        use=ToolUse(tools),
+        vocabulary={},
+        in_reasoning=False,
+    )
+    pieces = []
+    for letter in WRITTEN[parser]:
+        pieces += machine.push(letter)
+        [told] = told_calls(pieces) or [None]
+        if told is not None and told.is_whole is None:
+            assert told.begins.name == "f"
+    told_before_the_end = "".join(told.parts)
+    pieces += machine.finish(is_cut=False)
+    [told] = told_calls(pieces)
+    assert told.is_whole
+    assert json.loads(told.call.arguments) == {"x": 1.5, "s": 'a "b" <i>'}
+    assert len(told.parts) >= (3 if parser == "pythonic" else 10)
+    assert told.call.arguments.startswith(told_before_the_end)
+
+
+CALLED = [*WRITTEN.values(), *(text.replace("f", "g") for text in WRITTEN.values()), "{", "}", "ok"]
+
+
+@given(
+    parser=st.sampled_from([*TOOL_PARSERS]),
+    parts=st.lists(st.sampled_from(CALLED), max_size=4),
+    cut=st.integers(0, 200),
+    is_cut=st.booleans(),
+)
+def test_what_was_told_of_a_call_is_what_the_whole_call_has(parser, parts, cut, is_cut):
+    text = "".join(parts)[: -cut or None]
+    letters, whole = make_machine(parser), make_machine(parser)
+    pieces = [piece for letter in text for piece in letters.push(letter)]
+    pieces += letters.finish(is_cut=is_cut)
+    at_once = whole.push(text) + whole.finish(is_cut=is_cut)
+    assert whole_calls(pieces) == whole_calls(at_once)
+
+
+def test_a_key_that_stands_there_twice_makes_it_no_call():
+    text = '<tool_call>{"name": "f", "arguments": {"x": 1}, "arguments": {"x": 2}}</tool_call>'
+    machine = make_machine()
+    pieces = machine.push(text) + machine.finish(is_cut=False)
+    assert pieces[-2:] == [CallEnds(is_whole=False), Content(text)]
+    assert not whole_calls(pieces)
+
+
+def test_the_arguments_of_a_call_that_was_cut_off_are_never_complete():
+    machine = make_machine()
+    pieces = machine.push(CALL.removesuffix("\n</tool_call>")) + machine.finish(is_cut=True)
+    [told] = told_calls(pieces)
+    assert not told.is_whole
+    assert "".join(told.parts) == '{"x": 1.50'
 
 
 def test_white_space_between_calls_is_nothing_and_around_text_is_kept():

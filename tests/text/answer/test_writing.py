@@ -18,11 +18,14 @@ from pdserve.text.answer.json_calls import JSON_LIST, MISTRAL_V3
 from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
 from pdserve.text.answer.pieces import ToolUse
 from pdserve.text.answer.style import AnswerStyle
+from pdserve.text.answer.xtml import XtmlMachine
 from pdserve.text.output import OutputProcessor, TextDelta
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.request import FinishReason
 from tests.text.tiny import byte_level_json
 
+TOKEN_MACHINES = {"openai": HarmonyMachine, "kimi_k3": XtmlMachine}
+K3_PROMPT = '<|open|>message role="assistant"<|sep|>'
 FORMATS = {
     name: style
     for name, style in {**TOOL_PARSERS, "mistral_v3": MISTRAL_V3, "list": JSON_LIST}.items()
@@ -55,8 +58,9 @@ def tokenizer_of(*markers: str) -> tuple[Tokenizer, LLTokenizer]:
 
 
 def style_with(name: str, *, has_tokens: bool) -> tuple[AnswerStyle, Tokenizer, LLTokenizer]:
-    if name == "openai":
-        tokenizer, matching = tokenizer_of(*HarmonyMachine.markers)
+    machine = TOKEN_MACHINES.get(name)
+    if machine is not None:
+        tokenizer, matching = tokenizer_of(*machine.markers)
     else:
         known = FORMATS[name]
         markers = [*known.markers, "[ARGS]", "<｜tool▁sep｜>", "</think>", *known.fragments]
@@ -67,8 +71,8 @@ def style_with(name: str, *, has_tokens: bool) -> tuple[AnswerStyle, Tokenizer, 
         tokens.pop(text, None)
     style = AnswerStyle(
         calls=FORMATS.get(name),
-        reasoning=None if name == "openai" else REASONING_PARSERS["qwen3"],
-        token_machine=HarmonyMachine if name == "openai" else None,
+        reasoning=None if machine is not None else REASONING_PARSERS["qwen3"],
+        token_machine=machine,
         vocabulary={token_id: text for text, token_id in tokens.items()},
         tokens=tokens,
     )
@@ -98,11 +102,16 @@ def walk(matcher: LLMatcher, tokenizer: Tokenizer, rng: random.Random, begun: st
 
 
 def answers(
-    name: str, *, is_forced: bool, num: int, has_tokens: bool = True, begun: str = ""
+    name: str,
+    *,
+    is_forced: bool,
+    num: int,
+    has_tokens: bool = True,
+    begun: str = "",
+    prompt: str = "</think>",
 ) -> list[TextDelta]:
-    """Some whole answers, to a prompt that has begun to think if they go on with that."""
+    """Some whole answers."""
     style, tokenizer, matching = style_with(name, has_tokens=has_tokens)
-    prompt = "<think>" if "</think>" in begun else "</think>"
     use = ToolUse(TOOLS, is_forced=is_forced)
     grammar = style.grammar(prompt, use)
     found = []
@@ -117,11 +126,13 @@ def answers(
     assert found
     for delta in found:
         for call in delta.calls:
-            jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
+            assert call.begins is not None
+            assert call.is_whole
+            jsonschema.validate(json.loads(call.arguments), TOOLS[call.begins.name])
     return found
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "openai"])
+@pytest.mark.parametrize("name", [*FORMATS, *TOKEN_MACHINES])
 def test_a_forced_answer_is_calls_that_its_own_parser_reads(name):
     found = answers(name, is_forced=True, num=3)
     assert all(delta.calls and not delta.text.strip() for delta in found)
@@ -130,7 +141,8 @@ def test_a_forced_answer_is_calls_that_its_own_parser_reads(name):
 @pytest.mark.parametrize("name", [*FORMATS])
 @pytest.mark.parametrize("has_tokens", [True, False])
 def test_reasoning_may_come_before_what_is_forced(name, has_tokens):
-    found = answers(name, is_forced=True, num=2, has_tokens=has_tokens, begun="a fox</think>\n")
+    begun = {"begun": "a fox</think>\n", "prompt": "<think>"}
+    found = answers(name, is_forced=True, num=2, has_tokens=has_tokens, **begun)
     assert all(delta.calls and not delta.text.strip() for delta in found)
     assert all(delta.reasoning == "a fox" for delta in found)
 
@@ -146,6 +158,38 @@ def test_calls_that_are_chosen_follow_their_schemas_and_other_text_is_free(name,
     begun = "<|channel|>final<|message|>a fox" if name == "openai" else "a fox"
     [delta] = answers(name, is_forced=False, num=1, begun=begun)
     assert delta.text.startswith("a fox")
+
+
+THOUGHT = f"{K3_PROMPT}<|open|>think<|sep|>"
+RESPONSE = f"{K3_PROMPT}<|open|>response<|sep|>"
+
+
+@pytest.mark.parametrize("prompt", [K3_PROMPT, THOUGHT, RESPONSE])
+def test_elements_go_on_from_those_that_the_prompt_has_opened(prompt):
+    thought = "a fox<|close|>think<|sep|>" if prompt == THOUGHT else ""
+    found = answers("kimi_k3", is_forced=True, num=2, prompt=prompt, begun=thought)
+    assert all(delta.calls and not delta.text for delta in found)
+    assert all((delta.reasoning == "a fox") == bool(thought) for delta in found)
+    response = "" if prompt == RESPONSE else "<|open|>response<|sep|>"
+    begun = f"{thought}{response}a fox<|close|>response<|sep|>"
+    for more in ("", '<|open|>tools<|sep|><|open|>call tool="'):
+        [delta] = answers("kimi_k3", is_forced=False, num=1, prompt=prompt, begun=begun + more)
+        assert delta.text == "a fox"
+        assert delta.calls or not more
+
+
+@pytest.mark.parametrize("prompt", [K3_PROMPT, THOUGHT, RESPONSE])
+def test_what_a_response_has_to_be_stands_in_its_element(prompt):
+    style, tokenizer, matching = style_with("kimi_k3", has_tokens=True)
+    before = style.thought_before(prompt)
+    answer = {"name": "answer", "lark_grammar": 'start: "yes"'}
+    grammar = json.dumps({"grammars": [{"lark_grammar": before}, answer]})
+    thought = "hm<|close|>think<|sep|>" if prompt == THOUGHT else ""
+    output = thought + ("" if prompt == RESPONSE else "<|open|>response<|sep|>") + "yes"
+    matcher = LLMatcher(matching, grammar)
+    assert not matcher.get_error()
+    assert matcher.consume_tokens(tokenizer.encode(output, add_special_tokens=False))
+    assert matcher.is_accepting()
 
 
 @pytest.mark.parametrize(

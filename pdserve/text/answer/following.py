@@ -1,0 +1,222 @@
+"""Tool calls while they are written: what is certain of one before it is whole.
+
+A follower reads a call's text as it comes and gives out the name and the beginning of the
+arguments. What it gives out, the whole call has too, or the text is no call: `CallTelling` keeps
+account of that. The last brace of the arguments is told with the call's end, so that nobody ever
+has complete arguments of a call that was cut off.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+from pdserve.text.answer.pieces import (
+    CallArguments,
+    CallBegins,
+    CallEnds,
+    CallPiece,
+    MalformedCallError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.text.answer.pieces import ToolCall, Tools
+
+MAX_HELD_CHARS: Final = 1024
+"""What has not become certain within that is not followed any more: its call comes whole."""
+_QUOTES = re.compile(r'["\\]')
+_STRUCTURE = re.compile(r'["{}\[\]]')
+
+_text_in = msgspec.json.Decoder(str).decode
+
+
+class CallFollower(Protocol):
+    """Follows the text between a call's opening and its end."""
+
+    def push(self, text: str) -> Sequence[CallPiece]:
+        """Add text; return what became certain by it: of no call that it ends."""
+        ...
+
+
+class NewFollower(Protocol):
+    """Makes the follower of a text."""
+
+    def __call__(self, opening: str, tools: Tools) -> CallFollower:
+        """Return one.
+
+        Args:
+            opening: The marker that opened the calls; empty where the format needs none.
+            tools: Those that were offered.
+        """
+        ...
+
+
+class CallTelling:
+    """What was told of the calls in one text, and what is left to tell when they are known.
+
+    Args:
+        is_parallel: Further calls than the first are told, too.
+    """
+
+    def __init__(self, *, is_parallel: bool) -> None:
+        self._is_parallel = is_parallel
+        self._told: list[tuple[CallBegins, list[str]]] = []
+
+    def tell(self, pieces: Sequence[CallPiece]) -> list[CallPiece]:
+        """Return those of a follower's pieces that are told: none of a call that was not begun."""
+        kept: list[CallPiece] = []
+        for piece in pieces:
+            match piece:
+                case CallBegins():
+                    self._told.append((piece, []))
+                case CallArguments(text) if self._told:
+                    self._told[-1][1].append(text)
+                case _:
+                    continue
+            if self._is_parallel or len(self._told) == 1:
+                kept.append(piece)
+        return kept
+
+    def settle(self, calls: Sequence[ToolCall]) -> list[CallPiece]:
+        """Return what is left to tell of the calls that the text was.
+
+        Raises:
+            MalformedCallError: What was told is not theirs, as of objects that have a key twice.
+        """
+        if len(self._told) > len(calls):
+            raise MalformedCallError
+        left: list[CallPiece] = []
+        for index, call in enumerate(calls if self._is_parallel else calls[:1]):
+            begins, sent = CallBegins(call.name, call.call_id), ""
+            if index < len(self._told):
+                told, parts = self._told[index]
+                sent = "".join(parts)
+                if told != begins or not call.arguments.startswith(sent):
+                    raise MalformedCallError
+            else:
+                left.append(begins)
+            if rest := call.arguments[len(sent) :]:
+                left.append(CallArguments(rest))
+        self._told = []
+        return [*left, CallEnds()] if calls else []
+
+    def drop(self) -> list[CallPiece]:
+        """Return the end of the calls that were begun, if any were, and are none."""
+        has_begun = bool(self._told)
+        self._told = []
+        return [CallEnds(is_whole=False)] if has_begun else []
+
+
+class ObjectEnd:
+    """Looks for the end of a JSON object in text that begins with it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+
+    def find(self, text: str) -> int | None:
+        """Return where in more of the text the last brace stands; None if it is not in there."""
+        at = 0
+        while at < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                at += 1
+                continue
+            found = (_QUOTES if self._is_in_string else _STRUCTURE).search(text, at)
+            if found is None:
+                return None
+            at = found.end()
+            match found[0]:
+                case "\\":
+                    self._is_escaped = True
+                case '"':
+                    self._is_in_string = not self._is_in_string
+                case "{" | "[":
+                    self._depth += 1
+                case _:
+                    self._depth -= 1
+                    if self._depth == 0:
+                        return found.start()
+        return None
+
+
+class ObjectFollower:
+    """Follows calls whose arguments stand there as a JSON object, in their own spelling.
+
+    Args:
+        heads: What stands before the arguments' first brace, in one of these ways, with the groups
+            `name` (or `quoted`, in JSON) and, where the model names its calls, `id`.
+        next_head: What stands between the last brace of a call and the first one of the next.
+        names: Only calls of these are followed; all of them where there is None.
+    """
+
+    def __init__(
+        self,
+        heads: Sequence[re.Pattern[str]],
+        next_head: re.Pattern[str] | None = None,
+        *,
+        names: frozenset[str] | None = None,
+    ) -> None:
+        self._heads = heads
+        self._next_head = next_head
+        self._names = names
+        self._is_lost = False
+        self._held = ""
+        self._object: ObjectEnd | None = None
+
+    def push(self, text: str) -> list[CallPiece]:
+        """See `CallFollower`."""
+        pieces: list[CallPiece] = []
+        while text and not self._is_lost:
+            if self._object is not None:
+                text = self._read_object(self._object, text, pieces)
+                continue
+            self._held += text
+            text = self._read_head(pieces)
+        return pieces
+
+    def _read_object(self, scanned: ObjectEnd, text: str, pieces: list[CallPiece]) -> str:
+        end = scanned.find(text)
+        if told := text[:end]:
+            pieces.append(CallArguments(told))
+        if end is None:
+            return ""
+        self._object = None
+        if self._next_head is None:
+            self._is_lost = True
+            return ""
+        self._heads = (self._next_head,)
+        return text[end:]
+
+    def _read_head(self, pieces: list[CallPiece]) -> str:
+        """Look for the head in what is held; return what stands behind it."""
+        found = (head.match(self._held, 0, MAX_HELD_CHARS) for head in self._heads)
+        head = next(filter(None, found), None)
+        if head is None:
+            self._is_lost = len(self._held) > MAX_HELD_CHARS
+            return ""
+        name = _name_in(head)
+        if not name or (self._names is not None and name not in self._names):
+            self._is_lost = True
+            return ""
+        if self._next_head is not None and head.re is self._next_head:
+            pieces.append(CallArguments("}"))
+        pieces.append(CallBegins(name, head.groupdict().get("id")))
+        text, self._held = self._held[head.end() :], ""
+        self._object = ObjectEnd()
+        return text
+
+
+def _name_in(head: re.Match[str]) -> str:
+    """The name of the called tool; empty where there is none."""
+    groups = head.groupdict()
+    if (quoted := groups.get("quoted")) is None:
+        return (groups["name"] or "").strip()
+    try:
+        return _text_in(quoted).strip()
+    except msgspec.MsgspecError:
+        return ""

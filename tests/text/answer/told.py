@@ -1,0 +1,69 @@
+"""Tool calls as clients put them together from what they are told of an answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.text.answer.pieces import CallArguments, CallBegins, CallEnds, ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.text.answer.pieces import Piece
+
+
+@dataclass(slots=True)
+class ToldCall:
+    """A call that was begun.
+
+    Attributes:
+        parts: Of its arguments, as they came.
+        is_whole: It is a call; None until it ends.
+    """
+
+    begins: CallBegins
+    parts: list[str]
+    is_whole: bool | None = None
+
+    @property
+    def call(self) -> ToolCall:
+        """The call, as a whole answer has it."""
+        return ToolCall(self.begins.name, "".join(self.parts), self.begins.call_id)
+
+
+def told_calls(pieces: Sequence[Piece]) -> list[ToldCall]:
+    """Return the calls that were begun, each of which is complete when the next one begins."""
+    calls: list[ToldCall] = []
+    for piece in pieces:
+        is_open = bool(calls) and calls[-1].is_whole is None
+        match piece:
+            case CallBegins():
+                assert not is_open or is_json("".join(calls[-1].parts))
+                calls.append(ToldCall(piece, []))
+            case CallArguments(text):
+                assert is_open
+                assert text
+                calls[-1].parts.append(text)
+            case CallEnds(is_whole):
+                assert is_open
+                assert is_json("".join(calls[-1].parts)) is is_whole
+                for call in calls:
+                    call.is_whole = is_whole if call.is_whole is None else call.is_whole
+            case _:
+                assert not is_open
+    return calls
+
+
+def whole_calls(pieces: Sequence[Piece]) -> list[ToolCall]:
+    """Return the calls of a whole answer."""
+    return [told.call for told in told_calls(pieces) if told.is_whole]
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
