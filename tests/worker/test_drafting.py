@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +29,7 @@ from pdserve.worker.drafting.costs import measure_rows
 from pdserve.worker.drafting.drafts import Drafts
 from pdserve.worker.drafting.ngram import NgramDrafter
 from pdserve.worker.drafting.suffix import SuffixDrafter
+from pdserve.worker.sampler import Sampler
 from pdserve.worker.worker import Worker
 from tests.worker.driver import GREEDY, TINY, Driver, params
 from tests.worker.same_drafts import compare, write_model
@@ -265,6 +267,16 @@ def test_a_draft_without_its_requests_last_token_is_refused(
         driver.step({"r": 5}, {"r": 3})
 
 
+def wait_for_grammars(driver: Driver) -> None:
+    """Wait until it is known what the grammars of the batch allow, and leave no choice of."""
+    runner = driver.worker._runner
+    assert runner is not None
+    assert isinstance(runner._sampler, Sampler)
+    for rules in runner._sampler._rules.values():
+        assert rules._constraint is not None
+        assert rules._constraint.is_known(time.monotonic() + 30.0)
+
+
 @pytest.fixture
 def make_boxed() -> Iterator[Callable[[SpeculativeConfig], Driver]]:
     """Start a worker with the boxed model, whose tokenizer grammars need, and a driver for it."""
@@ -315,6 +327,7 @@ def test_what_a_grammar_leaves_no_choice_of_is_put_out_in_one_step(
         num_steps = 0
         while len(driver.outputs["r"]) < 40 and 1 not in driver.outputs["r"]:
             rows = {"r": NUM_ROWS} if speculative.method and driver.outputs["r"] else {}
+            wait_for_grammars(driver)
             answer = driver.step({"r": driver.remaining("r")}, rows)
             driver.worker.finish_step()
             if answer.unready_ids:
