@@ -46,7 +46,7 @@ MODEL_HELP: Final = (
 )
 
 _WANTED_DESCRIPTORS: Final = 65536
-_WITHOUT_FLAG: Final = ("files", "filters", "requests")
+_WITHOUT_FLAG: Final = ("engines", "files", "filters", "requests")
 """Settings whose words stand behind the command."""
 
 

@@ -1,8 +1,8 @@
 """The proxy's process: its parts, its background work, its start and its shutdown.
 
-Each part declares its own paths (`generation`, `status`, `debug`, `dashboard`, `registration`);
-every request passes through the middleware in `boundary`. The proxy is stateless: after a restart
-it learns its engines again from its command line and from their registrations.
+Each part declares its own paths (`generation`, `status`, `debug`, `dashboard`, `draining`,
+`registration`); every request passes through the middleware in `boundary`. The proxy is stateless:
+after a restart it learns its engines again from its command line and from their registrations.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from pdserve.proxy.checks import HealthChecks
 from pdserve.proxy.client import EngineHttp
 from pdserve.proxy.dashboard.handlers import Dashboard
 from pdserve.proxy.debug import Debug
+from pdserve.proxy.draining import Drains
 from pdserve.proxy.gate import Gate
 from pdserve.proxy.generation import Generation
 from pdserve.proxy.live import LiveRequests
@@ -167,6 +168,7 @@ class Proxy:
             exposition=status.exposition,
             headers=headers,
         )
+        drains = Drains(services, self._clock)
         self._parts = (
             Generation(
                 services,
@@ -179,7 +181,8 @@ class Proxy:
             status,
             Debug(services, self._clock, self.live, self.recent),
             self.dashboard,
-            Registrations(services),
+            drains,
+            Registrations(services, drains),
         )
         self._runner: web.AppRunner | None = None
         self._listener: HttpListener | None = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdserve.config.schema import Role
+from pdserve.proxy.errors import WorkerError
 
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
@@ -120,6 +121,9 @@ class Backend:
         is_gone: It was forgotten; what runs there goes on.
         told_s: Monotonic; when the log last said how it is.
         snapshot: Which life of it said what of itself last.
+        is_idle: It held no request, and no KV that others may read, as of `load_s`; true where it
+            does not say.
+        is_draining: It is being left, or was: no request is sent there.
         ahead_s: By how much its host's wall clock is ahead of this one's, at least; 0 where they
             agree as far as can be told.
     """
@@ -144,6 +148,8 @@ class Backend:
     is_gone: bool = False
     told_s: float = float("inf")
     snapshot: tuple[str, EngineStats] | None = None
+    is_idle: bool = True
+    is_draining: bool = False
     ahead_s: float = 0.0
 
     @property
@@ -154,7 +160,12 @@ class Backend:
     @property
     def available(self) -> bool:
         """Whether a request may be sent there now."""
-        return self.health is Health.READY and self.breaker.allows
+        return self.health is Health.READY and self.breaker.allows and not self.is_draining
+
+    @property
+    def absence(self) -> str:
+        """Why no request may be sent there, if it is not available."""
+        return "it is drained" if self.is_draining else self.reason or "its breaker is open"
 
     def prefills(self) -> bool:
         """Whether its role includes prefill for others."""
@@ -167,4 +178,4 @@ class Backend:
     def lose_legs(self) -> None:
         """Fail every exchange with it: it was found dead."""
         for leg in list(self.legs):
-            leg.lose()
+            leg.lose(WorkerError(f"{leg.url}: the engine stopped answering", reason="lost"))

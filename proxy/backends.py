@@ -234,6 +234,7 @@ class Backends:
         if former is not None and former.incarnation != engine.incarnation:
             log_event(log, "engine restarted", url=backend.url, engine=engine.engine_id)
             self._breakers.renew(backend)
+            backend.is_draining = False
             backend.models = []
             backend.lose_legs()
 
@@ -292,12 +293,14 @@ class Backends:
 
     def count(self) -> dict[tuple[str, str], int]:
         """Return the number of engines by (role, state); every combination is present."""
-        states = [health.value for health in Health] + ["breaker_open"]
+        states = [*(health.value for health in Health), "breaker_open", "draining"]
         counts = {(role.value, state): 0 for role in Role for state in states}
         for backend in self:
             state = backend.health.value
             if backend.health is Health.READY and backend.breaker.state is BreakerState.OPEN:
                 state = "breaker_open"
+            if backend.health is Health.READY and backend.is_draining:
+                state = "draining"
             counts[backend.role.value, state] += 1
         return counts
 

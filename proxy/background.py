@@ -10,6 +10,9 @@ from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +26,12 @@ class BackgroundTasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `work`; an exception it ends with is logged."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -108,6 +108,10 @@ class ClientBody:
         """
         return self._is_pushable
 
+    def can_be_moved(self) -> bool:
+        """Whether it may go from engine to engine while it is decoded: a stream of one choice."""
+        return self.stream and self._is_pushable
+
     def needs_equal_text(self) -> bool:
         """Whether what it asks for is worked out by each engine by itself: a grammar, or tools."""
         given = (self.fields.get(name) for name in _BY_TEXT)
@@ -147,6 +151,7 @@ class ClientBody:
             **self._pinned(),
             first_delivered=first_delivered,
             on_load_failure=OnLoadFailure.REPORT,
+            may_move=self.can_be_moved(),
         )
         both = {**handed_over[OURS], **msgspec.to_builtins(ours)}
         return self._encode({**handed_over, OURS: both})
@@ -161,6 +166,7 @@ class ClientBody:
             ticket=ticket,
             first_delivered=self.stream,
             on_load_failure=OnLoadFailure.REPORT,
+            may_move=self.can_be_moved(),
         )
         return self._encode(KVTransferParams(do_remote_prefill=True, pdserve=ours))
 
@@ -172,7 +178,8 @@ class ClientBody:
         Args:
             is_fallback: It computes the prompt in another engine's place.
         """
-        ours = PdserveParams(**self._pinned(), is_fallback=is_fallback)
+        pinned = self._pinned()
+        ours = PdserveParams(**pinned, is_fallback=is_fallback, may_move=self.can_be_moved())
         return self._encode(KVTransferParams(pdserve=ours))
 
     def note_cached(self, cached_tokens: list[int] | None) -> None:

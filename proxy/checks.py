@@ -230,6 +230,7 @@ class HealthChecks:
                 total = load.num_running + load.num_waiting + load.num_receiving
                 backend.num_foreign = max(0, total - backend.in_flight)
                 backend.kv_usage = load.kv_usage
+                backend.is_idle = not (total or load.kv_usage)
             if report.wall_s is not None:
                 self._compare_clocks(backend, asked_s, report.wall_s)
         if not backend.models:

@@ -29,6 +29,7 @@ from pdserve.wire.hop import (
     LAYOUT_HEADER,
     LOAD_FAILURES_HEADER,
     RELEASE_PATH,
+    REQUEST_ID_HEADER,
     ReleaseRequest,
 )
 
@@ -230,6 +231,8 @@ class Leg:
             where it does not say.
         has_kv: The answer began by saying that KV came from another engine.
         load_failures: Labels of KV loads that failed before, as the answer began by saying.
+        request_id: Of the request that it is a part of.
+        is_moved: The engine has ended its stream with a handoff.
         ended: The engine has ended its side, or is not waited for any more.
         num_reads: How often something came.
     """
@@ -246,10 +249,12 @@ class Leg:
         self._http = http
         self._parser: SseParser | None = None
         self._response: aiohttp.ClientResponse | None = None
-        self._is_lost = False
+        self._lost: WorkerError | None = None
         self._body = bytearray()
         self.connection: Connection | None = None
         self.layout: str | None = None
+        self.request_id = headers.get(REQUEST_ID_HEADER, "")
+        self.is_moved = False
         self.has_kv = False
         self.load_failures: tuple[str, ...] = ()
         self.ended = asyncio.Event()
@@ -278,8 +283,8 @@ class Leg:
             self._response = response
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._is_lost and task is not None and not task.cancelling():
-                raise self._lost() from None
+            if self._lost is not None and task is not None and not task.cancelling():
+                raise self._lost from None
             raise
         except _FAILURES as error:
             raise _failure(self.url, error) from error
@@ -322,7 +327,7 @@ class Leg:
                 self.num_reads += 1
                 yield chunk
         except _FAILURES as error:
-            raise _failure(self.url, error) from error
+            raise self._lost or _failure(self.url, error) from error
 
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Yield the answer's events as they come, those of one read together.
@@ -344,13 +349,10 @@ class Leg:
         else:
             self._post.add_done_callback(_close_late)
 
-    def lose(self) -> None:
-        """Fail the request that waits for this leg: its engine was found dead."""
-        self._is_lost = True
+    def lose(self, why: WorkerError) -> None:
+        """Fail the request that waits for this leg: its engine has no more to say."""
+        self._lost = why
         self.close()
-
-    def _lost(self) -> WorkerError:
-        return WorkerError(f"{self.url}: the engine stopped answering", reason="lost")
 
     def drain(self, on_event: Callable[[Event], None] | None = None) -> None:
         """Read the rest in the background, so that the connection can be used again."""

@@ -9,6 +9,8 @@ Knows HTTP bodies and server-sent events; knows nothing of routing or of retries
     |  |  |  |- BudgetSpentError  ... compute this prompt in another engine's place
     |  |  |- KvFailedError        it is well, but the KV did not reach it
     |  |  |- NonFiniteError       it is well, but the model makes NaN of this request
+    |  |  |- DrainedError         it is well, but what runs there is taken away
+    |  |  |  |- MovedError           ... and it says from where another one may go on
     |  |- PoisonousError    a request that engines end with: no further one is asked
     RefusedError            an engine said 4xx: the client's own mistake, passed on as it is
     ClientGoneError               nobody reads the answer any more
@@ -42,6 +44,7 @@ CAUSES: Final = {
     "error_event": ("engine_failed", "an engine failed"),
     "garbled": ("engine_garbled", "an engine's answer could not be read"),
     "not_ready": ("engine_not_ready", "the engines that were asked start, shut down or have ended"),
+    "drained": ("engine_not_ready", "an engine was drained, and no other one is there"),
     "budget": (
         "recompute_budget_exhausted",
         "no engine may compute more prompts in another engine's place for now",
@@ -56,7 +59,7 @@ CAUSES: Final = {
 """By a failure's reason: the code that a client gets, and what happened. What to do about each
 code is in docs/errors.md."""
 _ENDS = frozenset({"dropped", "lost"})
-_AWAY = frozenset({"connect", "not_ready", "budget"})
+_AWAY = frozenset({"connect", "not_ready", "budget", "drained"})
 
 
 class WorkerError(UpstreamError):
@@ -131,6 +134,32 @@ class NonFiniteError(WorkerError):
     status = 500
     type = "server_error"
     blames_engine = False
+
+
+class DrainedError(WorkerError):
+    """An engine is drained: its requests go on elsewhere, without a retry being spent.
+
+    Args:
+        url: The engine's.
+    """
+
+    blames_engine = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__(f"{url} is drained", reason="drained", was_taken=False)
+
+
+class MovedError(DrainedError):
+    """An engine has ended a stream with a handoff: another one goes on from there.
+
+    Args:
+        url: The engine's.
+        handoff: Data of the event that has it.
+    """
+
+    def __init__(self, url: str, handoff: bytes) -> None:
+        super().__init__(url)
+        self.handoff = handoff
 
 
 class PoisonousError(UpstreamError):

@@ -47,7 +47,8 @@ from pdserve.observe.request_log import outcome_of
 from pdserve.proxy.backend import Health
 from pdserve.proxy.errors import BudgetSpentError, RefusedError, WorkerError
 from pdserve.proxy.handoff import Handoff
-from pdserve.proxy.legs import LegFailure
+from pdserve.proxy.leg_failure import LegFailure
+from pdserve.proxy.moves import Moves
 from pdserve.proxy.replay import DivergedError
 from pdserve.proxy.routing import Disaggregate, RunLocally
 from pdserve.proxy.setbacks import Setbacks
@@ -83,6 +84,7 @@ class Flow:
         self._delivery = legs.delivery
         self._preferred: Backend | None = None
         self._setbacks = Setbacks(services, legs.story, is_pushable=legs.body.can_be_pushed())
+        self._moves = Moves(services, legs, self._setbacks)
         self.outcome = "error"
 
     async def run(self) -> web.StreamResponse:
@@ -200,6 +202,7 @@ class Flow:
         with Handoff(plan.prefill, self._services.http, self._metrics, self._story) as handoff:
             outcome: web.StreamResponse | LegFailure | UnavailableError | None
             outcome = await self._strategy(plan)(self._legs, plan, handoff)
+            outcome = await self._moves.follow(outcome)
             if handoff.is_complete and not isinstance(outcome, web.StreamResponse):
                 self._preferred = plan.preferred
                 outcome = await self._read(handoff, lost=outcome)
@@ -256,6 +259,8 @@ class Flow:
         if isinstance(failure, UnavailableError):
             return await self._run_locally("decode_failed", is_fallback=True)
         _raise_if_refused(failure)
+        if failure.is_drained:  # whether it has read the KV is not known
+            return await self._run_locally("drained", is_fallback=False)
         if self._story.stage is Stage.DECODE:
             return await self._run_locally("stream_lost", is_fallback=False)
         following = self._pair_after(handoff, failure)
@@ -279,7 +284,8 @@ class Flow:
         while True:
             if failure is not None:
                 may_retry = await self._setbacks.add(failure)
-                if self._story.stage is Stage.DECODE or not may_retry:
+                is_begun = self._story.stage is Stage.DECODE or failure.is_drained
+                if is_begun or not may_retry:
                     return failure
             backend = self._reader_after(failure, handoff, could_not_read)
             if backend is None:
@@ -295,7 +301,7 @@ class Flow:
                     LadderRung.RETRY_DECODE if is_same else LadderRung.OTHER_DECODE, failure.reason
                 )
                 await self._setbacks.pause("decode")
-            outcome = await read(self._legs, backend, handoff)
+            outcome = await self._moves.follow(await read(self._legs, backend, handoff))
             if not isinstance(outcome, LegFailure):
                 return outcome
             failure = outcome
@@ -383,6 +389,7 @@ class Flow:
             self._delivery.begin_again()
             engine = engine or self._local_engine()
             outcome = await self._legs.local(engine, is_fallback=is_fallback)
+            outcome = await self._moves.follow(outcome)
             if not isinstance(outcome, LegFailure):
                 if is_replay:
                     self._metrics.replays.labels("resumed").inc()

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.http.answers import SSE
 from pdserve.http.pooling_bodies import POOLING
 from pdserve.proxy.bodies import merged, stages_in, usage_at_end, usage_in, without_internals
 from pdserve.proxy.brain.prompt import UNKNOWN, RoutePrompt
-from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError, failure_in_stream
+from pdserve.proxy.errors import (
+    MovedError,
+    RefusedError,
+    WorkerError,
+    failure_in_stream,
+)
+from pdserve.proxy.leg_failure import LegFailure
 from pdserve.proxy.relay import Relay
 from pdserve.proxy.story import Mode, Stage
 from pdserve.wire.hop import KV_MODE_HEADER, REQUEST_ID_HEADER, TIME_LEFT_HEADER
@@ -39,48 +44,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
     from pdserve.wire.hop import EngineStages
-
-
-@dataclass(frozen=True, slots=True)
-class LegFailure:
-    """A leg that failed.
-
-    Attributes:
-        leg: prefill, decode or local.
-        was_idle: It had nothing of the request to compute yet: it waited for another's KV.
-    """
-
-    leg: str
-    backend: Backend
-    error: WorkerError | RefusedError
-    was_idle: bool = False
-
-    @property
-    def reason(self) -> str:
-        """One of `metrics.FAILURES`, or why it was refused: busy or refused."""
-        if isinstance(self.error, RefusedError):
-            return "busy" if self.is_busy else "refused"
-        return self.error.reason
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the engine has no room: no failure, but another may have some."""
-        return isinstance(self.error, RefusedError) and self.error.status == 429
-
-    @property
-    def is_kv(self) -> bool:
-        """Whether the engine is well and only the KV did not get there."""
-        return isinstance(self.error, KvFailedError)
-
-    @property
-    def load_failures(self) -> tuple[str, ...]:
-        """Labels of the KV loads that failed there, if it tells."""
-        return self.error.load_failures if isinstance(self.error, KvFailedError) else ()
-
-    def blame(self, transfer: TransferAttempt) -> None:
-        """Hold it against the pair, not an engine, if the KV did not get there."""
-        if isinstance(self.error, KvFailedError):
-            transfer.failed(self.error, kind=self.leg)
 
 
 class Legs:
@@ -145,6 +108,8 @@ class Legs:
                     else:
                         stages = await self._pass_on(leg, breaker, backend, Stage.LOCAL)
                         response = await self.delivery.end()
+                except MovedError:  # it has ended well
+                    raise
                 except BaseException:
                     leg.close()
                     raise
@@ -283,6 +248,8 @@ class Legs:
                 self._note_decode_stages(transfer, stages_in(answer), sent_s)
                 breaker.succeed()
             return response
+        except MovedError:  # it has ended well
+            raise
         except WorkerError:
             leg.close()
             raise
@@ -297,6 +264,7 @@ class Legs:
 
         Raises:
             WorkerError: It broke off, or the engine reported its own failure.
+            MovedError: Another engine is to go on with it.
         """
         self._keep_to_layout(leg, backend)
         relay = Relay()
@@ -311,6 +279,8 @@ class Legs:
                         self._entry.computed()
                 self.story.stage = stage
                 sent_s = self._now_s()
+                if (stall_s := self.story.goes_on(sent_s)) is not None:
+                    self.services.metrics.stalls.observe(stall_s)
                 num_known = self.delivery.num_swallowed
                 if await self.delivery.send(data) and relay.num_events > num_events:
                     self.story.chunk(sent_s)
@@ -319,8 +289,13 @@ class Legs:
                 num_events = relay.num_events
             if relay.done:
                 leg.drain()
+                stages = next(filter(None, map(stages_in, relay.internal)), None)
+                if relay.handoff is not None:
+                    leg.is_moved = True
+                    self.story.moved_from(stages)
+                    raise MovedError(backend.url, relay.handoff)
                 self._count_tokens(usage_at_end(previous + data))
-                return next(filter(None, map(stages_in, relay.internal)), None)
+                return stages
             if relay.error is not None:
                 raise failure_in_stream(backend.url, relay.error)
             previous = data or previous
@@ -422,7 +397,10 @@ class Legs:
         self, transfer: TransferAttempt, stages: EngineStages | None, sent_s: float
     ) -> None:
         """Learn from the decode engine's account whether the KV came over this pair, and when."""
-        self.story.decode_stages = stages
+        if self.story.is_moved:
+            self.story.fallback_stages = stages
+        else:
+            self.story.decode_stages = stages
         if stages is not None:
             transfer.told(
                 has_come=stages.kv_bytes > 0,

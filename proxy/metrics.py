@@ -51,6 +51,7 @@ DECISIONS = (
     ("local", "decode_failed"),
     ("local", "kv_failed"),
     ("local", "stream_lost"),
+    ("local", "drained"),
 )
 _LEG_REASONS = (*FAILURES, "busy")
 RUNG_REASONS: Mapping[LadderRung, tuple[str, ...]] = {
@@ -127,6 +128,25 @@ class Metrics:
             "Streams begun again on another engine, by how that went.",
             ["result"],
             registry=registry,
+        )
+        self.drains = Counter(
+            "pdserve_drains",
+            "Engines that were left: empty before the deadline, at it, or taken back.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.migrations = Counter(
+            "pdserve_migrations",
+            "Exchanges that were taken from an engine that was well, by why: moved with their KV, "
+            "failed to be (and replayed then), or replayed at once.",
+            ["why", "outcome"],
+            registry=registry,
+        )
+        self.stalls = Histogram(
+            "pdserve_migration_stall_seconds",
+            "Gaps in streams that were moved with their KV, from engine to engine.",
+            registry=registry,
+            buckets=STAGE_BUCKETS_S,
         )
         self.kv_load_failures = Counter(
             "pdserve_kv_load_failures_reported",
@@ -205,6 +225,10 @@ class Metrics:
         for rung in LadderRung:
             for reason in RUNG_REASONS[rung]:
                 self.ladder.labels(rung.value, reason)
+        for outcome in ("empty", "deadline", "resumed"):
+            self.drains.labels(outcome)
+        for outcome in ("moved", "failed", "replayed"):
+            self.migrations.labels("drain", outcome)
         for result in ("resumed", "diverged"):
             self.replays.labels(result)
 

@@ -20,6 +20,7 @@ from pdserve.wire.hop import REGISTER_PATH, Deregistration, Registration
 from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
+    from pdserve.proxy.draining import Drains
     from pdserve.proxy.services import Services
 
 Message = TypeVar("Message")
@@ -31,10 +32,15 @@ _MAX_REFUSALS = 1000
 
 
 class Registrations:
-    """Takes the registrations of engines."""
+    """Takes the registrations of engines.
 
-    def __init__(self, services: Services) -> None:
+    Args:
+        drains: Have what runs at an engine that ends go on elsewhere before it does.
+    """
+
+    def __init__(self, services: Services, drains: Drains) -> None:
         config = services.config
+        self._drains = drains
         self._bodies = services.bodies
         self._verifier = Verifier(
             config.secret,
@@ -78,7 +84,11 @@ class Registrations:
         return json_answer({"lease_s": registration.lease_s})
 
     async def _deregister(self, request: web.Request) -> web.Response:
-        self._backends.deregister((await self._signed(request, Deregistration)).url)
+        leaving = await self._signed(request, Deregistration)
+        backend = self._backends.get(leaving.url.rstrip("/"))
+        self._backends.deregister(leaving.url)
+        if backend is not None and leaving.deadline_s is not None:
+            self._drains.leave(backend, leaving.deadline_s)
         return json_answer({})
 
     async def _signed(self, request: web.Request, type_: type[Message]) -> Message:

@@ -13,11 +13,12 @@ import re
 from typing import NamedTuple
 
 from pdserve.proxy.errors import WorkerError
-from pdserve.wire.hop import INTERNAL
+from pdserve.wire.hop import HANDOFF, INTERNAL
 
 _BOUNDARY = re.compile(rb"\n\r?\n")
 _LINE = re.compile(rb"\r?\n")
 _MARKER = b'"' + INTERNAL.encode()
+_HANDOFF = b'{"' + HANDOFF.encode() + b'"'
 _ERROR = b'{"error"'
 _DONE_DATA = b"[DONE]"
 _DONE_EVENT = b"data: [DONE]\n\n"
@@ -84,6 +85,8 @@ class Relay:
         done: The end mark has come; nothing after it is passed on.
         num_events: Events passed on, without the end mark.
         internal: Data of the events taken out.
+        handoff: Of these, the one with which the stream ends, for another engine to go on from;
+            the end mark behind it is that one's to send.
         error: Data of an error event. The stream ends before it; whoever feeds decides
             whether the client gets to see it.
     """
@@ -92,6 +95,7 @@ class Relay:
         self.done = False
         self.num_events = 0
         self.internal: list[bytes] = []
+        self.handoff: bytes | None = None
         self.error: bytes | None = None
         self._tail = b""
         self._slow: SseParser | None = None
@@ -124,6 +128,11 @@ class Relay:
         for event in events:
             if event.is_internal:
                 self.internal.append(event.data)
+                if event.data.startswith(_HANDOFF):
+                    self.handoff = event.data
+            elif event.is_done and self.handoff is not None:
+                self.done = True
+                break
             elif event.is_error:
                 self.error = event.data
                 break

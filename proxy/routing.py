@@ -406,7 +406,7 @@ class Router:
             )
         known = [b for b in self._backends if (b.prefills() if role == "prefill" else b.decodes())]
         if known:
-            states = "; ".join(f"{b.url}: {b.reason or 'its breaker is open'}" for b in known[:5])
+            states = "; ".join(f"{b.url}: {b.absence}" for b in known[:5])
             message = (
                 f"no {role} engine is ready, of {len(known)} that are known; the proxy's log and "
                 "its dashboard say why"

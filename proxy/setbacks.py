@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.proxy.errors import (
     BudgetSpentError,
+    DrainedError,
     NonFiniteError,
     PoisonousError,
     RefusedError,
@@ -24,7 +25,7 @@ from pdserve.proxy.story import NotPushed
 if TYPE_CHECKING:
     from pdserve.errors import UnavailableError
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.legs import LegFailure
+    from pdserve.proxy.leg_failure import LegFailure
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
     from pdserve.wire.ids import Incarnation
@@ -96,8 +97,8 @@ class Setbacks:
             if not failure.was_idle:
                 self._note_end(backend)
             await self._checks.look_again(frozenset(self._backends))
-        if isinstance(error, BudgetSpentError):
-            return True  # it did nothing: each engine is asked once, whatever is left of retries
+        if isinstance(error, BudgetSpentError | DrainedError):
+            return True  # of its own will: no engine is asked again, whatever is left of retries
         self.retries_left -= 1
         return self.retries_left >= 0
 

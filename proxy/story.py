@@ -29,18 +29,15 @@ a push it may lie before the first token). `wait` is the part of `kv` before the
 from __future__ import annotations
 
 import enum
-import math
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.observe.request_log import StoredKV, kv_path, moved
 from pdserve.proxy.brain.prompt import hits_told
+from pdserve.proxy.gaps import Gaps
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pdserve.observe.clock import Clock
     from pdserve.proxy.brain.prompt import KnownPrefix, RoutePrompt
     from pdserve.proxy.brain.question import PairDecision
@@ -86,46 +83,6 @@ SECOND_TERMS = ("decode_queue", "kv", "recompute", "handover", "first_step")
 _FINISHED = ("stop", "length", "abort", "error")
 
 
-class Gaps:
-    """A histogram of gaps, exact to one part in 250, whose size does not grow with their number.
-
-    Attributes:
-        max_s: The longest; exact.
-    """
-
-    __slots__ = ("_counts", "_num", "max_s")
-
-    def __init__(self) -> None:
-        self.max_s = 0.0
-        self._num = 0
-        self._counts: Counter[int] = Counter()  # by exponent and the first 8 bits of the mantissa
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __iter__(self) -> Iterator[tuple[float, int]]:
-        """Yield (seconds, how often), the shortest first."""
-        for key in sorted(self._counts):
-            yield math.ldexp((key & 255) + 0.5, (key >> 8) - 8), self._counts[key]
-
-    @property
-    def median_s(self) -> float:
-        """Of two in the middle the longer one; 0 if there are none."""
-        left = self._num // 2
-        for gap_s, number in self:
-            left -= number
-            if left < 0:
-                return min(gap_s, self.max_s)
-        return 0.0
-
-    def add(self, gap_s: float) -> None:
-        """Count one."""
-        mantissa, exponent = math.frexp(max(gap_s, 1e-6))
-        self._counts[exponent << 8 | int(mantissa * 256)] += 1
-        self._num += 1
-        self.max_s = max(self.max_s, gap_s)
-
-
 class NotPushed(enum.Enum):
     """Why the KV of a request is read by the decode engine, although it might have been written.
 
@@ -156,7 +113,9 @@ class Story:
         second_token_s: The decode engine's first bytes were.
         token_gaps: Between the chunks from the decode engine on.
         prefill_stages, decode_stages: The engines' own accounts; `fallback_stages` that of one
-            that did everything after another had begun.
+            that did everything after another had begun, or went on.
+        is_stalled: ... and has not said anything yet.
+        is_moved: Another engine went on with it while it was decoded.
         kv_mode: Who moved the KV, as of the last attempt.
         not_pushed: Why that was a pull, where a push was allowed.
         prompt, known: What routing knew of its prompt and, by leg, of what the engine had of it,
@@ -191,6 +150,8 @@ class Story:
     prefill_stages: EngineStages | None = None
     decode_stages: EngineStages | None = None
     fallback_stages: EngineStages | None = None
+    is_moved: bool = False
+    is_stalled: bool = False
     kv_mode: KVMode | None = None
     not_pushed: NotPushed | None = None
     prompt: RoutePrompt | None = None
@@ -267,6 +228,25 @@ class Story:
         """A rung of the ladder was taken."""
         self.rungs.append((rung, reason))
         self.tell(f"ladder: {rung.value} ({reason})")
+
+    def moved_from(self, stages: EngineStages | None) -> None:
+        """An engine has ended its part, with this account; another one is to go on."""
+        if self.is_moved:
+            self.fallback_stages = stages
+        elif self.mode is Mode.LOCAL:
+            self.prefill_stages = stages
+        else:
+            self.decode_stages = stages
+        self.is_moved = self.is_stalled = True
+        self.tell(f"moved from {self.decode_url}")
+
+    def goes_on(self, sent_s: float) -> float | None:
+        """Return for how long the client had nothing, if what comes is the first of an engine.
+
+        Of one that goes on with what another one had begun; else None.
+        """
+        was_stalled, self.is_stalled = self.is_stalled, False
+        return sent_s - self.last_chunk_s if was_stalled else None
 
     def stands_by(self, why: str) -> None:
         """Note that no engine can serve the request now, and that it waits."""

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError
-from pdserve.proxy.legs import LegFailure
+from pdserve.proxy.leg_failure import LegFailure
 from pdserve.proxy.story import Stage
 from pdserve.wire.transfer import TICKETS, EngineRef, KVMode, PushTicket
 

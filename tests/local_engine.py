@@ -143,6 +143,11 @@ class LocalEngine:
             self.scheduler.keep_leases(list(nonces))
             self.wake()
 
+    async def hand_over(self, request_ids: Sequence[RequestId]) -> None:
+        if self.dead_reason is None:
+            self.scheduler.hand_over(request_ids)
+            self.wake()
+
     async def reset_prefix_cache(self) -> None:
         self.scheduler.kv.pool.forget_all()
 

@@ -54,14 +54,14 @@ def why_not_handoff(
     why = _why_not_peer(owner, handoff.shape, handoff.endpoints, mine)
     if why is not None:
         return why
-    num_tokens = len(prompt_token_ids)
+    num_tokens = len(prompt_token_ids) + len(handoff.first_token_ids) - 1
     num_blocks = -(-num_tokens // handoff.shape.block_size)
     why = _first_difference(
         owner,
         mine,
         (
             ("layout digest", handoff.layout_digest, mine.layout_digest),
-            ("prompt tokens", handoff.num_tokens, num_tokens),
+            ("tokens", handoff.num_tokens, num_tokens),
             ("prompt digest", handoff.prompt_digest, prompt_digest(prompt_token_ids, cache_salt)),
         ),
     )

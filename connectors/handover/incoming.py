@@ -54,8 +54,9 @@ class _Entry:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt."""
-        return len(self.request.prompt_token_ids)
+        """Of which there is KV."""
+        handoff = self.handoff
+        return len(self.request.prompt_token_ids) if handoff is None else handoff.num_tokens
 
 
 class Incoming:

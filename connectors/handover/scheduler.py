@@ -160,8 +160,8 @@ class HandoverScheduler(KVConnectorScheduler):
     ) -> Hold | None:
         """See `KVConnectorScheduler`.
 
-        A handoff names as many blocks as the prompt fills, the last one perhaps in part. A push
-        that is live gives the lease its nonce.
+        A handoff names as many blocks as all tokens but the last fill, the last one perhaps in
+        part. A push that is live gives the lease its nonce.
         """
         if request.finish_reason is FinishReason.HANDOFF:
             handoff = self._hand_over(request, block_ids, generations)
@@ -173,7 +173,8 @@ class HandoverScheduler(KVConnectorScheduler):
     def _hand_over(
         self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
     ) -> KVHandoff:
-        num_tokens = len(request.prompt_token_ids)
+        first = list(request.output_token_ids)
+        num_tokens = len(request.prompt_token_ids) + len(first) - 1
         blocks = list(block_ids[: -(-num_tokens // self._block_size)])
         known = list(generations[: len(blocks)])
         pushed_as, is_unproven = self._outgoing.finish(request.request_id)
@@ -192,8 +193,8 @@ class HandoverScheduler(KVConnectorScheduler):
             layout_digest=self._context.layout_digest,
             lease_s=self._context.config.transfer.lease_s,
             prompt_digest=prompt_digest(request.prompt_token_ids, request.cache_salt),
-            first_token_ids=list(request.output_token_ids),
-            first_logprobs=request.first_logprobs,
+            first_token_ids=first,
+            first_logprobs=request.first_logprobs if len(first) == 1 else None,
             num_cached_tokens=request.num_cached_prompt_tokens,
         )
         self._staged.grants.append(

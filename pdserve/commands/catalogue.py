@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from pdserve.config.drain import drain_table
 from pdserve.config.load import Table
 from pdserve.config.route import route_compare_table, route_explain_table
 from pdserve.config.schema import Role
@@ -110,6 +111,14 @@ COMMANDS: Final = (
         "pdserve.commands.kv_server:run",
         "pdserve kv-server --kv-tiers cpu:4GiB,disk:/data/kv:50GiB",
         positional="",
+    ),
+    Command(
+        "drain",
+        "leave engines in bounded time: what runs there ends, or goes on elsewhere",
+        drain_table,
+        "pdserve.commands.drain:run",
+        "pdserve drain http://127.0.0.1:8200 --deadline 60",
+        positional="URL... ",
     ),
     Command(
         "trace",

@@ -80,6 +80,14 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def hand_over(self, request_ids: Sequence[RequestId]) -> None:
+        """Lease requests that run out, as they stand, for another engine to go on with them.
+
+        The last output of each is then its handoff. Ids of requests that are unknown, or wait, or
+        whose KV is still on its way, are ignored: those go on here.
+        """
+        ...
+
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
         ...

@@ -254,6 +254,11 @@ class DataParallelClient:
         for core in self._cores:
             await core.keep_leases(nonces)
 
+    async def hand_over(self, request_ids: Sequence[RequestId]) -> None:
+        """See `EngineClient`. Cores ignore the ids of others."""
+        for core in self._cores:
+            await core.hand_over(request_ids)
+
     async def reset_prefix_cache(self) -> None:
         """See `EngineClient`."""
         for core in self._cores:

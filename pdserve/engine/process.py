@@ -43,6 +43,7 @@ from pdserve.wire.codec import (
     Died,
     DumpTrace,
     FromEngine,
+    HandOver,
     KeepLeases,
     Outputs,
     Ping,
@@ -273,6 +274,8 @@ class EngineProcess:
                 scheduler.release_lease(nonce)
             case KeepLeases(nonces):
                 scheduler.keep_leases(nonces)
+            case HandOver(request_ids):
+                scheduler.hand_over(request_ids)
             case ResetPrefixCache():
                 scheduler.kv.pool.forget_all()
             case DumpTrace():

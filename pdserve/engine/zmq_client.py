@@ -23,6 +23,7 @@ from pdserve.engine.heartbeat import CoreWatch
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.local_socket import LocalKeys, bind_local, local_name
 from pdserve.engine.open_requests import OpenRequests
+from pdserve.engine.trace_dump import TraceDump
 from pdserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -32,7 +33,6 @@ from pdserve.errors import (
 )
 from pdserve.observe.liveness import ProcessWatch
 from pdserve.observe.log import log_config
-from pdserve.observe.trace import whole
 from pdserve.parallel.place import CorePlace
 from pdserve.wire.codec import (
     MAJOR,
@@ -43,6 +43,7 @@ from pdserve.wire.codec import (
     Died,
     DumpTrace,
     FromEngine,
+    HandOver,
     KeepLeases,
     Outputs,
     Ping,
@@ -129,30 +130,6 @@ async def launch_engine(
     )
 
 
-class _Dump:
-    """A dump of a core's trace on its way here.
-
-    Args:
-        trace: Is set when the last piece has come.
-    """
-
-    def __init__(self, trace: asyncio.Future[ProcessTrace]) -> None:
-        self.trace = trace
-        self._pieces: list[bytes] = []
-
-    def take(self, piece: TracePiece) -> None:
-        """Take one more piece."""
-        if piece.events:
-            self._pieces.append(piece.events)
-        if piece.process is not None and not self.trace.done():
-            self.trace.set_result(whole(piece.process, self._pieces))
-
-    def fail(self, reason: str) -> None:
-        """Fail the dump: there will be no more pieces."""
-        if not self.trace.done():
-            self.trace.set_exception(EngineDeadError(reason))
-
-
 class ZmqEngineClient:
     """See `EngineClient`. Made by `launch_engine`; lives in one event loop."""
 
@@ -175,7 +152,7 @@ class ZmqEngineClient:
         self._decode = from_engine()
         self._requests = OpenRequests(config.scheduler)
         self._dump_numbers = itertools.count(1)
-        self._dumps: dict[int, _Dump] = {}
+        self._dumps: dict[int, TraceDump] = {}
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
         self._dead_reason: str | None = None
@@ -312,6 +289,10 @@ class ZmqEngineClient:
         """See `EngineClient`."""
         self._send(KeepLeases(list(nonces)))
 
+    async def hand_over(self, request_ids: Sequence[RequestId]) -> None:
+        """See `EngineClient`."""
+        self._send(HandOver(list(request_ids)))
+
     async def reset_prefix_cache(self) -> None:
         """See `EngineClient`."""
         self._send(ResetPrefixCache())
@@ -321,7 +302,7 @@ class ZmqEngineClient:
         if self._dead_reason is not None or self._info is None:
             raise EngineDeadError(self._dead_reason or "the engine is still loading")
         number = next(self._dump_numbers)
-        dump = self._dumps[number] = _Dump(asyncio.get_running_loop().create_future())
+        dump = self._dumps[number] = TraceDump(asyncio.get_running_loop().create_future())
         try:
             self._send(DumpTrace(number, seconds))
             return [await dump.trace]

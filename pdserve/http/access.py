@@ -1,8 +1,8 @@
 """Who may ask for what: clients for generation, operators for what concerns everybody.
 
 A client's API key opens generation and nothing else. What tells of others' requests or changes
-what they get (`/debug`, the dashboard, `/reset_prefix_cache`) is an operator's: it needs an
-operator key where one is configured. Where none is, only this host may ask, with an API key if
+what they get (`/debug`, the dashboard, `/reset_prefix_cache`, `/drain`) is an operator's: it needs
+an operator key where one is configured. Where none is, only this host may ask, with an API key if
 there are any. An operator may do whatever a client may.
 
 Programs send `Authorization: Bearer KEY`, or those of Anthropic's API `X-Api-Key: KEY`. Pages that
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 _CLIENTS: Final = ("/v1/", "/tokenize", "/detokenize")
-_OPERATORS: Final = ("/debug/", "/dashboard", "/reset_prefix_cache")
+_OPERATORS: Final = ("/debug/", "/dashboard", "/reset_prefix_cache", "/drain")
 API_KEY_HEADER: Final = "X-Api-Key"
 _PARTS: Final = "/pdserve/"
 """What engines and proxies of one deployment ask of one another."""

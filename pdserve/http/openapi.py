@@ -25,7 +25,16 @@ from pdserve.http.protocol import (
     TextFields,
     TokenizeRequest,
 )
-from pdserve.wire.hop import INFO_PATH, REACH_PATH, RELEASE_PATH, ReachRequest, ReleaseRequest
+from pdserve.wire import drain
+from pdserve.wire.hop import (
+    INFO_PATH,
+    MIGRATE_PATH,
+    REACH_PATH,
+    RELEASE_PATH,
+    MigrateRequest,
+    ReachRequest,
+    ReleaseRequest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -129,6 +138,22 @@ PROXY: Final = (
         "get", "/dashboard/data", "Its figures", answer="application/json", is_operators=True
     ),
     Operation(
+        "post",
+        drain.PATH,
+        "Leave an engine in bounded time",
+        drain.DrainRequest,
+        drain.DrainReport,
+        is_operators=True,
+    ),
+    Operation(
+        "delete",
+        drain.PATH,
+        "Send requests to an engine again",
+        drain.DrainRequest,
+        "application/json",
+        is_operators=True,
+    ),
+    Operation(
         "get",
         "/debug/decisions",
         "Which pairs were chosen, and why",
@@ -147,6 +172,7 @@ ENGINE: Final = (
     Operation("get", "/debug/clock", "Its clock", answer="application/json", is_operators=True),
     Operation("get", INFO_PATH, "What it is, and its load", answer="application/json"),
     Operation("post", RELEASE_PATH, "Give a lease back", ReleaseRequest),
+    Operation("post", MIGRATE_PATH, "End a stream with a handoff", MigrateRequest),
     Operation("post", REACH_PATH, "Whether it reaches others' side channels", ReachRequest),
 )
 

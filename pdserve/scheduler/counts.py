@@ -75,6 +75,7 @@ class Counters:
             return
         num_prompt = len(request.prompt_token_ids)
         num_hit = min(num_hit, num_prompt)
+        num_external = min(num_external, num_prompt - num_hit)  # outputs may come with it
         request.count_prompt(num_hit, num_external)
         self.prompt_tokens += num_prompt
         self.local_cache_hit_tokens += num_hit

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from pdserve.wire.request import GenerateRequest, OnLoadFailure
     from pdserve.wire.transfer import Failed, KVMode, Received, Settled
 
-_MAX_STORY = 64
-"""Lines."""
+_MAX_STORY = 64  # lines
 
 
 class Request:
@@ -124,8 +123,7 @@ class Request:
         self.handoff = wire.handoff
         self.remote_decode = wire.remote_decode
         self.source = KVSource.LOCAL
-        self.is_pinned = False
-        self.is_loading = self.is_unproven = False
+        self.is_pinned = self.is_loading = self.is_unproven = False
         self.may_load = not wire.sampling.needs_whole_prompt
         self.holds: set[HoldKey] = set()
         self.finish_reason: FinishReason | None = None
@@ -182,9 +180,8 @@ class Request:
     def is_output_complete(self) -> bool:
         """Whether the tokens that are out or pending are all that may come."""
         num_output = len(self.output_token_ids) + self.num_pending_tokens
-        return num_output >= self.sampling.max_tokens or (
-            self.remote_decode and self.num_pending_tokens > 0
-        )
+        is_given_away = self.remote_decode and self.num_pending_tokens > 0
+        return is_given_away or num_output >= self.sampling.max_tokens
 
     @property
     def is_decoding(self) -> bool:
@@ -214,6 +211,10 @@ class Request:
         """Note where the connector says its KV is, and whether it may be decoded elsewhere."""
         self.source = source
         self.remote_decode = self.remote_decode and hands_over
+
+    def give_away(self) -> None:
+        """Note that another engine is to go on with it."""
+        self.remote_decode = True
 
     def note_cached(self, num_tokens: int) -> None:
         """Note how much of its prompt was cached when it was prefilled, here or elsewhere."""
@@ -401,9 +402,8 @@ class Request:
             InternalError: The move is not legal; the message is the request's story.
         """
         if (self.state, state) not in LEGAL_MOVES:
-            raise InternalError(
-                f"illegal move {self.state.value} -> {state.value} ({why})\n{self.story()}"
-            )
+            what = f"{self.state.value} -> {state.value} ({why})"
+            raise InternalError(f"illegal move {what}\n{self.story()}")
         if state in OVER:
             self.times.end(now_s)
         self.state = state

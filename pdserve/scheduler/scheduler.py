@@ -173,6 +173,13 @@ class Scheduler:
         """Keep leases whose handoffs nobody has been given yet."""
         self._transfers.tell(ConnectorReport(kept=nonces), self._clock.monotonic_s())
 
+    def hand_over(self, request_ids: Iterable[RequestId]) -> None:
+        """Lease requests out that run; unknown ids, and those of others, are ignored."""
+        for request_id in request_ids:
+            request = self.state.running.get(request_id)
+            if request is not None and self.state.connector.hands_over:
+                self._transfers.give_away(request, self._clock.monotonic_s())
+
     def abort_all(self, why: str) -> None:
         """End every request that has not finished, with an ABORT output."""
         for request in list(self.state.requests.values()):
@@ -381,7 +388,7 @@ class Scheduler:
             self.state.publish_prefix(request, request.num_computed_tokens)
         is_first = len(request.output_token_ids) == num_tokens
         prompt_logprobs = request.take_prompt_logprobs() if is_first else None
-        if finish is None and request.remote_decode:
+        if finish is None and request.remote_decode and not request.num_pending_tokens:
             if not self._transfers.hand_over(request, now_s):
                 return
             finish = FinishReason.HANDOFF

@@ -105,8 +105,7 @@ class Transfers:
     ) -> T | F:
         """Do something to a request; whatever goes wrong ends that one alone, as `end_broken` says.
 
-        Returns:
-            What `do` does, or `otherwise` if it fails.
+        Returns `otherwise` then, else what `do` does.
         """
         done = guarded(do)
         if isinstance(done, Exception):
@@ -148,9 +147,16 @@ class Transfers:
         return self._connector.request_finished(request, blocks, generations)
 
     def hand_over(self, request: Request, now_s: float) -> bool:
-        """Finish a prefill by leasing its blocks out; False if it has ended with an error."""
+        """Finish a request by leasing its blocks out; False if it has ended with an error."""
         lease = partial(self._lease, request, now_s)
         return self.attempt(lease, request.request_id, now_s, otherwise=False, what="hand over")
+
+    def give_away(self, request: Request, now_s: float) -> None:
+        """Have a running request handed over as it stands, once no step computes it."""
+        request.give_away()
+        is_at_rest = request.is_decoding and not request.num_pending_tokens
+        if is_at_rest and self.hand_over(request, now_s):
+            self._outputs.tokens(request, 0, None, finish=FinishReason.HANDOFF, stop_reason=None)
 
     def _lease(self, request: Request, now_s: float) -> bool:
         hold = self._finish(request, FinishReason.HANDOFF)
@@ -274,10 +280,8 @@ class Transfers:
             self._apply(news, now_s)
 
     def _fail_over(self, fact: Fact | None, error: Exception, now_s: float) -> None:
-        if fact is None:
-            broken = self._state.waiting.aside  # one of them, and nobody can say which
-        else:
-            broken = [fact.request_id]
+        # Where none is named, it is one of those aside, and nobody can say which.
+        broken = self._state.waiting.aside if fact is None else [fact.request_id]
         for request_id in broken:
             if request_id in self._state.requests:
                 self.end_broken(request_id, error, now_s, what="go on with")
@@ -338,13 +342,10 @@ class Transfers:
         refusal = brought and refusal_of_handoff(brought, vocab_size=self._vocab_size)
         if refusal:
             detail = f"what was written is refused: {refusal}"
-            reason, load_id = LoadFailure.INCOMPATIBLE, received.load_id
-            self._fail_load(
-                Failed(
-                    request_id=request.request_id, reason=reason, detail=detail, load_id=load_id
-                ),
-                now_s,
-            )
+            name, load_id = received.request_id, received.load_id
+            reason = LoadFailure.INCOMPATIBLE
+            failed = Failed(request_id=name, reason=reason, detail=detail, load_id=load_id)
+            self._fail_load(failed, now_s)
             return
         assert request.holding is not None
         self._counters.loaded(received)
@@ -388,9 +389,8 @@ class Transfers:
             return
         self._note_failure(request, failed, now_s, may_load=is_elsewhere)
         # They were confirmed and checked, so whoever computes the rest need not begin at 0.
-        self._state.publish_prefix(
-            request, min(failed.num_valid_tokens, len(request.prompt_token_ids))
-        )
+        num_valid = min(failed.num_valid_tokens, len(request.prompt_token_ids))
+        self._state.publish_prefix(request, num_valid)
         if is_elsewhere:
             self._state.free(request)
             request.lose_load()

@@ -43,6 +43,7 @@ from pdserve.text.load import load_text
 from pdserve.wire.hop import (
     INFO_PATH,
     LAYOUT_HEADER,
+    MIGRATE_PATH,
     REACH_PATH,
     RELEASE_PATH,
     REQUEST_ID_HEADER,
@@ -138,6 +139,7 @@ def build_app(
             web.post(RELEASE_PATH, status.release),
             web.get(INFO_PATH, status.info),
             web.post(REACH_PATH, reach),
+            web.post(MIGRATE_PATH, status.migrate),
             openapi.route(
                 openapi.document(
                     "pdserve engine", openapi.ENGINE, root_path=server_config.root_path
@@ -208,7 +210,7 @@ async def run_server(
             if stop.first is not None:  # what ends by itself is told by who runs this
                 log_event(_log, "shutting down", cause=stop.first.name, running=len(service.jobs))
             if registration is not None:
-                await registration.stop()
+                await registration.stop(deadline_s=server_config.shutdown_timeout_s)
             if not server_config.proxy_urls and service.not_ready_reason is None:
                 delay_s = stop.delay_s(server_config.drain_delay_s)
                 await _wait_while(lambda: True, service, stop, delay_s)

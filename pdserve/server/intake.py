@@ -272,6 +272,7 @@ async def make_job(
         path=request.path,
         is_streamed=bool(fields.stream),
         has_prediction=asked.prediction is not None,
+        may_move=ours is not None and ours.may_move and bool(fields.stream) and len(choices) == 1,
     )
 
 

@@ -98,13 +98,17 @@ class Registrar:
             for proxy in self._proxy_urls
         ]
 
-    async def stop(self) -> None:
-        """Leave every proxy; one that does not answer is left to the lease."""
+    async def stop(self, *, deadline_s: float) -> None:
+        """Leave every proxy; one that does not answer is left to the lease.
+
+        Args:
+            deadline_s: How long the engine goes on with what it has.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._session is not None:
-            body = Deregistration(self._url, self._info.role, self._info)
+            body = Deregistration(self._url, self._info.role, self._info, deadline_s)
             await asyncio.gather(*(self._call("DELETE", proxy, body) for proxy in self._proxy_urls))
             await self._session.close()
 

@@ -19,7 +19,7 @@ from pdserve.server.intake import read_request
 from pdserve.server.sampling import check_token_ids
 from pdserve.server.service import SERVICE, read_body
 from pdserve.server.text_work import refuse_more
-from pdserve.wire.hop import EngineReport, ReleaseRequest
+from pdserve.wire.hop import EngineReport, MigrateRequest, ReleaseRequest
 
 if TYPE_CHECKING:
     from pdserve.server.service import Service
@@ -189,6 +189,18 @@ async def release(request: web.Request) -> web.Response:
     data = await read_body(request)
     service.verifier.check(request, data)
     await service.client.release_lease(parse_body(data, ReleaseRequest).nonce)
+    return web.Response()
+
+
+async def migrate(request: web.Request) -> web.Response:
+    """Have a stream end with a handoff, for another engine to go on with it; unknown ids do not."""
+    service = request.app[SERVICE]
+    data = await read_body(request)
+    service.verifier.check(request, data)
+    wanted = parse_body(data, MigrateRequest).request_id
+    jobs = [job for job in service.jobs.values() if job.may_move and job.request_id == wanted]
+    requests = [choice.request for job in jobs for choice in job.choices]
+    await service.client.hand_over([each.request_id for each in requests if each is not None])
     return web.Response()
 
 

@@ -94,6 +94,7 @@ class TextRequest:
         choices: In the order of their indexes.
         path: Of the endpoint that was asked.
         has_prediction: The user has said what the answer may be much like.
+        may_move: Who asks can go on elsewhere.
         gaps_s: Seconds between outputs, each of which has a token, or more by a draft.
         failure: What the engine failed it with.
     """
@@ -111,6 +112,7 @@ class TextRequest:
     path: str = ""
     is_streamed: bool = False
     has_prediction: bool = False
+    may_move: bool = False
     delivered: bool = False
     gaps_s: list[float] = field(default_factory=list)
     failure: Exception | None = None

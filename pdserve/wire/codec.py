@@ -16,7 +16,7 @@ from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.trace import TracedProcess
 
 MAJOR = 2
-MINOR = 2
+MINOR = 3
 
 T = TypeVar("T")
 
@@ -46,6 +46,12 @@ class KeepLeases(msgspec.Struct, frozen=True, tag="keep"):
     nonces: list[str]
 
 
+class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
+    """Lease requests that run out, as they stand; ids of others are ignored."""
+
+    request_ids: list[RequestId]
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Forget cached prefixes (benchmarks); held blocks keep their contents."""
 
@@ -70,7 +76,15 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 ToEngine = (
-    Add | AbortRequests | ReleaseLease | KeepLeases | ResetPrefixCache | Shutdown | DumpTrace | Ping
+    Add
+    | AbortRequests
+    | ReleaseLease
+    | KeepLeases
+    | HandOver
+    | ResetPrefixCache
+    | Shutdown
+    | DumpTrace
+    | Ping
 )
 
 

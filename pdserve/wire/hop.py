@@ -5,6 +5,7 @@
     proxy -> engine   INFO_PATH       GET `EngineReport`
                       RELEASE_PATH    POST `ReleaseRequest`: a lease that nobody will read
                       REACH_PATH      POST `ReachRequest`, answered by `ReachReport`
+                      MIGRATE_PATH    POST `MigrateRequest`: a stream ends with a handoff
                       OpenAI's paths  the client's body, with `KVTransferParams` under PARAMS
 
 A whole answer has what is the proxy's under PARAMS (`HandedOver`) and STAGES (`EngineStages`). A
@@ -29,6 +30,7 @@ REGISTER_PATH: Final = "/pdserve/register"
 RELEASE_PATH: Final = "/pdserve/release"
 INFO_PATH: Final = "/pdserve/info"
 REACH_PATH: Final = "/pdserve/reach"
+MIGRATE_PATH: Final = "/pdserve/migrate"
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 STAGES_HEADER: Final = "X-Pdserve-Stages"
@@ -78,6 +80,7 @@ class PdserveParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             before anything of this engine.
         on_load_failure: At D; a proxy that has other ways asks to be told.
         is_fallback: This engine serves in place of another one, within its budget for that.
+        may_move: Who asks goes on elsewhere if the stream ends with a handoff: see MIGRATE_PATH.
     """
 
     handoffs: list[str | None] | None = None
@@ -91,6 +94,7 @@ class PdserveParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     first_delivered: bool | None = None
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
     is_fallback: bool = False
+    may_move: bool = False
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -158,6 +162,18 @@ class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     nonce: str
 
 
+class MigrateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `POST /pdserve/migrate`: whose stream is to end with a handoff, if it can.
+
+    The answer says nothing of it: the stream does.
+
+    Attributes:
+        request_id: As in REQUEST_ID_HEADER.
+    """
+
+    request_id: str
+
+
 class ReachRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of `POST /pdserve/reach`: side channels of other engines."""
 
@@ -203,8 +219,13 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class Deregistration(msgspec.Struct, frozen=True):
-    """What an engine sends to `DELETE /pdserve/register`."""
+    """What an engine sends to `DELETE /pdserve/register`.
+
+    Attributes:
+        deadline_s: How long it goes on with what it has; None if it does not say.
+    """
 
     url: str
     role: str | None = None
     engine: EngineInfo | None = None
+    deadline_s: float | None = None

@@ -97,7 +97,7 @@ class PushTicket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A leased, finished prefill: everything D needs to go on where P stopped.
+    """A leased prefill, or a request that is moved: all that D needs to go on where it stopped.
 
     It travels through the proxy, sealed: whoever carries it can neither forge nor edit it.
 
@@ -111,12 +111,14 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         block_ids: P's blocks in token order.
         generations: How often each of them had been handed out when it was leased: a block
             that was handed out again since is another block.
-        num_tokens: Leading prompt tokens whose KV the blocks hold (all of the prompt).
+        num_tokens: Tokens whose KV the blocks hold: the prompt's, and all but the last of
+            `first_token_ids`.
         layout_digest: Digest of what the KV means (model, weights, dtype), not of how it is
             shared out; D compares it to its own.
         lease_s: Length of the lease; heartbeats renew it.
-        first_token_ids: Tokens P has sampled (one), which D starts from.
-        first_logprobs: Their logprobs, if the request asked for any.
+        first_token_ids: Tokens that were sampled, which D starts from: one, unless the request
+            is moved.
+        first_logprobs: The logprobs of one, if the request asked for any.
         prompt_digest: Digest of the prompt's token ids, so that a handoff can never be
             paired with another prompt.
         num_cached_tokens: Prompt tokens that P's prefix cache had.

@@ -218,7 +218,7 @@ class Dashboard:
         return EngineShown(
             url=backend.url,
             role=backend.role.value,
-            health=backend.health.value,
+            health="draining" if backend.is_draining else backend.health.value,
             reason=backend.reason,
             is_static=backend.is_static,
             is_refused=reading.is_refused,

@@ -125,4 +125,4 @@ def _ailing(backend: Backend) -> str:
     name = f"{backend.role.value} engine {backend.url.partition('://')[2]}"
     if backend.health is not Health.READY:
         return f"{name} is {backend.health.value.replace('_', ' ')}: {backend.reason}"
-    return f"{name} is ready, but what it was asked has failed: its breaker is open"
+    return f"{name} is ready, but {backend.absence}"

@@ -249,9 +249,18 @@ ROWS = (
     Row(
         "engine gets SIGTERM",
         "nothing",
-        "It is not ready any more, ends what it has within `--shutdown-timeout` and leaves; the "
-        "proxy sends others elsewhere.",
+        "It is not ready any more, and ends what it has within `--shutdown-timeout`, as it tells "
+        "its proxies. They send others elsewhere, and have what still runs shortly before that go "
+        "on at another engine.",
         ("test_an_engine_gets_sigterm",),
+    ),
+    Row(
+        "an engine is drained",
+        "nothing; of a stream that is moved a token is late",
+        "`pdserve drain`: the proxy sends it no more. What runs there may end; what still does "
+        "shortly before the deadline is taken away and goes on elsewhere: it is begun again there, "
+        "and what the client has is swallowed.",
+        ("test_an_engine_is_drained",),
     ),
     Row(
         "nobody listens at the store's URL",

@@ -15,7 +15,7 @@ import signal
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -242,6 +242,20 @@ class Stage:
         self._stopped.discard(name)
         for process in self.deployment.processes[name].family():
             process.send_signal(signal.SIGCONT)
+
+    def drain(self, name: str, deadline_s: float) -> dict[str, Any]:
+        """Leave an engine; return what became of what ran there."""
+        return self._order("POST", {"url": self.deployment.url(name), "deadline_s": deadline_s})
+
+    def send_again(self, name: str) -> None:
+        """Have requests sent to an engine that was drained."""
+        self._order("DELETE", {"url": self.deployment.url(name)})
+
+    def _order(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = httpx.request(method, f"{self.url}/drain", json=body, timeout=60, verify=False)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
 
     def start_again(self, name: str) -> None:
         """Start an engine that has ended, where it was."""

@@ -18,6 +18,7 @@ from tests.chaos.stage import (
     HANDSHAKE_S,
     LEASE_S,
     RECOVERY_S,
+    SLACK_S,
     TRANSFER_S,
 )
 from tests.chaos.streams import LATE, many, midway, wait_until
@@ -387,3 +388,24 @@ def test_an_engine_gets_sigterm(stage: Stage, name: str) -> None:
         alive=ENGINES - {name},
     )
     assert process.popen.wait(30) == 0
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+@pytest.mark.short_form("shared memory-push-decode")
+def test_an_engine_is_drained(stage: Stage, name: str) -> None:
+    """While streams run there that take longer than the deadline."""
+    streams, right = many(stage, 6, 400)
+    since, deadline_s = time.monotonic(), 0.3
+    report = stage.drain(name, deadline_s)
+    stage.settle(
+        "an engine is drained",
+        f"{name}, within {deadline_s:g} s",
+        streams,
+        right,
+        since_s=since,
+        bound_s=RECOVERY_S,
+        expect={"finished"},
+    )
+    assert report["seconds"] <= deadline_s + SLACK_S
+    assert report["num_moved"] or name == "prefill", LATE
+    stage.send_again(name)

@@ -19,6 +19,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.wire.codec import (
     AbortRequests,
     Add,
+    HandOver,
     KeepLeases,
     ReleaseLease,
     ToEngine,
@@ -96,6 +97,8 @@ class Pair:
                 scheduler.release_lease(nonce)
             case KeepLeases(nonces):
                 scheduler.keep_leases(nonces)
+            case HandOver(request_ids):
+                scheduler.hand_over(request_ids)
             case _:
                 pass
 
@@ -177,6 +180,9 @@ def frames(draw: st.DrawFn, pair: Pair) -> list[tuple[ToyEngine, bytes]]:
         if draw(st.integers(0, 3)) == 0:
             other = AbortRequests([request.request_id, RequestId("é"), request.request_id])
             sent.append((engines[name], msgspec.msgpack.encode(other)))
+        if draw(st.integers(0, 3)) == 0:
+            moved = HandOver([request.request_id, RequestId("é"), request.request_id])
+            sent.append((engines[name], msgspec.msgpack.encode(moved)))
         if request.handoff is not None and draw(st.booleans()):
             nonce = request.handoff.nonce
             said = draw(st.sampled_from([ReleaseLease(nonce), KeepLeases([nonce, "é", nonce])]))

@@ -24,7 +24,8 @@ from pdserve.http.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pdserve.wire.hop import Deregistration, Registration, ReleaseRequest
+from pdserve.wire.drain import DrainRequest
+from pdserve.wire.hop import Deregistration, MigrateRequest, Registration, ReleaseRequest
 from tests.fuzz.values import bent, fields_of, of
 from tests.http.served import Served
 
@@ -52,6 +53,9 @@ PATHS: Final[dict[str, tuple[type[msgspec.Struct], dict[str, Any]]]] = {
 HOP: Final[dict[tuple[str, str, str], type[msgspec.Struct]]] = {
     ("proxy", "POST", "/pdserve/register"): Registration,
     ("proxy", "DELETE", "/pdserve/register"): Deregistration,
+    ("proxy", "POST", "/drain"): DrainRequest,
+    ("proxy", "DELETE", "/drain"): DrainRequest,
+    ("engine", "POST", "/pdserve/migrate"): MigrateRequest,
     ("engine", "POST", "/pdserve/release"): ReleaseRequest,
 }
 HEADERS: Final = (
@@ -165,7 +169,7 @@ def requests(draw: st.DrawFn) -> tuple[str, str, str, bytes, dict[str, str]]:
     given = {"Content-Type": "application/json", **draw(headers)}
     if draw(st.integers(0, 9)) == 0:
         (who, method, path), kind = draw(st.sampled_from(sorted(HOP.items(), key=str)))
-        good = {"url": "http://127.0.0.1:9", "nonce": "x"}
+        good = {"url": "http://127.0.0.1:9", "nonce": "x", "request_id": "x"}
         return who, method, path, draw(bodies(kind, good)), given
     who = draw(st.sampled_from(("proxy", "engine")))
     path = draw(st.sampled_from(sorted(PATHS)))

@@ -68,7 +68,9 @@ async def test_credentials_are_for_origins_by_their_name(serve):
     assert await ask(url) == (200, expected)
 
 
-@pytest.mark.parametrize("path", ["/debug/requests", "/reset_prefix_cache", "/pdserve/release"])
+@pytest.mark.parametrize(
+    "path", ["/debug/requests", "/drain", "/reset_prefix_cache", "/pdserve/release"]
+)
 async def test_what_is_no_clients_is_given_to_no_page(serve, path):
     url = await serve()
     assert (await ask(url, path, method="GET"))[1] == {}

@@ -30,6 +30,13 @@ PROMPT_TOKENS = 7
 Hook = Callable[["Call", web.Request], Awaitable[web.StreamResponse | None]]
 
 
+def num_before(call: Call) -> int:
+    """Tokens that the client has of a stream before one that goes on with it."""
+    ours = call.params["pdserve"]
+    first = [0] if call.leg == "receive" else HANDOFFS.peek(ours["handoffs"][0]).first_token_ids
+    return len(first) if ours["first_delivered"] else 0
+
+
 def word(seed: int, position: int) -> str:
     return f" {WORDS[(seed * 7 + position * 3) % len(WORDS)]}{position}"
 
@@ -78,8 +85,10 @@ class ScriptedEngine:
         peers, release_peers: Connections that generation requests and releases came over.
         ahead_s: By how much its host's wall clock is ahead.
         kv_host: Where it says that KV is exchanged.
+        num_held: KV blocks that it says it holds, of 100.
         reaches: Such addresses of others that it can connect to; None of a release that is not
             asked for them.
+        gives_away: It ends streams with a handoff when it is asked to.
         kv_events: Where it says that it tells of its KV.
         eager: As the receiver of a push it does not wait for the prefill engine.
     """
@@ -119,6 +128,9 @@ class ScriptedEngine:
         self.release_peers: set[object] = set()
         self.requests: Counter[str] = Counter()
         self.load = {"num_running": 0, "num_waiting": 0, "num_receiving": 0}
+        self.num_held = 10
+        self.gives_away = True
+        self.given_away: set[str] = set()
         self.token_delay_s = 0.0
         self.kv_events: list[EventEndpoint] = []
         self.resets: list[web.Request] = []
@@ -147,6 +159,7 @@ class ScriptedEngine:
                 web.post("/v1/completions", self._generate),
                 web.post("/v1/chat/completions", self._generate),
                 web.post("/pdserve/release", self._release),
+                web.post("/pdserve/migrate", self._migrate),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
                 web.post("/reset_prefix_cache", self._reset_prefix_cache),
@@ -214,7 +227,8 @@ class ScriptedEngine:
 
     async def _info(self, request: web.Request) -> web.Response:
         self.requests["info"] += 1
-        stats = {**self.load, "num_blocks": 100, "blocks": {"free": 80, "cached": 10, "held": 10}}
+        blocks = {"free": 90 - self.num_held, "cached": 10, "held": self.num_held}
+        stats = {**self.load, "num_blocks": 100, "blocks": blocks}
         wall_s = time.time() + self.ahead_s
         return web.json_response({"engine": self.info(), "stats": stats, "wall_s": wall_s})
 
@@ -271,6 +285,14 @@ class ScriptedEngine:
         self.leased.discard(nonce)
         return web.json_response({})
 
+    async def _migrate(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        if self.secret:
+            Verifier(self.secret, accept_former=False).check(request, body)
+        if self.gives_away:
+            self.given_away.add(msgspec.json.decode(body)["request_id"])
+        return web.Response()
+
     # --- generation
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -298,8 +320,9 @@ class ScriptedEngine:
         seed = ours.get("seed", 0) if seed is None else seed
         return seed + self.seed_offset, ours.get("created", 0)
 
-    def handoff(self, call: Call) -> dict[str, Any]:
-        nonce = call.ticket.nonce if call.ticket else f"{self.engine_id}-{next(self._nonces)}"
+    def handoff(self, call: Call, num_tokens: int = 1) -> dict[str, Any]:
+        is_pushed = call.ticket and call.leg == "prefill"
+        nonce = call.ticket.nonce if is_pushed else f"{self.engine_id}-{next(self._nonces)}"
         self.leased.add(nonce)
         LEASES[nonce] = self
         pushed(nonce).set()
@@ -310,7 +333,8 @@ class ScriptedEngine:
             request_id=RequestId(call.headers["X-Request-Id"]),
             endpoints=[Endpoint(host="127.0.0.1", port=1)],
             block_ids=[],
-            num_tokens=PROMPT_TOKENS,
+            num_tokens=PROMPT_TOKENS + num_tokens - 1,
+            first_token_ids=list(range(num_tokens)),
             shape=self.shape(),
             layout_digest=self.layout_digest,
             lease_s=30.0,
@@ -365,7 +389,7 @@ class ScriptedEngine:
         start = 0
         if call.leg in ("decode", "receive"):
             response.headers.update(self.kv_headers)
-            start = int(call.params["pdserve"]["first_delivered"])
+            start = num_before(call)
             await self.read_lease(call)
         last = 0 if call.leg == "prefill" and self.finish_at_prefill else num_tokens - 1
         for position in range(start, last + 1):
@@ -379,6 +403,16 @@ class ScriptedEngine:
             await response.write(
                 self.chunk(call, word(seed, position), finish, first=position == 0)
             )
+            if call.headers["X-Request-Id"] in self.given_away and finish is None:
+                self.given_away.discard(call.headers["X-Request-Id"])
+                params = self.handoff(call, position + 1)
+                await response.write(
+                    sse({"pdserve_handoff": params})
+                    + sse({"pdserve_stages": {"first_step_s": 0.0001, **self.stages}})
+                    + b"data: [DONE]\n\n"
+                )
+                self.ended["moved"] += 1
+                return response
         if (call.body.get("stream_options") or {}).get("include_usage"):
             await response.write(sse({"choices": [], "usage": usage(last + 1)}))
         await response.write(sse({"pdserve_stages": {"first_step_s": 0.0001, **self.stages}}))

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.proxy import delivery as proxy_delivery
+from pdserve.proxy.errors import WorkerError
 from tests.proxy.conftest import until
 from tests.proxy.hooks import (
     DONE,
@@ -193,7 +194,7 @@ async def test_an_engine_found_dead_in_the_moment_its_client_leaves_changes_noth
     leg = stack.proxy._http.leg(f"{decode.url}/v1/completions", b"{}", {"X-Request-Id": "x"})
     opening = asyncio.create_task(leg.open())
     await until(lambda: len(decode.calls) == 1)
-    leg.lose()
+    leg.lose(WorkerError("it was found dead", reason="lost"))
     opening.cancel()
     await asyncio.wait({opening})
     assert opening.cancelled()

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.observe.clock import ManualClock
-from pdserve.proxy.story import Gaps, Mode, Stage, Story
+from pdserve.proxy.gaps import Gaps
+from pdserve.proxy.story import Mode, Stage, Story
 from pdserve.wire.hop import EngineStages
 from pdserve.wire.transfer import KVMode
 

@@ -258,7 +258,7 @@ async def test_an_engine_registers_renews_and_leaves(text):
         )
         await registered.start()
         await until(lambda: len(proxy.calls) >= 3)
-        await registered.stop()
+        await registered.stop(deadline_s=1.0)
     *renewals, (method, left) = proxy.calls
     assert {method for method, _ in renewals} == {"POST"}
     first = renewals[0][1]
@@ -368,7 +368,7 @@ async def test_an_engine_that_is_refused_later_is_not_ready_any_more(text, monke
         status, told = await server.get("/readyz")
         assert (status, "another secret" in told) == (503, True)
         assert (await server.post("/v1/completions", {"prompt": "The"}))[0] == 200
-        await service.registration.stop()
+        await service.registration.stop(deadline_s=1.0)
 
 
 @pytest.mark.parametrize("status", [None, 500, 503, 429])
@@ -384,7 +384,7 @@ async def test_a_proxy_that_gives_no_verdict_keeps_no_engine_from_being_ready(te
         await registered.start()
         await until(lambda: registered.is_settled)
         assert registered.refusal is None
-        await registered.stop()
+        await registered.stop(deadline_s=1.0)
 
 
 async def test_a_refusal_is_logged_again_and_again_but_not_each_time(text, monkeypatch, caplog):
@@ -396,7 +396,7 @@ async def test_a_refusal_is_logged_again_and_again_but_not_each_time(text, monke
         registered = Registrar([url], url="http://me", info=make_engine(text).info, secret="")
         await registered.start()
         await until(lambda: caplog.text.count("weights differ") == 3)
-        await registered.stop()
+        await registered.stop(deadline_s=1.0)
     lines = [each for each in caplog.records if "weights differ" in each.getMessage()]
     assert {each.levelname for each in lines} == {"WARNING"}
     assert len(proxy.calls) > 2 * len(lines)

@@ -13,7 +13,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from tests.sim.scenario import Scenario, draw, with_brain, with_drafts, with_grammars, with_store
+from tests.sim.scenario import (
+    Scenario,
+    draw,
+    with_brain,
+    with_drafts,
+    with_grammars,
+    with_moves,
+    with_restarts,
+    with_store,
+)
 from tests.sim.world import Broken, Result, World
 
 
@@ -115,6 +124,8 @@ def main() -> int:
     parser.add_argument("--drafts", action="store_true", help="with engines that draft")
     parser.add_argument("--grammars", action="store_true", help="with outputs that are bound")
     parser.add_argument("--brain", action="store_true", help="with pairs chosen by predictions")
+    parser.add_argument("--restarts", action="store_true", help="with engines that are drained")
+    parser.add_argument("--moves", action="store_true", help="with streams that are moved")
     parser.add_argument(
         "--cover", action="store_true", help="and of connectors/transfer, the lines"
     )
@@ -123,6 +134,7 @@ def main() -> int:
         return cover([each for each in sys.argv[1:] if each != "--cover"])
     changes = [with_store] * args.store + [with_drafts] * args.drafts
     changes += [with_grammars] * args.grammars + [with_brain] * args.brain
+    changes += [with_restarts] * args.restarts + [with_moves] * args.moves
 
     def change(scenario: Scenario) -> Scenario:
         for each in changes:

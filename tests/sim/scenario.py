@@ -41,6 +41,15 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
     down_s: float
 
 
+class Restart(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine is drained, killed and, a little later, started again."""
+
+    at_s: float
+    engine: str
+    deadline_s: float
+    down_s: float
+
+
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """Two engines cannot reach one another for a while."""
 
@@ -91,6 +100,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     piece_bytes: int
     store: StoreSpec | None = None
     split_policy: str = "always"
+    restarts: tuple[Restart, ...] = ()
 
 
 _PREFIXES = ([], [1] * 8, [2] * 8, [1] * 16, [1, 2, 3, 4, 5] * 5)
@@ -249,6 +259,61 @@ def with_grammars(scenario: Scenario) -> Scenario:
 def with_brain(scenario: Scenario) -> Scenario:
     """The same with a proxy that chooses pairs of engines by what it predicts."""
     return msgspec.structs.replace(scenario, split_policy="predicted")
+
+
+def with_restarts(scenario: Scenario) -> Scenario:
+    """The same with engines that are restarted in turn, each after it was drained."""
+    rng = random.Random(scenario.seed)
+    names = [engine.name for engine in scenario.engines]
+    rng.shuffle(names)
+    restarts, at_s = [], rng.uniform(0.0, 0.1)
+    for name in names:
+        deadline_s, down_s = rng.choice((0.0, 0.02, 0.1, 0.5)), rng.choice((0.02, 0.3))
+        restarts.append(Restart(at_s=at_s, engine=name, deadline_s=deadline_s, down_s=down_s))
+        at_s += deadline_s + down_s + 0.3
+    return msgspec.structs.replace(scenario, restarts=tuple(restarts))
+
+
+def with_moves(scenario: Scenario) -> Scenario:
+    """The same with decode engines that are drained in turn, some killed while streams move."""
+    rng = random.Random(scenario.seed)
+    decodes = [engine for engine in scenario.engines if engine.role is Role.DECODE]
+    if len(decodes) == 1:
+        decodes.append(msgspec.structs.replace(decodes[0], name="d1"))
+    engines = [e for e in scenario.engines if e.role is not Role.DECODE] + decodes
+    lives = [
+        msgspec.structs.replace(life, max_tokens=rng.choice((20, 26)), ignore_eos=True)
+        for life in scenario.lives
+    ]
+    restarts, deaths, at_s = [], [], rng.uniform(0.0, 0.05)
+    for turn in range(4):
+        name = decodes[turn % 2].name
+        deadline_s = rng.choice((0.04, 0.1, 0.3))
+        restarts.append(Restart(at_s=at_s, engine=name, deadline_s=deadline_s, down_s=0.02))
+        if rng.random() < 0.5:
+            moves_s = at_s + deadline_s / 2
+            killed = rng.choice(decodes).name
+            death = Death(at_s=moves_s + rng.uniform(0.0, 0.015), engine=killed, down_s=0.1)
+            deaths.append(death)
+        at_s += deadline_s + 0.15
+    return msgspec.structs.replace(
+        scenario,
+        engines=engines,
+        lives=lives,
+        restarts=tuple(restarts),
+        deaths=sorted([*scenario.deaths, *deaths], key=lambda death: death.at_s),
+    )
+
+
+def without_trouble(scenario: Scenario) -> Scenario:
+    """The same, but nothing fails."""
+    return msgspec.structs.replace(
+        scenario,
+        deaths=[],
+        cuts=[],
+        rates=dict.fromkeys(scenario.rates, 0.0),
+        replayed_handoffs=0.0,
+    )
 
 
 def impatient(scenario: Scenario) -> Scenario:

@@ -15,7 +15,16 @@ from pdserve.observe.clock import ManualClock
 from pdserve.proxy.brain.question import REASONS
 from tests.sim import virtual_time
 from tests.sim.__main__ import Summary, simulate
-from tests.sim.scenario import draw, with_brain, with_drafts, with_grammars, with_store
+from tests.sim.scenario import (
+    draw,
+    with_brain,
+    with_drafts,
+    with_grammars,
+    with_moves,
+    with_restarts,
+    with_store,
+    without_trouble,
+)
 from tests.sim.seeds import FAILED_ONCE, FAILED_ONCE_WITH_STORE
 from tests.sim.world import World, run_seed
 
@@ -103,6 +112,38 @@ def test_the_same_holds_where_pairs_of_engines_are_chosen_by_predictions() -> No
     assert summary.outcomes["ok"] > num_lives * 0.7
     chosen = {name for name, number in summary.rungs.items() if number}
     assert chosen & {f"disagg_decisions (local, {reason})" for reason in REASONS}
+
+
+@pytest.mark.slow
+def test_engines_that_are_drained_and_restarted_in_turn_cost_no_request() -> None:
+    num_lives = 200
+    summary = simulate(
+        num_lives,
+        seed=FIRST_SEED,
+        max_failing=1,
+        change=lambda scenario: without_trouble(with_restarts(scenario)),
+    )
+    assert not summary.failing
+    assert set(summary.outcomes) <= {"ok", "left"}
+    assert summary.reached["drained"] >= 20
+    assert summary.reached["drained: moved"]
+    assert summary.reached["drained: finished"]
+
+
+@pytest.mark.slow
+def test_streams_that_move_with_their_kv_are_whole_wherever_an_engine_dies_meanwhile() -> None:
+    summary = simulate(150, seed=FIRST_SEED, max_failing=1, change=with_moves)
+    assert not summary.failing
+    assert summary.rungs["migrations (drain, moved)"] >= 10
+    assert summary.rungs["migrations (drain, failed)"]
+    assert summary.rungs["migrations (drain, replayed)"]
+
+
+@pytest.mark.slow
+def test_the_same_holds_where_engines_are_drained_amid_faults() -> None:
+    summary = simulate(150, seed=FIRST_SEED, max_failing=1, change=with_restarts)
+    assert not summary.failing
+    assert summary.reached["drained: moved"]
 
 
 @pytest.mark.slow

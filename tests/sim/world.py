@@ -29,6 +29,7 @@ from pdserve.executor.toy import TOY_EOS, WrongKVError, expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.app import Proxy
 from pdserve.server.sampling import choice_seed
+from pdserve.wire.drain import PATH, DrainReport, DrainRequest
 from pdserve.wire.sampling import SamplingParams
 from tests.sim import virtual_time
 from tests.sim.engine import SECRET, SimEngine
@@ -43,15 +44,17 @@ if TYPE_CHECKING:
     from pdserve.wire.request import GenerateRequest
     from pdserve.wire.transfer import ConnectorReport, KVHandoff
     from tests.sim.engine import EngineSpec
-    from tests.sim.scenario import Cut, Death, LifeSpec, Slowness, StoreSpec
+    from tests.sim.scenario import Cut, Death, LifeSpec, Restart, Slowness, StoreSpec
 
 T = TypeVar("T")
 
 PROXY = "http://proxy:80"
+OPERATOR = "the operator's key"
 REQUEST_TIMEOUT_S = 20.0
 _REUSE_FAULTS = {"block_reused", "block_reused_under_write", "block_reused_under_load"}
 PATIENCE_S = REQUEST_TIMEOUT_S + 2.0
 SETTLE_S = 40.0
+DRAIN_SLACK_S = 0.01
 
 
 class Broken(enum.Enum):
@@ -122,6 +125,7 @@ class World:
             prefill=tuple(e.url for e in scenario.engines if e.role is Role.PREFILL),
             decode=tuple(e.url for e in scenario.engines if e.role is Role.DECODE),
             secret=SECRET,
+            operator_keys=(OPERATOR,),
             request_timeout_s=REQUEST_TIMEOUT_S,
             queue_timeout_s=REQUEST_TIMEOUT_S,
             health_check_interval_s=0.25,
@@ -221,6 +225,7 @@ class World:
             asyncio.create_task(each)
             for each in (
                 *(self._death(death) for death in scenario.deaths),
+                *(self._restart(restart) for restart in scenario.restarts),
                 *(self._cut(cut) for cut in scenario.cuts),
                 *(self._slowness(slowness) for slowness in scenario.slownesses),
             )
@@ -270,6 +275,36 @@ class World:
         self._former.append(engine)
         await asyncio.sleep(death.down_s)
         self._start(engine.spec)
+
+    async def _restart(self, restart: Restart) -> None:
+        await asyncio.sleep(restart.at_s)
+        engine = self.engines[restart.engine]
+        if engine.is_over:
+            return
+        asked_s = self.clock.monotonic_s()
+        report = await self._drain(engine.spec.url, restart.deadline_s)
+        took_s = self.clock.monotonic_s() - asked_s
+        if took_s > restart.deadline_s + DRAIN_SLACK_S:
+            said = f"{engine.spec.name} is drained after {took_s} s of {restart.deadline_s}"
+            self.result.violations.append((Broken.NO_END, said))
+        self.result.reached["drained"] += 1
+        self.result.reached["drained: moved"] += report.num_moved
+        self.result.reached["drained: finished"] += report.num_finished
+        if engine.is_over:
+            return
+        engine.die()
+        self._former.append(engine)
+        await asyncio.sleep(restart.down_s)
+        self._start(engine.spec)
+
+    async def _drain(self, url: str, deadline_s: float) -> DrainReport:
+        response: Response = await self.net.session().post(
+            PROXY + PATH,
+            data=msgspec.json.encode(DrainRequest(url, deadline_s)),
+            headers={"Content-Type": "application/json", "Authorization": f"Bearer {OPERATOR}"},
+        )
+        assert response.status == 200
+        return msgspec.json.decode(await response.read(), type=DrainReport)
 
     def _note_death(self, engine: SimEngine) -> None:
         reached = self.result.reached
@@ -426,7 +461,8 @@ class World:
 
     def _count_proxy(self) -> None:
         metrics = self.proxy.metrics
-        for series in (metrics.decisions, metrics.retries, metrics.leg_failures):
+        series_of = metrics.decisions, metrics.retries, metrics.leg_failures, metrics.migrations
+        for series in series_of:
             for sample in next(iter(series.collect())).samples:
                 if sample.name.endswith("_total") and sample.value:
                     labels = ", ".join(sample.labels.values())

@@ -24,7 +24,7 @@ from pdserve.executor.toy import expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
-from pdserve.wire.transfer import PushTicket
+from pdserve.wire.transfer import KVHandoff, PushTicket
 from tests.stateful.reaching import run_until_reached
 from tests.toy import ToyEngine, sampling
 
@@ -201,6 +201,30 @@ class PairMachine(RuleBasedStateMachine):
         if self.decode.scheduler.stats().blocks["quarantined"]:
             self.reached["left while KV was on its way"] += 1
 
+    @precondition(lambda self: self.by_decode)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """What is decoded is to go on at the prefill engine, wherever it stands; perhaps twice."""
+        request_id = data.draw(st.sampled_from(sorted(self.by_decode)))
+        self.decode.scheduler.hand_over([request_id, RequestId("unknown"), request_id])
+
+    def _go_on(self, life: Life, handoff: KVHandoff) -> None:
+        copy = Life(life.prompt, life.params)
+        copy.prefill_id = self._new_id()
+        self.lives.append(copy)
+        self.by_prefill[copy.prefill_id] = copy
+        assert handoff.first_token_ids == life.out
+        self.reached["moved"] += len(life.out) > 1
+        self.prefill.scheduler.add(
+            GenerateRequest(
+                request_id=copy.prefill_id,
+                prompt_token_ids=life.prompt,
+                sampling=life.params,
+                arrival_s=self.clock.wall_s(),
+                handoff=handoff,
+            )
+        )
+
     @precondition(lambda self: self.num_ids >= 6)
     @rule()
     def prefill_restarts(self) -> None:
@@ -267,7 +291,10 @@ class PairMachine(RuleBasedStateMachine):
             life.out += output.new_token_ids
             assert life.out == life.expected[: len(life.out)]
             if output.finish_reason is not None:
-                assert life.out == life.expected
+                if output.handoff is not None:
+                    self._go_on(life, output.handoff)
+                else:
+                    assert life.out == life.expected
                 life.is_over = True
                 del self.by_decode[output.request_id]
 
@@ -309,6 +336,7 @@ SITUATIONS = (
     "left while it was pushed",
     "expired",
     "late",
+    "moved",
 )
 
 

@@ -1,0 +1,110 @@
+"""`pdserve drain`: leave engines in bounded time, so that they can be ended or changed.
+
+Asks every proxy before them at once; the work is the proxies'.
+"""
+
+from __future__ import annotations
+
+import itertools
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
+from pdserve.config.drain import DrainConfig
+from pdserve.config.load import build
+from pdserve.errors import ConfigError, PeerError
+from pdserve.http.replies import ErrorAnswer
+from pdserve.wire.drain import PATH, DrainReport, DrainRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.config.load import Resolved, Table
+
+_SLACK_S = 10.0
+"""How long a proxy may take for what is no draining."""
+
+
+def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
+    """Run `pdserve drain`.
+
+    Raises:
+        ConfigError: No engine is named, a proxy does not know one, or wants another key.
+        PeerError: A proxy cannot be reached, or does not answer like one.
+    """
+    config = build("drain", DrainConfig, table, resolved)
+    if not config.engines:
+        raise ConfigError("no engine is named: pdserve drain URL", param="engines")
+    pairs = list(itertools.product(config.proxies, config.engines))
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        asked = [pool.submit(ask, config, proxy, engine) for proxy, engine in pairs]
+    answers = [each.result() for each in asked]
+    if config.is_resumed:
+        print("\n".join(f"{url} is sent requests again" for url in config.engines))
+        return EXIT_DONE
+    reports = [_report(proxy, answer) for (proxy, _), answer in zip(pairs, answers, strict=True)]
+    for (proxy, _), report in zip(pairs, reports, strict=True):
+        print(told(report, proxy if len(config.proxies) > 1 else ""))
+    return EXIT_DONE if all(report.is_empty for report in reports) else EXIT_FAILED
+
+
+def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
+    """Have one proxy leave one engine, or come back to it; return its answer.
+
+    Raises:
+        ConfigError, PeerError: As of `run`.
+    """
+    url = proxy.rstrip("/") + PATH
+    body = msgspec.json.encode(DrainRequest(engine, config.deadline_s))
+    method = "DELETE" if config.is_resumed else "POST"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method=method)
+    if config.api_keys:
+        request.add_header("Authorization", f"Bearer {config.api_keys[0]}")
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=config.deadline_s + _SLACK_S) as response:
+            return bytes(response.read())
+    except urllib.error.HTTPError as error:
+        message = _message(error.read()) or f"status {error.code}"
+        if error.code in {401, 403}:
+            raise ConfigError(
+                f"{proxy} wants a key: {message}; give it with --api-key, or as PDSERVE_API_KEY",
+                param="api-key",
+            ) from error
+        if error.code == 404:
+            raise ConfigError(f"{proxy}: {message}", param="engines") from error
+        raise PeerError(f"{url}: {message}") from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise PeerError(
+            f"{proxy} cannot be reached: {reason}; give the proxy's base URL with --proxy"
+        ) from error
+
+
+def told(report: DrainReport, proxy: str) -> str:
+    """One line: whether the engine is empty, and what became of its requests."""
+    state = "is empty" if report.is_empty else "still holds something"
+    of = f" of {proxy}" if proxy else ""
+    return (
+        f"{report.url} {state} after {report.seconds:.1f} s: of the requests{of} that ran there "
+        f"{report.num_finished} ended and {report.num_moved} went on elsewhere"
+    )
+
+
+def _report(proxy: str, answer: bytes) -> DrainReport:
+    try:
+        return msgspec.json.decode(answer, type=DrainReport)
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"{proxy}: the answer is no proxy's of pdserve: {error}") from error
+
+
+def _message(body: bytes) -> str:
+    """Return what an error object says; empty if it is none."""
+    try:
+        return msgspec.json.decode(body, type=ErrorAnswer).error.message
+    except msgspec.MsgspecError:
+        return ""

@@ -1,0 +1,71 @@
+"""What `pdserve drain` may be told: one frozen struct, and its flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+import msgspec
+
+from pdserve.config.checks import require, require_keys, require_url
+from pdserve.config.load import Table
+from pdserve.config.setting import declare
+from pdserve.wire.drain import DEADLINE_S, MAX_DEADLINE_S
+
+
+class DrainConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engines are left, and by when.
+
+    Attributes:
+        engines: Base URLs, as the proxies know them.
+        proxies: Base URLs of all proxies before them.
+        deadline_s: What still runs then goes on elsewhere.
+        is_resumed: Requests are sent there again instead.
+        api_keys: The first is sent.
+    """
+
+    engines: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    deadline_s: float = DEADLINE_S
+    is_resumed: bool = False
+    api_keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for url in self.engines:
+            require_url(url, "engines")
+        for url in self.proxies:
+            require_url(url, "proxy")
+        require(bool(self.proxies), "proxy", self.proxies, "name the proxies before the engines")
+        require(
+            0 <= self.deadline_s <= MAX_DEADLINE_S,
+            "deadline",
+            self.deadline_s,
+            f"use seconds from 0 to {MAX_DEADLINE_S:g}",
+        )
+        require_keys("api-key", self.api_keys)
+
+
+# fmt: off
+DRAIN_SETTINGS: Final = declare(
+    "drain",
+    DrainConfig,
+    "drain",
+    (
+        ("engines", "engines", "URL", "engines to leave, as their proxies know them"),
+        ("proxy", "proxies", "URL", "every proxy before them"),
+        ("deadline", "deadline_s", "SECONDS", "what still runs there then goes on at others"),
+        ("resume", "is_resumed", "", "have requests sent there again"),
+        ("api-key", "api_keys", "KEY", "an operator's (rather as PDSERVE_API_KEY)"),
+    ),
+)
+# fmt: on
+
+
+def drain_table() -> Table:
+    """The settings of `pdserve drain`; its engines stand behind it without a flag."""
+    return Table(
+        tuple(
+            dataclasses.replace(setting, hidden=True) if setting.flag == "engines" else setting
+            for setting in DRAIN_SETTINGS
+        )
+    )

@@ -1,0 +1,110 @@
+"""`pdserve drain`: which proxies are asked, and what is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.cli import main
+from tests.cli.process import free_ports
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ENGINE = "http://127.0.0.1:8200"
+
+
+@contextmanager
+def proxy(status: int = 200, **answer: Any) -> Iterator[tuple[str, list[tuple[str, dict]]]]:
+    """Yield the URL of one that answers so, and what it was asked."""
+    asked: list[tuple[str, dict]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((f"{self.command} {self.path}", json.loads(body)))
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_DELETE = _answer  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def report(*, is_empty: bool = True) -> dict[str, Any]:
+    return {
+        "url": ENGINE, "is_empty": is_empty, "seconds": 2.14, "num_finished": 3, "num_moved": 1,
+    }  # fmt: skip
+
+
+def test_every_proxy_is_asked_and_what_became_of_the_requests_is_told(capsys):
+    with proxy(**report()) as (one, asked_one), proxy(**report()) as (other, asked_other):
+        assert main(["drain", ENGINE, "--proxy", one, other, "--deadline", "7"]) == 0
+    assert asked_one == asked_other == [("POST /drain", {"url": ENGINE, "deadline_s": 7.0})]
+    lines = capsys.readouterr().out.splitlines()
+    told = "that ran there 3 ended and 1 went on elsewhere"
+    assert lines == [
+        f"{ENGINE} is empty after 2.1 s: of the requests of {url} {told}" for url in (one, other)
+    ]
+
+
+def test_an_engine_that_is_not_empty_is_no_success(capsys):
+    with proxy(**report(is_empty=False)) as (url, _):
+        assert main(["drain", ENGINE, "--proxy", url]) == 1
+    assert "still holds something after 2.1 s" in capsys.readouterr().out
+
+
+def test_requests_are_sent_there_again(capsys):
+    with proxy() as (url, asked):
+        assert main(["drain", ENGINE, "--proxy", url, "--resume"]) == 0
+    assert asked[0][0] == "DELETE /drain"
+    assert capsys.readouterr().out == f"{ENGINE} is sent requests again\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "told"),
+    [(404, 3, "no such engine"), (401, 3, "--api-key"), (500, 4, "no such engine")],
+)
+def test_what_a_proxy_refuses_is_told(capsys, status, code, told):
+    error = {"message": "no such engine", "type": "t", "param": None, "code": "c"}
+    with proxy(status, error=error) as (url, _):
+        assert main(["drain", ENGINE, "--proxy", url]) == code
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ((), 3, "no engine is named"),
+        (("8200",), 3, "'8200'"),
+        ((ENGINE, "--deadline", "-1"), 3, "--deadline"),
+    ],
+)
+def test_what_cannot_be_asked_is_told_before_anybody_is(capsys, words, code, told):
+    assert main(["drain", *words]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_nobody_at_the_url_is_told_with_what_to_give(capsys):
+    (port,) = free_ports(1)
+    assert main(["drain", ENGINE, "--proxy", f"http://127.0.0.1:{port}"]) == 4
+    assert "--proxy" in capsys.readouterr().err

@@ -1,0 +1,329 @@
+"""Engines that are left: what runs there ends there, or goes on elsewhere, within the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from pdserve.wire.transfer import HANDOFFS
+from tests.proxy.conftest import until
+from tests.proxy.hooks import answers, ask, decodes, drops, hangs, kv_failed, legs, prefills
+from tests.proxy.scripted import ScriptedEngine, text_in, text_of
+from tests.proxy.test_registration import is_ready, register, send
+
+
+async def drain(stack, engine: ScriptedEngine, deadline_s: float = 5.0) -> dict:
+    body = {"url": engine.url, "deadline_s": deadline_s}
+    async with stack.client.post(f"{stack.url}/drain", json=body) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+async def resume(stack, engine: ScriptedEngine) -> None:
+    async with stack.client.delete(f"{stack.url}/drain", json={"url": engine.url}) as response:
+        assert response.status == 200
+
+
+def free(*engines: ScriptedEngine) -> None:
+    """They hold no KV, as far as they say."""
+    for engine in engines:
+        engine.num_held = 0
+
+
+async def test_what_runs_at_an_engine_ends_there_and_nothing_more_is_sent_to_it(make_stack):
+    leaving, staying = decodes(2)
+    free(leaving)
+    leaving.gate.clear()
+    stack = await make_stack([], [leaving, staying], decode_policy="round_robin")
+    stream = asyncio.create_task(stack.stream())
+    await until(lambda: len(leaving.calls) == 1)
+    draining = asyncio.create_task(drain(stack, leaving))
+    await until(lambda: not is_ready(stack, leaving))
+    others = await asyncio.gather(*(ask(stack, stream=False) for _ in range(4)))
+    assert others == [text_of(3, 4)] * 4
+    assert not draining.done()
+    leaving.gate.set()
+    assert text_in(await stream) == text_of(3, 4)
+    report = await draining
+    assert (report["is_empty"], report["num_finished"], report["num_moved"]) == (True, 1, 0)
+    assert report["seconds"] < 4
+    assert (len(leaving.calls), len(staying.calls)) == (1, 4)
+    metrics = await stack.metrics()
+    assert metrics['pdserve_drains_total{outcome="empty"}'] == 1
+    assert metrics['pdserve_backends{role="decode",state="draining"}'] == 1
+    assert metrics['pdserve_migrations_total{outcome="replayed",why="drain"}'] == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("way", ["local", "pull", "push"])
+async def test_what_still_runs_shortly_before_the_deadline_goes_on_elsewhere(
+    make_stack, way, stream
+):
+    """With the same text, and where no retry is allowed."""
+    leaving, staying = decodes(2, can_push=True)
+    free(leaving)
+    if stream:
+        leaving.gate.clear()
+    else:
+        leaving.hook = hangs()
+    engines = [] if way == "local" else prefills(can_push=True)
+    mode = {"kv_mode": way} if engines else {}
+    stack = await make_stack(engines, [leaving, staying], retry_max_retries=0, **mode)
+    staying.ready = False
+    await until(lambda: not is_ready(stack, staying))
+    answer = asyncio.create_task(ask(stack, stream=stream, max_tokens=8))
+    await until(lambda: len(leaving.calls) == 1)
+    staying.ready = True
+    await until(lambda: is_ready(stack, staying))
+    report = await drain(stack, leaving, deadline_s=0.3)
+    assert await answer == text_of(3, 8)
+    assert (report["num_finished"], report["num_moved"]) == (0, 1)
+    assert report["seconds"] < 2.0
+    assert legs([staying]) == ["local"]
+    metrics = await stack.metrics()
+    assert metrics['pdserve_migrations_total{outcome="replayed",why="drain"}'] == 1
+    assert metrics['pdserve_backends{role="decode",state="breaker_open"}'] == 0
+    failures = [v for k, v in metrics.items() if k.startswith("pdserve_leg_failures_total")]
+    assert sum(failures) == 0
+
+
+@pytest.mark.parametrize("can_push", [False, True])
+async def test_prompts_that_wait_at_a_prefill_engine_go_to_another_one(make_stack, can_push):
+    leaving, staying = prefills(2, can_push=can_push)
+    free(leaving)
+    leaving.gate.clear()
+    stack = await make_stack(
+        [leaving, staying],
+        decodes(can_push=can_push),
+        prefill_policy="round_robin",
+        retry_max_retries=0,
+    )
+    answer = asyncio.create_task(ask(stack, stream=True))
+    await until(lambda: len(leaving.calls) == 1)
+    report = await drain(stack, leaving, deadline_s=0.2)
+    assert await answer == text_of(3, 4)
+    assert report["num_moved"] == 1
+    assert legs([leaving, staying]) == ["prefill", "prefill"]
+
+
+async def test_a_prefill_engine_is_empty_only_when_its_kv_was_read(make_stack):
+    (prefill,), (decode,) = prefills(), decodes()
+    stack = await make_stack([prefill], [decode])
+    report = await drain(stack, prefill, deadline_s=0.3)
+    assert (report["is_empty"], report["num_moved"]) == (False, 0)
+    assert 0.3 <= report["seconds"] < 1.0
+    draining = asyncio.create_task(drain(stack, prefill))
+    await asyncio.sleep(0.05)
+    free(prefill)
+    report = await draining
+    assert (report["is_empty"], report["seconds"] < 2.0) == (True, True)
+
+
+async def test_an_engine_is_sent_requests_again_once_it_is_resumed(make_stack):
+    (engine,) = decodes()
+    free(engine)
+    stack = await make_stack([], [engine])
+    assert (await drain(stack, engine))["is_empty"]
+    answer = asyncio.create_task(ask(stack, stream=False))
+    await asyncio.sleep(0.1)
+    assert engine.calls == []
+    await resume(stack, engine)
+    assert await answer == text_of(3, 4)
+    assert (await stack.metrics())['pdserve_drains_total{outcome="resumed"}'] == 1
+
+
+async def test_a_drain_ends_when_its_engine_is_resumed(make_stack):
+    (engine,) = decodes()
+    engine.gate.clear()
+    stack = await make_stack([], [engine])
+    answer = asyncio.create_task(ask(stack, stream=True))
+    await until(lambda: len(engine.calls) == 1)
+    draining = asyncio.create_task(drain(stack, engine))
+    await until(lambda: not is_ready(stack, engine))
+    await resume(stack, engine)
+    assert not (await draining)["is_empty"]
+    engine.gate.set()
+    assert await answer == text_of(3, 4)
+    assert legs([engine]) == ["local"]
+
+
+async def test_an_engine_that_was_restarted_is_drained_no_more(make_stack):
+    (engine,) = decodes()
+    free(engine)
+    stack = await make_stack([], [engine])
+    await drain(stack, engine)
+    engine.incarnation = "life-2"
+    await until(lambda: is_ready(stack, engine))
+    assert await ask(stack, stream=False) == text_of(3, 4)
+
+
+async def test_a_drain_goes_on_when_who_asked_for_it_leaves(make_stack):
+    (engine,) = decodes()
+    engine.gate.clear()
+    stack = await make_stack([], [engine, *decodes()])
+    answer = asyncio.create_task(ask(stack, stream=True))
+    await until(lambda: len(engine.calls) == 1)
+    asking = asyncio.create_task(drain(stack, engine, deadline_s=0.3))
+    await until(lambda: not is_ready(stack, engine))
+    asking.cancel()
+    assert await answer == text_of(3, 4)
+    assert legs([engine]) == ["local"]
+
+
+async def test_what_an_engine_has_that_gets_sigterm_goes_on_elsewhere_before_it_ends(
+    make_stack, started
+):
+    stack = await make_stack(retry_max_retries=0)
+    leaving, staying = [await started("decode") for _ in range(2)]
+    leaving.gate.clear()
+    await register(stack, leaving)
+    await until(lambda: is_ready(stack, leaving))
+    answer = asyncio.create_task(ask(stack, stream=True))
+    await until(lambda: len(leaving.calls) == 1)
+    await register(stack, staying)
+    await until(lambda: is_ready(stack, staying))
+    begun_s = time.monotonic()
+    assert (await send(stack, "DELETE", {"url": leaving.url, "deadline_s": 0.3}))[0] == 200
+    assert await answer == text_of(3, 4)
+    assert time.monotonic() - begun_s < 5.0
+    assert legs([leaving, staying]) == ["local", "local"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (b'{"url": "http://127.0.0.1:9"}', 404, "no engine is known at 'http://127.0.0.1:9'"),
+        (b'{"url": "x", "deadline_s": -1}', 400, "deadline_s"),
+        (b'{"url": "x", "deadline_s": 1e9}', 400, "deadline_s"),
+        (b"{}", 400, "url"),
+        (b"\xff", 400, "names no engine to drain"),
+    ],
+)
+async def test_what_cannot_be_drained_is_told(make_stack, body, status, told):
+    stack = await make_stack([], decodes())
+    for method in ("POST", "DELETE"):
+        async with stack.client.request(method, f"{stack.url}/drain", data=body) as response:
+            assert response.status == status
+            error = msgspec.json.decode(await response.read())["error"]
+            assert told in error["message"]
+
+
+def slow(*engines: ScriptedEngine) -> None:
+    """Their streams take a while."""
+    for engine in engines:
+        engine.token_delay_s = 0.02
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("way", "path"),
+    [("local", COMPLETIONS), ("pull", COMPLETIONS), ("push", COMPLETIONS), ("push", CHAT)],
+)
+async def test_streams_are_moved_with_their_kv_in_the_second_half_of_the_time(
+    make_stack, way, path
+):
+    leaving, staying = decodes(2, can_push=True)
+    free(leaving)
+    slow(leaving)
+    engines = [] if way == "local" else prefills(can_push=True)
+    mode = {"kv_mode": way} if engines else {}
+    stack = await make_stack(engines, [leaving, staying], retry_max_retries=0, **mode)
+    staying.ready = False
+    await until(lambda: not is_ready(stack, staying))
+    body = {"max_tokens": 90, "prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}
+    answer = asyncio.create_task(stack.stream(body, path))
+    await until(lambda: len(leaving.calls) == 1)
+    staying.ready = True
+    await until(lambda: is_ready(stack, staying))
+    report = await drain(stack, leaving, deadline_s=1.2)
+    stream = await answer
+    assert text_in(stream) == text_of(3, 90)
+    assert stream.count(b"[DONE]") == 1
+    assert b"pdserve" not in stream
+    assert (report["is_empty"], report["num_moved"]) == (True, 1)
+    assert legs([staying]) == ["decode"]
+    assert leaving.ended["moved"] == 1
+    assert leaving.read == [HANDOFFS.peek(handoff_of(staying)).nonce]
+    assert not leaving.leased
+    metrics = await stack.metrics()
+    assert metrics['pdserve_migrations_total{outcome="moved",why="drain"}'] == 1
+    assert metrics['pdserve_migrations_total{outcome="replayed",why="drain"}'] == 0
+    assert metrics["pdserve_migration_stall_seconds_count"] == 1
+
+
+def handoff_of(engine: ScriptedEngine) -> str:
+    return engine.calls[-1].params["pdserve"]["handoffs"][0]
+
+
+async def test_a_stream_may_be_moved_twice(make_stack):
+    one, other = decodes(2)
+    free(one, other)
+    slow(one, other)
+    stack = await make_stack([], [one, other], decode_policy="round_robin")
+    answer = asyncio.create_task(stack.stream({"max_tokens": 120}))
+    await until(lambda: len(one.calls) == 1)
+    await drain(stack, one, deadline_s=0.8)
+    await resume(stack, one)
+    other.token_delay_s, one.token_delay_s = one.token_delay_s, 0.0
+    await drain(stack, other, deadline_s=0.8)
+    assert text_in(await answer) == text_of(3, 120)
+    assert legs([one, other]) == ["local", "decode", "decode"]
+    metrics = await stack.metrics()
+    assert metrics['pdserve_migrations_total{outcome="moved",why="drain"}'] == 2
+
+
+@pytest.mark.parametrize(
+    "hook", [answers(503, b"{}"), drops(), kv_failed()], ids=["503", "drops", "no kv"]
+)
+async def test_a_stream_that_nobody_can_go_on_with_is_begun_again(make_stack, hook):
+    leaving, good, bad = decodes(3)
+    free(leaving)
+    slow(leaving)
+    bad.hook = hook
+    stack = await make_stack([], [leaving, good, bad], decode_policy="round_robin")
+    answer = asyncio.create_task(stack.stream({"max_tokens": 60}))
+    await until(lambda: len(leaving.calls) == 1)
+    draining = asyncio.create_task(drain(stack, leaving, deadline_s=0.8))
+    assert text_in(await answer) == text_of(3, 60)
+    assert legs([bad, good]) == ["decode", "local"]
+    assert (await draining)["is_empty"]
+    await until(lambda: not leaving.leased)
+    metrics = await stack.metrics()
+    assert metrics['pdserve_migrations_total{outcome="failed",why="drain"}'] == 1
+
+
+async def test_the_client_of_a_stream_that_moves_may_leave(make_stack):
+    leaving, staying = decodes(2)
+    free(leaving)
+    slow(leaving)
+    staying.hook = hangs()
+    stack = await make_stack([], [leaving, staying], decode_policy="round_robin")
+    answer = asyncio.create_task(stack.stream({"max_tokens": 60}))
+    await until(lambda: len(leaving.calls) == 1)
+    draining = asyncio.create_task(drain(stack, leaving, deadline_s=0.8))
+    await until(lambda: len(staying.calls) == 1)
+    assert leaving.leased
+    answer.cancel()
+    await until(lambda: not leaving.leased)
+    assert (await draining)["is_empty"]
+
+
+async def test_answers_in_one_piece_and_of_several_choices_are_not_moved(make_stack):
+    leaving, staying = decodes(2)
+    leaving.gate.clear()
+    stack = await make_stack([], [leaving, staying], decode_policy="round_robin")
+    asked = [{"stream": False}, {"stream": True, "n": 2}, {"stream": True, "max_tokens": 1}]
+    for body in asked:
+        call = asyncio.create_task(ask(stack, **body))
+        await until(lambda: leaving.calls or staying.calls)
+        (seen,) = leaving.calls + staying.calls
+        assert "may_move" not in seen.params["pdserve"]
+        leaving.calls.clear()
+        staying.calls.clear()
+        call.cancel()
+        await asyncio.wait({call})
