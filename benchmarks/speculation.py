@@ -3,11 +3,13 @@
 Prints one JSON object. `alone`: the time per token of one request, without drafts and with those
 of up to 3, 7 and 15 tokens, for a text that is an edit of the request's prediction (a change of
 some tokens every sixty or so, as in files that are rewritten) and for one that nobody can guess.
-`neighbours`: the gaps of fifteen requests without a prediction beside one that has one.
+`neighbours`: the gaps of fifteen requests without a prediction beside one that has one. `boxed`:
+the time per token of the boxed model with drafts by its own Medusa heads, greedy and at temperature
+1, and with drafts by heads that are always wrong.
 
 Whatever is drafted, the tokens must be those without: that is checked on the way.
 
-    python benchmarks/speculation.py [--threads N] [--rounds N] [--tokens N]
+    python benchmarks/speculation.py [--threads N] [--rounds N] [--tokens N] [--only boxed]
 """
 
 from __future__ import annotations
@@ -22,13 +24,19 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from benchmarks.engine import environment
 from benchmarks.shapes import SMOLLM2_135M, write_model
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from pdserve.config.schema import EngineConfig
     from pdserve.engine.zmq_client import ZmqEngineClient
+    from pdserve.wire.request import GenerateRequest
+
+_Way = TypeVar("_Way", int, str)
 
 DRAFTED = (0, 3, 7, 15)
 BATCH = 16
@@ -36,6 +44,14 @@ GAP = 60
 """Tokens from one change of a prediction to the next, on average."""
 VARIED = 0.25
 """Standard deviation of weights with which the likeliest tokens are not always the same."""
+BOXED_PROMPTS = (
+    "Disaggregated serving means",
+    "The prefill engine",
+    "Once upon a time",
+    "<|bos|><|user|>What is a KV cache?<|eos|><|assistant|>",
+    "<|bos|><|user|>Tell me a short story.<|eos|><|assistant|>",
+    "<|bos|><|user|>Who are you?<|eos|><|assistant|>",
+)
 
 
 def main() -> None:
@@ -44,32 +60,53 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--only", choices=("boxed",), help="leave the rest out")
     args = parser.parse_args()
+    result: dict[str, Any] = {
+        "benchmark": "speculation",
+        "environment": environment(args.threads),
+        "tokens": args.tokens,
+        "goals": {
+            "alone.edits.7.speed_up": 3.5,
+            "alone.unguessable.speed_up": 0.98,
+            "neighbours.itl_p99_over_plain": 1.10,
+            "boxed.greedy.speed_up": 1.8,
+            "boxed.greedy.wrong.speed_up": 0.97,
+        },
+    }
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
-        model = write_model(Path(directory) / "m", {**SMOLLM2_135M, "initializer_range": VARIED})
-        result = asyncio.run(_measure(model, args))
+        if args.only is None:
+            shape = {**SMOLLM2_135M, "initializer_range": VARIED}
+            model = write_model(Path(directory) / "m", shape)
+            configs = {drafted: _config(model, drafted, args.threads) for drafted in DRAFTED}
+            result |= asyncio.run(_measure(configs, _compare, args))
+        boxed = _boxed_configs(Path(directory) / "heads", args.threads)
+        result |= asyncio.run(_measure(boxed, _compare_boxed, args))
     print(json.dumps(result, indent=1))
 
 
-async def _measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+async def _measure(
+    configs: dict[_Way, EngineConfig],
+    compare: Callable[[dict[_Way, ZmqEngineClient], argparse.Namespace], Awaitable[dict[str, Any]]],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Compare engines that all run at the same time."""
     from pdserve.engine.zmq_client import launch_engine
 
     clients = {
-        drafted: await launch_engine(
-            _config(model, drafted, args.threads), progress=lambda text: None
-        )
-        for drafted in DRAFTED
+        way: await launch_engine(config, progress=lambda text: None)
+        for way, config in configs.items()
     }
     try:
         for client in clients.values():
             await client.wait_ready()
-        return await _compare(clients, args)
+        return await compare(clients, args)
     finally:
         for client in clients.values():
             await client.close(timeout_s=2.0)
 
 
-def _config(model: Path, drafted: int, num_threads: int) -> Any:
+def _config(model: Path, drafted: int, num_threads: int) -> EngineConfig:
     from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
     from pdserve.config.speculative import SpeculativeConfig
 
@@ -83,9 +120,75 @@ def _config(model: Path, drafted: int, num_threads: int) -> Any:
     )
 
 
+def _boxed_configs(wrong: Path, num_threads: int) -> dict[str, EngineConfig]:
+    """The boxed model without drafts, with those of its heads, and with wrong ones.
+
+    Args:
+        wrong: Where heads are written that guess a token that stands at no place of an answer.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from pdserve.config.boxed import boxed_heads_dir, boxed_model_dir
+    from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+    from pdserve.config.speculative import SpeculativeConfig
+
+    shape = json.loads((boxed_heads_dir() / "config.json").read_text())
+    size, num_heads = shape["hidden_size"], shape["num_heads"]
+    wrong.mkdir()
+    (wrong / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 1}))
+    tensors = {"lm_heads.0.weight": torch.zeros(shape["vocab_size"], size)}
+    for head in range(num_heads):
+        tensors[f"blocks.{head}.layers.0.weight"] = torch.zeros(size, size)
+    save_file(tensors, wrong / "model.safetensors")
+    heads = {
+        f"heads {drafted}": (boxed_heads_dir(), drafted) for drafted in range(2, num_heads + 1)
+    }
+    ways = {"off": SpeculativeConfig()} | {
+        way: SpeculativeConfig(method="medusa", model=str(model), num_speculative_tokens=drafted)
+        for way, (model, drafted) in {**heads, "wrong": (wrong, num_heads)}.items()
+    }
+    return {
+        way: EngineConfig(
+            model=ModelConfig(model=str(boxed_model_dir()), max_model_len=1024),
+            cache=CacheConfig(kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False),
+            parallel=ParallelConfig(num_threads=num_threads),
+            speculative=speculative,
+        )
+        for way, speculative in ways.items()
+    }
+
+
+async def _compare_boxed(
+    clients: dict[str, ZmqEngineClient], args: argparse.Namespace
+) -> dict[str, Any]:
+    from tokenizers import Tokenizer
+
+    from pdserve.config.boxed import boxed_model_dir
+
+    tokenizer = Tokenizer.from_file(str(boxed_model_dir() / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in BOXED_PROMPTS]
+    found: dict[str, dict[str, list[_Run]]] = {"greedy": {}, "temperature 1": {}}
+    # The first round warms up.
+    for round_id in range(args.rounds + 1):
+        for index, prompt in enumerate(prompts):
+            for kind, runs in found.items():
+                temperature = float(kind != "greedy")
+                for way, client in clients.items():
+                    request = _request(prompt, index, args.tokens, temperature=temperature)
+                    run = await _decode(client, request)
+                    if round_id:
+                        runs.setdefault(way, []).append(run)
+                        assert run.tokens == runs["off"][-1].tokens
+    return {"boxed": {kind: _alone(runs) for kind, runs in found.items()}}
+
+
 async def _compare(clients: dict[int, ZmqEngineClient], args: argparse.Namespace) -> dict[str, Any]:
     plain = clients[0]
-    wanted = [(await _decode(plain, index, args.tokens, [])).tokens for index in range(BATCH)]
+    wanted = [
+        (await _decode(plain, _request(_prompt(index), index, args.tokens))).tokens
+        for index in range(BATCH)
+    ]
     edited = [_edited(tokens, seed) for seed, tokens in enumerate(wanted)]
     found: dict[str, dict[int, list[_Run]]] = {"edits": {}, "unguessable": {}}
     gaps: dict[int, list[float]] = {drafted: [] for drafted in DRAFTED}
@@ -94,14 +197,27 @@ async def _compare(clients: dict[int, ZmqEngineClient], args: argparse.Namespace
         index = round_id % BATCH
         for drafted, client in clients.items():
             for kind, prediction in (("edits", edited[index]), ("unguessable", [])):
-                is_random = kind == "unguessable"
-                run = await _decode(client, index, args.tokens, prediction, is_random=is_random)
+                request = _request(
+                    _prompt(index),
+                    index,
+                    args.tokens,
+                    prediction,
+                    temperature=float(not prediction),
+                )
+                run = await _decode(client, request)
                 found[kind].setdefault(drafted, []).append(run)
                 assert run.tokens == found[kind][0][-1].tokens
             runs = await asyncio.gather(
                 *(
                     _decode(
-                        client, each, args.tokens, [] if each else edited[0], is_random=each > 0
+                        client,
+                        _request(
+                            _prompt(each),
+                            each,
+                            args.tokens,
+                            [] if each else edited[0],
+                            temperature=float(each > 0),
+                        ),
                     )
                     for each in range(BATCH)
                 )
@@ -109,15 +225,7 @@ async def _compare(clients: dict[int, ZmqEngineClient], args: argparse.Namespace
             assert runs[0].tokens == wanted[0]
             gaps[drafted] += [gap for run in runs[1:] for gap in run.gaps_ms]
     return {
-        "benchmark": "speculation",
         "shape": "SmolLM2-135M, random weights, bf16",
-        "environment": environment(args.threads),
-        "tokens": args.tokens,
-        "goals": {
-            "alone.edits.7.speed_up": 3.5,
-            "alone.unguessable.speed_up": 0.98,
-            "neighbours.itl_p99_over_plain": 1.10,
-        },
         "alone": {kind: _alone(runs) for kind, runs in found.items()},
         "neighbours": {
             str(drafted): {
@@ -133,7 +241,9 @@ async def _compare(clients: dict[int, ZmqEngineClient], args: argparse.Namespace
     }
 
 
-def _alone(runs: dict[int, list[_Run]]) -> dict[str, dict[str, float]]:
+def _alone(runs: dict[_Way, list[_Run]]) -> dict[str, dict[str, float]]:
+    """Times per token; how much shorter than in the first way, run by run."""
+    plain_runs = next(iter(runs.values()))
     tpot = {drafted: min(run.tpot_ms for run in each) for drafted, each in runs.items()}
     return {
         str(drafted): {
@@ -141,7 +251,7 @@ def _alone(runs: dict[int, list[_Run]]) -> dict[str, dict[str, float]]:
             "tokens_per_step": round(statistics.mean(run.tokens_per_step for run in each), 2),
             "speed_up": round(
                 statistics.median(
-                    plain.tpot_ms / run.tpot_ms for plain, run in zip(runs[0], each, strict=True)
+                    plain.tpot_ms / run.tpot_ms for plain, run in zip(plain_runs, each, strict=True)
                 ),
                 3,
             ),
@@ -160,30 +270,34 @@ class _Run:
         self.tokens_per_step = (len(tokens) - 1) / (len(arrivals_s) - 1)
 
 
-async def _decode(
-    client: ZmqEngineClient,
-    index: int,
+def _prompt(index: int) -> list[int]:
+    return [300 + index + 37 * position for position in range(64)]
+
+
+def _request(
+    prompt: list[int],
+    seed: int,
     num_tokens: int,
-    prediction: list[int],
+    prediction: list[int] | None = None,
     *,
-    is_random: bool = False,
-) -> _Run:
+    temperature: float = 0.0,
+) -> GenerateRequest:
     from pdserve.wire.ids import RequestId
     from pdserve.wire.request import GenerateRequest
     from pdserve.wire.sampling import SamplingParams
 
-    request = GenerateRequest(
-        request_id=RequestId(f"{index}-{time.monotonic_ns()}"),
-        prompt_token_ids=[300 + index + 37 * position for position in range(64)],
+    return GenerateRequest(
+        request_id=RequestId(f"{seed}-{time.monotonic_ns()}"),
+        prompt_token_ids=prompt,
         sampling=SamplingParams(
-            max_tokens=num_tokens,
-            seed=index,
-            temperature=1.0 if is_random else 0.0,
-            ignore_eos=True,
+            max_tokens=num_tokens, seed=seed, temperature=temperature, ignore_eos=True
         ),
         arrival_s=time.monotonic(),
-        prediction_token_ids=prediction,
+        prediction_token_ids=prediction or [],
     )
+
+
+async def _decode(client: ZmqEngineClient, request: GenerateRequest) -> _Run:
     tokens: list[int] = []
     arrivals_s: list[float] = []
     async for output in client.generate(request):

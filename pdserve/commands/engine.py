@@ -13,10 +13,12 @@ import msgspec
 from pdserve.commands.announce import START, program
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import exit_code, require_free, require_tls
+from pdserve.config.boxed import BOXED, boxed_heads_dir
 from pdserve.config.connectors import check_settings
 from pdserve.config.http import ServerConfig
 from pdserve.config.load import Resolved, Source, Table, build
 from pdserve.config.schema import EngineConfig, Role
+from pdserve.config.speculative import MEDUSA, SpeculativeConfig
 from pdserve.config.vllm.translate import ROLE, role_of
 from pdserve.errors import ConfigError, EngineDeadError
 from pdserve.http.own_address import own_address
@@ -73,14 +75,16 @@ def engine_config(role: Role, table: Table, resolved: Mapping[str, Resolved]) ->
     )
     speculative = config.speculative
     if speculative.model:
-        directory = _draft_directory(speculative.model)
+        directory = _draft_directory(speculative)
         speculative = msgspec.structs.replace(speculative, model=directory)
     return msgspec.structs.replace(config, role=role, model=model, speculative=speculative)
 
 
-def _draft_directory(model: str) -> str:
+def _draft_directory(speculative: SpeculativeConfig) -> str:
+    if speculative.method == MEDUSA and speculative.model == BOXED:
+        return str(boxed_heads_dir())
     try:
-        return str(model_directory(model))
+        return str(model_directory(speculative.model))
     except ConfigError as error:
         flag = "speculative-config.model"
         raise ConfigError(f"--{flag}: {error}", param=flag) from None

@@ -14,7 +14,7 @@ from pdserve.config.boxed import BOXED, boxed_model_dir
 from pdserve.errors import ConfigError
 
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_FILES: Final = ("*.json", "*.safetensors", "*.jinja")
+_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "medusa_lm_head.pt")
 
 
 def model_directory(model: str) -> Path:

@@ -119,8 +119,8 @@ _ENGINE: Final = (
         EngineConfig,
         "speculation",
         (
-            ("speculative-config.method", "speculative.method", "ngram|suffix|draft_model|eagle|eagle3|mtp", "draft what followed the last tokens where they stood before, with suffix also in former answers of the same salt, or what a smaller model, a head or a layer of the checkpoint guesses; empty drafts nothing"),
-            ("speculative-config.model", "speculative.model", "DIR", "of draft_model, a smaller model with the same tokenizer; of eagle and eagle3, a head"),
+            ("speculative-config.method", "speculative.method", "ngram|suffix|draft_model|medusa|eagle|eagle3|mtp", "draft what followed the last tokens where they stood before, with suffix also in former answers of the same salt, or what a smaller model, heads or a layer of the checkpoint guesses; empty drafts nothing"),
+            ("speculative-config.model", "speculative.model", "DIR", "of draft_model, a smaller model with the same tokenizer; of eagle and eagle3, a head; of medusa, heads"),
             ("speculative-config.num-speculative-tokens", "speculative.num_speculative_tokens", "N", "tokens of a draft at most; fewer where they do not pay"),
             ("speculative-config.prompt-lookup-max", "speculative.prompt_lookup_max", "N", "last tokens that are looked up, at most"),
             ("speculative-config.prompt-lookup-min", "speculative.prompt_lookup_min", "N", "tokens that must be alike before a draft"),

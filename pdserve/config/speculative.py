@@ -9,11 +9,12 @@ import msgspec
 from pdserve.config.checks import POSITIVE, require, require_not_negative
 
 DRAFT_MODEL: Final = "draft_model"
+MEDUSA: Final = "medusa"
 EAGLE: Final = ("eagle", "eagle3")
 MTP: Final = ("mtp", "deepseek_mtp")
 """Two names of the same."""
-METHODS: Final = ("ngram", "suffix", DRAFT_MODEL, *EAGLE, *MTP)
-WITH_MODEL: Final = (DRAFT_MODEL, *EAGLE)
+METHODS: Final = ("ngram", "suffix", DRAFT_MODEL, MEDUSA, *EAGLE, *MTP)
+WITH_MODEL: Final = (DRAFT_MODEL, MEDUSA, *EAGLE)
 """Methods that need a model beside the one that is served."""
 MAX_DRAFTED: Final = 64
 _SUFFIX: Final = "speculative-config.suffix-decoding-"
@@ -26,10 +27,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
         method: ngram (what followed the last tokens where they stood before: in the prompt, the
             prediction or the answer), suffix (what followed them most often, there and in former
             answers of the same salt), draft_model (what a smaller model puts out; until it has
-            computed what there is of a request, what ngram finds), eagle and eagle3 (what a head
+            computed what there is of a request, what ngram finds), medusa (what heads guess, each
+            a place further on, from the state of the last token), eagle and eagle3 (what a head
             guesses that goes on from the model's states), mtp or deepseek_mtp (the same by a
             layer that the model's checkpoint has for that); empty drafts nothing.
-        model: Of draft_model, eagle and eagle3: the directory of the model or head.
+        model: Of draft_model, medusa, eagle and eagle3: the directory of the model or heads.
         num_speculative_tokens: Tokens of a draft, at most; a request gets fewer where they do not
             pay (`scheduler.drafts`).
         prompt_lookup_max, prompt_lookup_min: Of ngram: how many tokens must be alike before a
@@ -77,7 +79,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             "speculative-config.model",
             self.model,
             f"the methods {', '.join(WITH_MODEL)} need a directory, a smaller model with the same "
-            f"tokenizer or a head, and others have none: this is {self.method!r}",
+            f"tokenizer or heads, and others have none: this is {self.method!r}",
         )
         num = self.num_speculative_tokens
         require(
@@ -118,5 +120,5 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             "speculative-config.method",
             self.method,
             "there are several pipeline stages, and no one of them has all that it needs: use "
-            "ngram or suffix, or leave --pipeline-parallel-size out",
+            "ngram, suffix or medusa, or leave --pipeline-parallel-size out",
         )

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path, param: str = "model") -> dict[str, Any]:
     """Return the JSON object in `directory/config.json`.
+
+    Args:
+        param: The setting that names the directory.
 
     Raises:
         ConfigError: It is missing or is not a JSON object.
@@ -24,7 +27,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ConfigError(
             f"model {str(directory)!r} is not a directory: give the path of a model in "
             "Hugging Face format (config.json, *.safetensors, tokenizer.json)",
-            param="model",
+            param=param,
         )
     path = directory / "config.json"
     try:
@@ -32,22 +35,30 @@ def read_config(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(
             f"model {str(directory)!r} has no config.json: it is not in Hugging Face format",
-            param="model",
+            param=param,
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}", param="model") from None
+        raise ConfigError(f"{path} is not JSON: {error}", param=param) from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not a JSON object", param="model")
+        raise ConfigError(f"{path} is not a JSON object", param=param)
     return config
 
 
 class Fields:
-    """Typed access to a configuration; what cannot be is a `ConfigError` that names the field."""
+    """Typed access to a configuration; what cannot be is a `ConfigError` that names the field.
 
-    def __init__(self, architecture: str, config: dict[str, Any], path: str = "") -> None:
+    Args:
+        path: Of the object in the file, with a dot at its end.
+        param: The setting that names the directory.
+    """
+
+    def __init__(
+        self, architecture: str, config: dict[str, Any], path: str = "", *, param: str = "model"
+    ) -> None:
         self.architecture = architecture
         self._config = config
         self._path = path
+        self._param = param
 
     def number(self, name: str, default: float | None = None) -> float:
         """A number; required without a default."""
@@ -91,7 +102,7 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self.error(name, value, "an object is needed")
-        return Fields(self.architecture, value, f"{self._path}{name}.")
+        return Fields(self.architecture, value, f"{self._path}{name}.", param=self._param)
 
     def only(self, name: str, *allowed: object) -> None:
         """Refuse a feature that is not built. Absent is always allowed."""
@@ -104,5 +115,5 @@ class Fields:
         """What to raise for a value that cannot be."""
         return ConfigError(
             f"config.json ({self.architecture}): {self._path}{name} is {value!r}: {remedy}",
-            param="model",
+            param=self._param,
         )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pdserve.kernels.ops import SamplingOps
     from pdserve.kernels.step import StepInputs
     from pdserve.models.decoder import LayerHooks, StreamTap
+    from pdserve.models.medusa import MedusaHeads
     from pdserve.models.weights import Slot
     from pdserve.parallel.dispatch import ExpertParallel
     from pdserve.parallel.group import World
@@ -165,7 +166,8 @@ class LoadedModel:
         vocab: Token ids whose logits this rank computes, on the last stage.
         experts: Where the experts are; None for a model without any.
         sampling: How tokens are chosen where the logits are.
-        draft: What drafts for it on this rank, if anything does.
+        draft: What drafts for it on this rank by a forward pass, if anything does.
+        medusa: Heads that draft for it, on the last stage, if those are configured.
     """
 
     model: CausalLM
@@ -179,6 +181,7 @@ class LoadedModel:
     experts: ExpertParallel | None
     sampling: SamplingOps
     draft: LoadedDraft | None = None
+    medusa: MedusaHeads | None = None
 
 
 def load_model(

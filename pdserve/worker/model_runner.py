@@ -153,7 +153,7 @@ class ModelRunner:
         alone = self._sampler if pp.size == 1 else None
         forced = alone.forced if isinstance(alone, Sampler) else None
         by_model = drafter_of(config, loaded, self._batch, device, tp, num_blocks=len(kv))
-        self._drafts = drafts_of(config.speculative, self._vocab_size, forced, by_model)
+        self._drafts = drafts_of(config.speculative, self._vocab_size, forced, by_model, pp)
         self._described = PromptLogprobs(
             self._batch,
             lambda hidden: self._whole(self._model.logits(hidden)),

@@ -33,7 +33,13 @@ from pdserve.text.load import load_text
 from pdserve.wire.transfer import Failed, KVShape, LoadFailure
 from pdserve.worker import kv_memory
 from pdserve.worker.device import device_of
-from pdserve.worker.drafting.loading import drafts_by_model, layout_of, load_draft
+from pdserve.worker.drafting.loading import (
+    draft_cost,
+    drafts_by_model,
+    layout_of,
+    load_draft,
+    load_medusa,
+)
 from pdserve.worker.grammar import GrammarPool
 from pdserve.worker.info import WorkerInfo
 from pdserve.worker.model_runner import ModelRunner
@@ -112,6 +118,8 @@ class Worker:
         if world.pp.size * world.tp.size > 1:
             self._slices = StepSlices(place.engine_rank, wake=self._wake)
         loaded = load_model(config, device, kernels, world, self._progress)
+        medusa = load_medusa(config, loaded, world, device, kernels)
+        loaded = dataclasses.replace(loaded, medusa=medusa)
         draft_bytes = 0
         if drafts_by_model(config):
             draft = load_draft(config, loaded, world.tp, device, kernels, self._progress)
@@ -165,7 +173,7 @@ class Worker:
             device=str(device),
             num_threads=num_threads,
             row_costs=self._runner.row_costs(),
-            draft_cost=0.0 if loaded.draft is None else loaded.draft.cost,
+            draft_cost=draft_cost(loaded),
         )
 
     def _join(self, device: torch.device) -> World:

@@ -23,18 +23,21 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
 
+BY_HEADS = {"method": "medusa", "model": "boxed", "num_speculative_tokens": 4}
 DRAFTING = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}
 
 
-def start_drafting(deployment: Deployment) -> None:
-    """Start a decode engine beside the one that is there, like it but for its drafts."""
+def start_drafting(
+    deployment: Deployment, name: str = "drafting", drafting: dict[str, Any] = DRAFTING
+) -> None:
+    """Start a decode engine beside those that are there, like them but for its drafts."""
     deployment.start(
-        "drafting",
+        name,
         *deployment.processes["decode"].arguments,
-        env={"PDSERVE_SPECULATIVE_CONFIG": json.dumps(DRAFTING)},
+        env={"PDSERVE_SPECULATIVE_CONFIG": json.dumps(drafting)},
     )
-    deployment.wait("drafting")
-    deployment.wait_routable(1, 2)
+    deployment.wait(name)
+    deployment.wait_routable(1, 2 + (name != "drafting"))
 
 
 @pytest.fixture(scope="module")
@@ -156,14 +159,17 @@ def joined(url: str, body: dict[str, Any], request_id: str, begun: list[str]) ->
     return found
 
 
-def test_streams_of_an_engine_that_drafts_go_on_where_nothing_is_drafted(
+def test_streams_of_an_engine_that_drafts_go_on_where_others_or_none_are_made(
     deployment: Deployment,
 ) -> None:
+    start_drafting(deployment, "heads", BY_HEADS)
     prompts = [[11, *prompt] for prompt in PROMPTS]
     ends = kill_amid_requests(deployment, "drafting", prompts)
     print(f"\nthe drafting D killed: {ends}")
     assert ends.get("finished", 0) > 0
-    deployment.wait_nothing_held("prefill", "decode", timeout_s=30.0)
+    stats = deployment.info("heads")["stats"]
+    assert stats["num_draft_tokens"] >= sum(stats["accepted_by_position"]) > 0
+    deployment.wait_nothing_held("prefill", "decode", "heads", timeout_s=30.0)
 
 
 def chat(url: str, **fields: Any) -> dict[str, Any]:

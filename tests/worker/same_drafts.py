@@ -2,7 +2,8 @@
 
 Random requests, of every sampling parameter, are served by an engine that drafts nothing, and by
 engines that draft, each in its own way; what they put out must be the same, log-probabilities
-to the bit. Prompts repeat themselves, predictions are right for a while, or never.
+to the bit. Prompts repeat themselves, predictions are right for a while, or never. The model is
+tiny and random, and the boxed one where its heads draft.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pdserve.config.schema import CacheConfig, EngineConfig, SchedulerConfig
+import msgspec
+
+from pdserve.config.boxed import boxed_heads_dir, boxed_model_dir
+from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.config.speculative import SpeculativeConfig
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
 from pdserve.wire.sampling import SamplingParams
 from tests.worker.driver import TINY
 from tests.worker.spread import Outcome, Requests, config_of, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 VOCAB = TINY["vocab_size"]
 AT_ONCE = 100
@@ -33,6 +40,13 @@ DRAFTERS = {
     "ngram 15": SpeculativeConfig(method="ngram", num_speculative_tokens=15),
     "suffix": SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0),
 }
+BY_HEADS = {
+    f"medusa {num}": SpeculativeConfig(
+        method="medusa", model=str(boxed_heads_dir()), num_speculative_tokens=num
+    )
+    for num in (1, 4)
+}
+"""Of the boxed model: heads of a model that knows nothing would never be right."""
 
 
 def draw(rng: random.Random) -> tuple[list[int], SamplingParams]:
@@ -72,10 +86,12 @@ def predicted(rng: random.Random, tokens: list[int]) -> list[int]:
     return [token if rng.random() < share else rng.randrange(VOCAB) for token in tokens]
 
 
-def compare(directory: Path, num_requests: int, seed: int) -> dict[str, dict[str, int]]:
+def compare(
+    directory: Path, drafters: Mapping[str, SpeculativeConfig], num_requests: int, seed: int
+) -> dict[str, dict[str, int]]:
     """Serve so many requests in each way; return how many differ, and how drafts did."""
     found = {
-        name: {"differing": 0, "drafted": 0, "accepted": 0, "preemptions": 0} for name in DRAFTERS
+        name: {"differing": 0, "drafted": 0, "accepted": 0, "preemptions": 0} for name in drafters
     }
     for first in range(0, num_requests, AT_ONCE):
         rng = random.Random(f"{seed} {first}")
@@ -83,7 +99,7 @@ def compare(directory: Path, num_requests: int, seed: int) -> dict[str, dict[str
             f"r{index}": draw(rng) for index in range(first, min(first + AT_ONCE, num_requests))
         }
         wanted = serve(World.alone(), _config(directory, SpeculativeConfig()), requests)
-        for name, speculative in DRAFTERS.items():
+        for name, speculative in drafters.items():
             predictions = {each: predicted(rng, wanted.tokens[each]) for each in requests}
             told = serve(World.alone(), _config(directory, speculative), requests, predictions)
             counts = found[name]
@@ -99,13 +115,17 @@ def _differs(name: str, one: Outcome, other: Outcome) -> bool:
 
 
 def _config(directory: Path, speculative: SpeculativeConfig) -> EngineConfig:
-    return config_of(
+    config = config_of(
         directory,
         MeshShape(),
         cache=CacheConfig(num_gpu_blocks_override=24, block_size=8),
         scheduler=SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=96),
         speculative=speculative,
     )
+    if directory != boxed_model_dir():
+        return config
+    model = ModelConfig(model=str(directory), max_model_len=128)
+    return msgspec.structs.replace(config, model=model)
 
 
 def write_model(directory: Path) -> None:
@@ -123,7 +143,8 @@ def main() -> int:
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="pdserve-drafts-") as directory:
         write_model(Path(directory))
-        found = compare(Path(directory), args.requests, args.seed)
+        found = compare(Path(directory), DRAFTERS, args.requests, args.seed)
+    found |= compare(boxed_model_dir(), BY_HEADS, args.requests, args.seed)
     wall_s = round(time.perf_counter() - start_s, 1)
     print(json.dumps({"requests": args.requests, "wall_s": wall_s, "drafters": found}, indent=1))
     return 1 if any(counts["differing"] for counts in found.values()) else 0

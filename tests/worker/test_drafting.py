@@ -32,7 +32,7 @@ from pdserve.worker.drafting.suffix import SuffixDrafter
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.worker import Worker
 from tests.worker.driver import GREEDY, TINY, Driver, params
-from tests.worker.same_drafts import compare, write_model
+from tests.worker.same_drafts import BY_HEADS, DRAFTERS, compare, write_model
 from tests.worker.test_model_runner import QWEN3, WINDOWED, prompt_of
 
 if TYPE_CHECKING:
@@ -521,7 +521,8 @@ def test_costs_are_of_rising_numbers_of_rows() -> None:
 @pytest.mark.slow
 def test_random_requests_put_out_the_same_whatever_is_drafted(tmp_path: Path) -> None:
     write_model(tmp_path)
-    found = compare(tmp_path, 50, seed=1)
+    found = compare(tmp_path, DRAFTERS, 50, seed=1)
+    found |= compare(boxed_model_dir(), BY_HEADS, 50, seed=1)
     for name, counts in found.items():
         assert counts["differing"] == 0, name
         assert counts["drafted"] > counts["accepted"] > 50, name

@@ -276,6 +276,18 @@ def greedy(model: LlamaForCausalLM, prompt: list[int], max_tokens: int) -> list[
     return steps
 
 
+def demo_prompts(tokenizer: Tokenizer, directory: Path) -> list[tuple[str, list[int]]]:
+    """The prompts that answers are judged by, with their tokens."""
+    templated = AutoTokenizer.from_pretrained(directory)
+    prompts = [(text, tokenizer.encode(text).ids) for text in DEMO_COMPLETIONS]
+    for question in DEMO_CHATS:
+        rendered = templated.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        prompts.append((question, tokenizer.encode(rendered, add_special_tokens=False).ids))
+    return prompts
+
+
 def judge(directory: Path, writer: Writer, *, num_batches: int) -> None:
     """Load what was written and print its held-out loss, its answers and their margins.
 
@@ -287,20 +299,13 @@ def judge(directory: Path, writer: Writer, *, num_batches: int) -> None:
     """
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    templated = AutoTokenizer.from_pretrained(directory)
     batches = token_batches(writer, tokenizer, TOKENS_PER_STEP, 512)
     with torch.inference_mode():
         losses = [mean_loss(model, next(batches)).item() for _ in range(num_batches)]
     print(f"held-out loss {sum(losses) / len(losses):.3f} nats/token")
 
-    prompts = [(text, tokenizer.encode(text).ids) for text in DEMO_COMPLETIONS]
-    for question in DEMO_CHATS:
-        rendered = templated.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
-        prompts.append((question, tokenizer.encode(rendered, add_special_tokens=False).ids))
     margins = []
-    for text, ids in prompts:
+    for text, ids in demo_prompts(tokenizer, directory):
         steps = greedy(model, ids, 200)
         margins += [margin for _, margin in steps]
         answer = tokenizer.decode([token for token, _ in steps])

@@ -11,7 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from pdserve.config.speculative import MEDUSA
 from pdserve.worker.drafting.heads import HeadDrafter
+from pdserve.worker.drafting.medusa import MedusaDrafter
 from pdserve.worker.drafting.ngram import NgramDrafter
 from pdserve.worker.drafting.suffix import SuffixDrafter
 
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pdserve.config.speculative import SpeculativeConfig
+    from pdserve.parallel.group import Group
     from pdserve.wire.ids import RequestId
     from pdserve.wire.step import NewRequest
     from pdserve.worker.drafting.drafter import Drafter, StateDrafter
@@ -36,6 +42,8 @@ class Drafts:
         reader: The drafter, if it reads what the model computes.
         in_step: Another one, which drafts when the step is there; it comes before `drafter`, but
             where that has a prediction to go by.
+        stages: Of a pipeline, the last of which tells the others what it has drafted; None: each
+            stage makes the same drafts itself.
 
     Attributes:
         reader: As given.
@@ -50,11 +58,13 @@ class Drafts:
         forced: Callable[[int], list[int]] | None = None,
         reader: StateDrafter | None = None,
         in_step: Drafter | None = None,
+        stages: Group | None = None,
     ) -> None:
         self._drafter = drafter
         self.reader = reader
         self._forced = forced
         self._in_step = in_step
+        self._stages = stages
         self._predicted: set[int] = set()
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
@@ -135,7 +145,7 @@ class Drafts:
                 draft = self._cut(row, forced)
             if draft[:most]:
                 drafts[request_id] = draft[:most]
-        return drafts
+        return drafts if self._stages is None else told_by_last(self._stages, num_rows, drafts)
 
     def _propose(self, wanted: dict[int, int]) -> None:
         if wanted:
@@ -158,11 +168,49 @@ class Drafts:
         return draft
 
 
+def told_by_last(
+    stages: Group, num_rows: Mapping[RequestId, int], drafts: Mapping[RequestId, list[int]]
+) -> dict[RequestId, list[int]]:
+    """Return the last stage's drafts, on all stages; each of them calls this for the same step.
+
+    Args:
+        num_rows: How long each may be.
+        drafts: The last stage's; of no account elsewhere.
+    """
+    if not num_rows:
+        return {}
+    told = np.zeros((len(num_rows), 1 + max(num_rows.values())), np.int64)
+    for place, request_id in enumerate(num_rows):
+        draft = drafts.get(request_id, [])
+        told[place, : 1 + len(draft)] = [len(draft), *draft]
+    told = stages.broadcast(torch.from_numpy(told), source=stages.size - 1).numpy()
+    lines = zip(num_rows, told.tolist(), strict=True)
+    return {request_id: line[1 : 1 + line[0]] for request_id, line in lines if line[0]}
+
+
+class Elsewhere:
+    """The `Drafter` of stages that are told what another one drafts."""
+
+    def add(self, row: int, request: NewRequest) -> None:
+        """See `Drafter`."""
+
+    def remove(self, row: int) -> None:
+        """See `Drafter`."""
+
+    def note(self, row: int, token_ids: Sequence[int]) -> None:
+        """See `Drafter`."""
+
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        """See `Drafter`."""
+        return {}
+
+
 def drafts_of(
     config: SpeculativeConfig,
     vocab_size: int,
     forced: Callable[[int], list[int]] | None,
-    by_model: FirstRanksDrafts | HeadDrafter | None,
+    by_model: FirstRanksDrafts | HeadDrafter | MedusaDrafter | None,
+    pp: Group,
 ) -> Drafts | None:
     """Return drafts by the method that is configured; None if none is.
 
@@ -174,8 +222,10 @@ def drafts_of(
         return None
     drafter: Drafter
     reader: StateDrafter | None = None
-    if isinstance(by_model, HeadDrafter):
+    if isinstance(by_model, HeadDrafter | MedusaDrafter):
         drafter = reader = by_model
+    elif config.method == MEDUSA:
+        drafter = Elsewhere()
     elif config.method == "suffix":
         drafter = SuffixDrafter(config)
     else:
@@ -187,4 +237,5 @@ def drafts_of(
         forced=forced,
         reader=reader,
         in_step=None if reader is not None else by_model,
+        stages=pp if config.method == MEDUSA and pp.size > 1 else None,
     )

@@ -9,11 +9,12 @@ import msgspec
 import torch
 
 from pdserve.config.schema import ParallelConfig, Role
-from pdserve.config.speculative import MTP
+from pdserve.config.speculative import MEDUSA, MTP
 from pdserve.errors import ConfigError
 from pdserve.models import eagle, mtp
 from pdserve.models.eagle import make_eagle, read_eagle
 from pdserve.models.layers.parameter import Placement
+from pdserve.models.medusa import MedusaHeads, read_medusa
 from pdserve.models.mtp import MtpHead
 from pdserve.models.reading import read_arch
 from pdserve.models.registry import LoadedDraft, load_model
@@ -21,6 +22,7 @@ from pdserve.models.weights import Checkpoint, load_weights
 from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
 from pdserve.worker.drafting.heads import HeadDrafter
+from pdserve.worker.drafting.medusa import MedusaDrafter
 from pdserve.worker.drafting.model import DraftModel, FirstRanksDrafts
 from pdserve.worker.vocabulary import SpreadVocabulary
 
@@ -75,6 +77,36 @@ def load_draft(
         flag = f"speculative-config.{field}"
         written = speculative.model or speculative.method
         raise ConfigError(f"--{flag} is {written!r}: {error}", param=flag) from None
+
+
+def load_medusa(
+    config: EngineConfig,
+    target: LoadedModel,
+    world: World,
+    device: torch.device,
+    kernels: KernelBackend,
+) -> MedusaHeads | None:
+    """Load Medusa heads, if those are to draft; they are on each rank of the last stage.
+
+    Raises:
+        ConfigError: They cannot be used, or are not made for the model.
+    """
+    speculative = config.speculative
+    if speculative.method != MEDUSA or config.role is Role.PREFILL:
+        return None
+    directory = Path(speculative.model)
+    arch = read_medusa(directory, target.arch, speculative.max_drafted)
+    if not world.pp.is_last:
+        return None
+    placement = Placement(device, target.dtype, kernels, world)
+    return MedusaHeads(arch, directory, placement, target=target.model.logits)
+
+
+def draft_cost(target: LoadedModel) -> float:
+    """Seconds of a token of a draft, over those of a token of the model; 0 of what is looked up."""
+    if target.medusa is not None:
+        return target.medusa.num_weights / _weights_of(target)
+    return 0.0 if target.draft is None else target.draft.cost
 
 
 def _load_model(
@@ -184,18 +216,20 @@ def drafter_of(
     tp: Group,
     *,
     num_blocks: int,
-) -> FirstRanksDrafts | HeadDrafter | None:
+) -> FirstRanksDrafts | HeadDrafter | MedusaDrafter | None:
     """Return what drafts by a forward pass, if anything does.
 
     Raises:
         ConfigError: There is not enough memory for its KV.
     """
+    num_rows = config.scheduler.max_num_seqs
+    if target.medusa is not None:
+        return _by_heads(target.medusa, tp, num_rows)
     if not drafts_by_model(config):
         return None
     draft = target.draft
     if draft is None:
         return FirstRanksDrafts(None, tp)
-    num_rows = config.scheduler.max_num_seqs
     layout = msgspec.structs.replace(
         layout_of(draft, target.dtype, config.cache), num_blocks=num_blocks
     )
@@ -216,3 +250,12 @@ def drafter_of(
     assert draft.model is not None
     own = DraftModel(draft.model, layout, batch, device=device, num_rows=num_rows)
     return FirstRanksDrafts(own, tp)
+
+
+def _by_heads(heads: MedusaHeads, tp: Group, num_rows: int) -> MedusaDrafter:
+    if tp.size == 1:
+        return MedusaDrafter(heads, num_rows, lambda logits: logits.numpy().argmax(-1))
+    spread = SpreadVocabulary(
+        tp, heads.vocab, vocab_size=heads.vocab_size, device=torch.device("cpu")
+    )
+    return MedusaDrafter(heads, num_rows, lambda logits: spread.first_largest(logits)[0])
