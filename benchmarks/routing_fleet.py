@@ -35,6 +35,7 @@ from pdserve.proxy.brain.model import ServiceModel
 from pdserve.proxy.brain.pairing import Pairing
 from pdserve.proxy.brain.prefixes import make_prefixes
 from pdserve.proxy.brain.prompt import RoutePrompt
+from pdserve.proxy.brain.work import prompt_work
 from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.gate import Gate
 from pdserve.proxy.metrics import Metrics
@@ -564,23 +565,25 @@ class Fleet:
     def _learn(self, kind: str, leg: _Leg, entry: LedgerEntry, pairing: Pairing) -> None:
         """Have the model learn what the real proxy learns from a leg's account of itself."""
         on_first, on_end = leg.on_first, leg.on_end
-        first_s = 0.0
+        sent_s, first_s = self.clock.monotonic_s(), 0.0
 
         def first(output: EngineOutput) -> None:
             nonlocal first_s
             first_s = self.clock.monotonic_s()
             entry.computed()
-            if kind != "decode" and output.stages is not None:
+            if kind != "decode":
                 num_tokens = len(leg.request.prompt_token_ids)
                 cached = output.num_cached_tokens
-                pairing.model.learn_prompt(num_tokens - cached, cached, output.stages.prefill_s)
+                took_s = first_s - sent_s - self.costs.hop
+                pairing.learn_prompt(entry, prompt_work(num_tokens, cached), took_s)
             on_first(output)
 
         def end() -> None:
             num = leg.request.sampling.max_tokens
             if kind != "prefill" and num > _MIN_GAPS:
                 gap_s = (self.clock.monotonic_s() - first_s) / (num - 1)
-                pairing.model.learn_step(entry.streams_before + 1, entry.kv_before, gap_s)
+                entry.end()
+                pairing.learn_step(entry, gap_s, num)
                 pairing.model.learn_output(num)
             on_end()
 

@@ -323,9 +323,10 @@ class Legs:
             if services.pairing is not None:
                 held = services.pairing.hold(backend, kind, prompt, known.num_tokens)
                 entry = stack.enter_context(held)
+                if kind != "decode":
+                    self.story.prompt_entry = entry
                 if kind != "prefill":
-                    self._entry = entry
-                    self.story.stream_work = entry.streams_before + 1, entry.kv_before
+                    self._entry = self.story.stream_entry = entry
             yield stack.enter_context(exchange)
 
     def begin(self, mode: KVMode) -> None:

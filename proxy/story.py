@@ -39,6 +39,7 @@ from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
+    from pdserve.proxy.brain.ledger import LedgerEntry
     from pdserve.proxy.brain.prompt import KnownPrefix, RoutePrompt
     from pdserve.proxy.brain.question import PairDecision
     from pdserve.wire.hop import EngineStages
@@ -121,8 +122,8 @@ class Story:
         prompt, known: What routing knew of its prompt and, by leg, of what the engine had of it,
             as of the last attempt; None and empty unless a policy looks at that.
         decision: How its engines were chosen, if that was one choice.
-        stream_work: Streams of the engine that gives its tokens, itself included, and the tokens of
-            their KV, when it came there; None unless that is counted.
+        prompt_entry, stream_entry: Its part of the work of the engine that computes its prompt,
+            and of the one that gives its tokens; None unless that is counted.
         rungs: Of the ladder, as they were taken, each with its reason.
         prefill_url, decode_url: Who computes its prompt apart, and who the rest (or all of it),
             as of the last attempt; empty where none was asked.
@@ -157,7 +158,8 @@ class Story:
     prompt: RoutePrompt | None = None
     known: dict[str, KnownPrefix] = field(default_factory=dict)
     decision: PairDecision | None = None
-    stream_work: tuple[int, int] | None = None
+    prompt_entry: LedgerEntry | None = None
+    stream_entry: LedgerEntry | None = None
     rungs: list[tuple[LadderRung, str]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0

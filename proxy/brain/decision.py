@@ -95,6 +95,7 @@ class PairCosts:
         self._times = times or question.times
         self._ttft_slo_s, self._itl_slo_s = question.ttft_slo_s, question.itl_slo_s
         self._output = max(1.0, self._times.mean_output)
+        self._coming = question.coming
 
     def of_prefill(self, engine: PairCandidate) -> float:
         """What computing the prompt there costs."""
@@ -129,7 +130,7 @@ class PairCosts:
         itl_s = times.step_s(work.num_streams, work.kv_tokens) if work.num_streams else 0.0
         missing = max(1, self._num_tokens - engine.hit_tokens)
         return {
-            "queue": times.backlog_s(work),
+            "queue": times.backlog_s(work, engine.begun_s),
             "prefill": times.prompt_s(self._num_tokens, engine.hit_tokens),
             "beside": times.steps_of(missing + work.prompt_tokens) * itl_s,
             "hop": _HOP_S,
@@ -140,10 +141,11 @@ class PairCosts:
         work, slo_s = engine.work, self._itl_slo_s
         ttft = self.ttft(engine)
         harm = 0.0
-        if work.num_streams:
-            itl_s = self._times.step_s(work.num_streams, work.kv_tokens)
-            slowed_s = itl_s + ttft["prefill"] / self._output
-            harm = work.num_streams * (_missed(slowed_s / slo_s) - _missed(itl_s / slo_s))
+        num_streams = work.num_streams + (self._coming if engine.is_decode else 0.0)
+        if num_streams:
+            itl_s = self._times.step_s(num_streams, work.kv_tokens)
+            slowed_s = itl_s + ttft["prefill"] * self._times.spread
+            harm = num_streams * (_missed(slowed_s / slo_s) - _missed(itl_s / slo_s))
         bias = 0.0 if engine.is_prefill else BIAS
         missed = _missed(sum(ttft.values()) / self._ttft_slo_s)
         return {"ttft": missed, "harm": harm, "bias": bias}, ttft
@@ -151,14 +153,15 @@ class PairCosts:
     def _decode_terms(self, engine: PairCandidate, wire_s: float) -> tuple[dict[str, float], float]:
         """What giving the tokens there costs; and the time between them."""
         times, work, slo_s = self._times, engine.work, self._itl_slo_s
-        backlog_s = times.backlog_s(work) / self._output if work.num_prompts else 0.0
-        before_s = times.step_s(work.num_streams, work.kv_tokens) + backlog_s
+        backlog_s = times.backlog_s(work, engine.begun_s) * times.spread
+        num_streams = work.num_streams + self._coming
+        before_s = times.step_s(num_streams, work.kv_tokens) + backlog_s
         after_s = backlog_s + times.step_s(
-            work.num_streams + 1, work.kv_tokens + self._num_tokens + self._output
+            num_streams + 1, work.kv_tokens + self._num_tokens + self._output
         )
-        harm = work.num_streams * (_missed(after_s / slo_s) - _missed(before_s / slo_s))
+        harm = num_streams * (_missed(after_s / slo_s) - _missed(before_s / slo_s))
         itl = _missed(after_s / slo_s)
-        wire = _missed((after_s + wire_s / self._output) / slo_s) - itl
+        wire = _missed((after_s + wire_s * times.spread) / slo_s) - itl
         bias = 0.0 if engine.is_decode else BIAS
         return {"itl": itl, "wire": wire, "harm": harm, "bias": bias}, after_s
 

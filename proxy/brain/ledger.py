@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pdserve.proxy.brain.work import EngineWork, pairs_of
+from pdserve.proxy.brain.work import EngineWork, PromptWork, prompt_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,32 +18,40 @@ class LedgerEntry:
     """One leg's part of an engine's work.
 
     Attributes:
+        before, begun_s: Prompts of the engine when the leg began, and how long it had been at the
+            first of them.
         streams_before, kv_before: Of the engine, when the leg began.
+        beside: Prompts that it computed while the leg gave tokens, once that is over.
     """
 
     def __init__(
-        self,
-        work: EngineWork,
-        kind: str,
-        num_tokens: int,
-        num_cached: int,
-        on_change: Callable[[], None],
+        self, ledger: WorkLedger, url: str, kind: str, num_tokens: int, num_cached: int
     ) -> None:
-        self._work = work
-        self._on_change = on_change
+        self._ledger = ledger
+        self._url = url
+        self._work = work = ledger.of(url)
         self._streams_on = kind == "local"
         self._num_tokens = num_tokens
-        self._missing = max(0, num_tokens - num_cached)
-        self._pairs = pairs_of(self._missing, num_tokens - self._missing)
         self._is_pending = self._is_streaming = False
+        self._own = prompt_work(num_tokens, num_cached)
+        self.before = work.prompts
+        self.begun_s = ledger.now_s() - work.since_s if work.num_prompts else 0.0
+        self.beside = PromptWork()
         self.streams_before, self.kv_before = work.num_streams, work.kv_tokens
         if kind == "decode":
             self._stream()
         else:
             self._is_pending = True
+            if not work.num_prompts:
+                work.since_s = ledger.now_s()
             work.num_prompts += 1
-            work.prompt_tokens += self._missing
-            work.prompt_pairs += self._pairs
+            work.prompt_tokens += self._own.tokens
+            work.prompt_pairs += self._own.pairs
+
+    @property
+    def _done(self) -> PromptWork:
+        """What its engine has computed so far."""
+        return self._ledger.done.get(self._url, PromptWork())
 
     def computed(self) -> None:
         """The prompt is computed: the first token is there. Said again, it means nothing."""
@@ -51,7 +59,7 @@ class LedgerEntry:
             self._settle()
             if self._streams_on:
                 self._stream()
-            self._on_change()
+            self._ledger.on_change()
 
     def end(self) -> None:
         """The leg is over."""
@@ -59,18 +67,22 @@ class LedgerEntry:
             self._settle()
         if self._is_streaming:
             self._is_streaming = False
+            self.beside = self._done.minus(self._done_before)
             self._work.num_streams -= 1
             self._work.kv_tokens -= self._num_tokens
-        self._on_change()
+        self._ledger.on_change()
 
     def _settle(self) -> None:
         self._is_pending = False
+        self._work.since_s = self._ledger.now_s()
         self._work.num_prompts -= 1
-        self._work.prompt_tokens -= self._missing
-        self._work.prompt_pairs -= self._pairs
+        self._work.prompt_tokens -= self._own.tokens
+        self._work.prompt_pairs -= self._own.pairs
+        self._ledger.done[self._url] = self._done.plus(self._own)
 
     def _stream(self) -> None:
         self._is_streaming = True
+        self._done_before = self._done
         self._work.num_streams += 1
         self._work.kv_tokens += self._num_tokens
 
@@ -79,11 +91,19 @@ class WorkLedger:
     """All engines' work, by URL.
 
     Args:
+        now_s: Monotonic time.
         on_change: Called when an engine has less of it.
+
+    Attributes:
+        done: Prompts that engines have computed, of all time, by URL.
     """
 
-    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
-        self._on_change = on_change
+    def __init__(
+        self, now_s: Callable[[], float], on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        self.now_s = now_s
+        self.on_change = on_change
+        self.done: dict[str, PromptWork] = {}
         self._work: dict[str, EngineWork] = {}
 
     def of(self, url: str) -> EngineWork:
@@ -99,7 +119,7 @@ class WorkLedger:
             num_tokens: Of the prompt.
             num_cached: Of those, what the engine has.
         """
-        entry = LedgerEntry(self.of(url), kind, num_tokens, num_cached, self._on_change)
+        entry = LedgerEntry(self, url, kind, num_tokens, num_cached)
         try:
             yield entry
         finally:

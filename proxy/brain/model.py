@@ -14,10 +14,11 @@ import statistics
 from typing import TYPE_CHECKING, Final
 
 from pdserve.proxy.brain.times import ServiceTimes
-from pdserve.proxy.brain.work import pairs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pdserve.proxy.brain.work import PromptWork
 
 _DECAY: Final = 0.995
 _RIDGE: Final = 1e-6
@@ -28,6 +29,7 @@ _SMALL: Final = 0.5
 """Of what is typical: what is smaller counts no more than that."""
 _MAX_OFF: Final = 2.0
 """A sample is taken for no further off the prediction than this factor: it may be a stall."""
+_SPREAD_DECAY: Final = 0.02
 _FIRST_OUTPUTS: Final = (150.0 * 20, 20.0)
 """Output tokens of requests before any was seen, and how many such requests."""
 
@@ -144,6 +146,7 @@ class ServiceModel:
         self.step = LinearFit(3)
         self.wire = LinearFit(2)
         self._num_output, self._num_requests = _FIRST_OUTPUTS
+        self._spread = _FIRST_OUTPUTS[1] / _FIRST_OUTPUTS[0]
         self._times: ServiceTimes | None = None
 
     @property
@@ -156,14 +159,13 @@ class ServiceModel:
         """Output tokens of a request, on average."""
         return self._num_output / self._num_requests
 
-    def learn_prompt(self, num_computed: int, num_cached: int, seconds: float) -> None:
-        """Take what an engine took for a prompt."""
-        features = (1.0, float(num_computed), pairs_of(num_computed, num_cached))
-        self.prefill.learn(features, seconds)
+    def learn_prompts(self, prompts: PromptWork, seconds: float) -> None:
+        """Take what an engine took for some prompts, with nothing beside them."""
+        self.prefill.learn((float(prompts.num), float(prompts.tokens), prompts.pairs), seconds)
         self._times = None
 
     def learn_step(self, num_streams: float, kv_tokens: float, seconds: float) -> None:
-        """Take how far apart a stream's tokens were, and what its engine had meanwhile."""
+        """Take how far apart a stream's tokens were, with no prompts computed beside them."""
         self.step.learn((1.0, num_streams, kv_tokens), seconds)
         self._times = None
 
@@ -176,6 +178,7 @@ class ServiceModel:
         """Take how long an answer was."""
         self._num_output += num_tokens
         self._num_requests += 1
+        self._spread += _SPREAD_DECAY * (1 / max(1, num_tokens - 1) - self._spread)
         self._times = None
 
     def times(self) -> ServiceTimes:
@@ -192,5 +195,6 @@ class ServiceModel:
                 step_error=self.step.error,
                 wire_error=self.wire.error if self.wire.is_known else 0.0,
                 mean_output=self.mean_output,
+                spread=self._spread,
             )
         return self._times

@@ -15,6 +15,7 @@ from pdserve.proxy.brain.model import ServiceModel
 from pdserve.proxy.brain.question import PairCandidate, RouteQuestion
 from pdserve.proxy.brain.record import DecisionLog, DecisionsShown, FitShown, ServedTimes
 from pdserve.proxy.brain.sessions import Sessions, preference
+from pdserve.proxy.brain.work import prompt_work
 from pdserve.proxy.story import Mode
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.prompt import RoutePrompt
     from pdserve.proxy.brain.question import PairDecision
     from pdserve.proxy.brain.record import DecisionRecord
+    from pdserve.proxy.brain.work import PromptWork
     from pdserve.proxy.story import Story
 
 _MIN_GAPS: Final = 4
@@ -63,7 +65,7 @@ class Pairing:
         self._metrics = metrics
         self._sessions = Sessions()
         self._numbers = itertools.count()
-        self.ledger = WorkLedger(on_change)
+        self.ledger = WorkLedger(clock.monotonic_s, on_change)
         self.model = ServiceModel()
         self.log = DecisionLog()
 
@@ -100,17 +102,19 @@ class Pairing:
     ) -> RouteQuestion:
         """Return what is known of a request and of engines; the arguments are those of `decide`."""
         urls = {each.url for each in prefills}, {each.url for each in decodes}
-        name = self._name_of(prompt)
+        name, now_s = self._name_of(prompt), self._clock.monotonic_s()
         candidates = [
             PairCandidate(
                 url,
                 is_prefill=url in urls[0],
                 is_decode=url in urls[1],
                 hit_tokens=min(known.get(url, 0), prompt.num_tokens),
-                work=self.ledger.of(url),
+                work=(work := self.ledger.of(url)),
+                begun_s=now_s - work.since_s,
             )
             for url in sorted(urls[0] | urls[1], key=lambda url: preference(name, url))
         ]
+        computing = sum(self.ledger.of(url).num_prompts for url in urls[0] - urls[1])
         times = self.model.times()
         default_s = self._config.ttft_slo_s or default_ttft_slo_s(times, prompt.num_tokens)
         return RouteQuestion(
@@ -119,7 +123,8 @@ class Pairing:
             times=times,
             ttft_slo_s=prompt.ttft_slo_s or default_s,
             itl_slo_s=prompt.itl_slo_s or self._config.itl_slo_s,
-            was_split=self._sessions.was_split(prompt.session, self._clock.monotonic_s()),
+            coming=computing / max(1, len(urls[1])),
+            was_split=self._sessions.was_split(prompt.session, now_s),
         )
 
     def hold(
@@ -132,12 +137,13 @@ class Pairing:
         """Take what was measured of a request that has ended well."""
         model, stages = self.model, story.prefill_stages
         model.learn_output(story.num_output_tokens)
-        if stages is not None and stages.num_choices == 1 and stages.prefill_s > 0:
-            num_computed = stages.prompt_tokens - stages.cached_tokens
-            model.learn_prompt(num_computed, stages.cached_tokens, stages.prefill_s)
-        gap_s = _gap_s(story)
-        if story.stream_work is not None and gap_s is not None:
-            model.learn_step(*story.stream_work, gap_s)
+        entry = story.prompt_entry
+        if entry is not None and stages is not None and stages.num_choices == 1:
+            own = prompt_work(stages.prompt_tokens, stages.cached_tokens)
+            self.learn_prompt(entry, own, stages.queue_s + stages.prefill_s)
+        gap_s, entry = _gap_s(story), story.stream_entry
+        if entry is not None and gap_s is not None:
+            self.learn_step(entry, gap_s, story.num_output_tokens)
         stages, known = story.decode_stages, story.known.get("decode")
         wire_s = None
         if stages is not None and stages.kv_bytes and known is not None and stages.kv_transfer_s:
@@ -149,9 +155,30 @@ class Pairing:
             record.measured = ServedTimes(ttft_s=ttft_s, itl_s=gap_s, wire_s=wire_s)
             self._metrics.compare(record.decision, record.measured)
 
+    def learn_prompt(self, entry: LedgerEntry, own: PromptWork, seconds: float) -> None:
+        """Take what a prompt took, from when it came to its engine on.
+
+        It took as long as what was there before it, but for what was computed of that, and steps
+        of the streams beside them.
+        """
+        prompts, times = entry.before.plus(own), self.model.times()
+        seconds += min(entry.begun_s, times.computing_s(entry.before))
+        if entry.streams_before:
+            step_s = times.step_s(entry.streams_before, entry.kv_before)
+            seconds -= times.steps_of(prompts.tokens) * step_s
+        if seconds > 0:
+            self.model.learn_prompts(prompts, seconds)
+
+    def learn_step(self, entry: LedgerEntry, gap_s: float, num_tokens: int) -> None:
+        """Take how far apart a stream's tokens were, less what prompts beside it took."""
+        gap_s -= self.model.times().computing_s(entry.beside) / max(1, num_tokens)
+        if gap_s > 0:
+            self.model.learn_step(entry.streams_before + 1, entry.kv_before, gap_s)
+
     def backlog_s(self, engine: Backend) -> float:
         """Seconds until an engine has computed the prompts that it has."""
-        return self.model.times().backlog_s(self.ledger.of(engine.url))
+        work = self.ledger.of(engine.url)
+        return self.model.times().backlog_s(work, self._clock.monotonic_s() - work.since_s)
 
     def measure(self) -> None:
         """Set the gauges to what is now."""

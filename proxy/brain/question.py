@@ -24,6 +24,7 @@ class PairCandidate(msgspec.Struct, frozen=True):
     Attributes:
         is_prefill, is_decode: Its role includes that.
         hit_tokens: What it has of the prompt.
+        begun_s: How long it has been at the prompt that it computes now, if it does.
     """
 
     url: str
@@ -31,6 +32,7 @@ class PairCandidate(msgspec.Struct, frozen=True):
     is_decode: bool
     hit_tokens: int
     work: EngineWork
+    begun_s: float = 0.0
 
 
 class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,8 @@ class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens: Of the prompt.
         candidates: Of two that cost the same, the first is taken.
         ttft_slo_s, itl_slo_s: Objectives for the first token and between tokens.
+        coming: Streams that each decode engine will have beside those it has, of prompts that
+            others compute now.
         was_split: What became of the session's last request, if that is to count.
         apart: Pairs (prefill, decode) that cannot share the request, of those that were asked for.
     """
@@ -49,6 +53,7 @@ class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
     times: ServiceTimes
     ttft_slo_s: float
     itl_slo_s: float
+    coming: float = 0.0
     was_split: bool | None = None
     apart: tuple[tuple[str, str], ...] = ()
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pdserve.proxy.brain.work import pairs_of
+from pdserve.proxy.brain.work import prompt_work
 
 if TYPE_CHECKING:
-    from pdserve.proxy.brain.work import EngineWork
+    from pdserve.proxy.brain.work import EngineWork, PromptWork
 
 _CAUTION: Final = 0.67
 """Of the mean relative error that prompts are taken to be longer by: three in four are shorter."""
@@ -25,6 +25,8 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
         wire: Constant, each token; zeros until some KV was seen on its way.
         prefill_error, step_error, wire_error: Mean relative errors of late.
         mean_output: Output tokens of a request, on average.
+        spread: Of a wait behind the first token, the share by which a request's tokens come further
+            apart, on average: short answers feel it most.
     """
 
     prefill: tuple[float, float, float]
@@ -34,15 +36,27 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     step_error: float
     wire_error: float
     mean_output: float
+    spread: float
 
     def prompt_s(self, num_tokens: int, num_cached: int) -> float:
         """Seconds for a prompt with nothing before it; a cautious guess."""
-        missing = max(0, num_tokens - num_cached)
-        return self._computing_s(1.0, missing, pairs_of(missing, num_cached))
+        return self._cautious_s(prompt_work(num_tokens, num_cached))
 
-    def backlog_s(self, work: EngineWork) -> float:
-        """Seconds until an engine has computed the prompts that it has."""
-        return self._computing_s(work.num_prompts, work.prompt_tokens, work.prompt_pairs)
+    def backlog_s(self, work: EngineWork, begun_s: float) -> float:
+        """Seconds until an engine has computed the prompts that it has.
+
+        Args:
+            begun_s: For how long it has computed the first of them.
+        """
+        if not work.num_prompts:
+            return 0.0
+        all_s = self._cautious_s(work.prompts)
+        return all_s - min(begun_s, all_s / work.num_prompts)
+
+    def computing_s(self, prompts: PromptWork) -> float:
+        """Seconds for some prompts, as they take on average."""
+        constant, each_token, each_pair = self.prefill
+        return constant * prompts.num + each_token * prompts.tokens + each_pair * prompts.pairs
 
     def step_s(self, num_streams: float, kv_tokens: float) -> float:
         """Seconds between two tokens of each of so many streams."""
@@ -70,7 +84,5 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
             replace(self, wire=(self.wire[0] * factors[2], self.wire[1] * factors[2])),
         )
 
-    def _computing_s(self, num_prompts: float, num_tokens: float, num_pairs: float) -> float:
-        each_prompt, each_token, each_pair = self.prefill
-        guess_s = each_prompt * num_prompts + each_token * num_tokens + each_pair * num_pairs
-        return guess_s * (1 + _CAUTION * min(1.0, self.prefill_error))
+    def _cautious_s(self, prompts: PromptWork) -> float:
+        return self.computing_s(prompts) * (1 + _CAUTION * min(1.0, self.prefill_error))

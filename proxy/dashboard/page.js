@@ -361,14 +361,14 @@ function drawScatter(decisions) {
   const all = known.flatMap((made) => [made.predicted_ms, made.measured_ms]).map((value) => Math.log10(Math.max(0.1, value)));
   const low = Math.floor(Math.min(...all)), high = Math.max(low + 1, Math.ceil(Math.max(...all)));
   const at = (value, from, to) => from + ((Math.log10(Math.max(0.1, value)) - low) / (high - low)) * (to - from);
-  chart.append(svg("line", { class: "base", x1: 40, x2: 390, y1: 165, y2: 10 }));
+  chart.append(svg("line", { class: "base", x1: 30, x2: 375, y1: 165, y2: 10 }));
   for (let power = low; power <= high; power++) {
-    const text = svg("text", { x: at(10 ** power, 40, 390), y: 182, "text-anchor": "middle" });
+    const text = svg("text", { x: at(10 ** power, 30, 375), y: 182, "text-anchor": "middle" });
     text.textContent = ms(10 ** power / 1e3).replace(/\.0+(?= )/, "");
     chart.append(text);
   }
   for (const made of known) {
-    const dot = svg("circle", { class: made.is_split ? "r-split" : "r-local", cx: at(made.predicted_ms, 40, 390), cy: at(made.measured_ms, 165, 10), r: 3.5 });
+    const dot = svg("circle", { class: made.is_split ? "r-split" : "r-local", cx: at(made.predicted_ms, 30, 375), cy: at(made.measured_ms, 165, 10), r: 3.5 });
     const tip = svg("title");
     tip.textContent = `${made.request_id}: predicted ${made.predicted_ms.toFixed(1)} ms, was ${made.measured_ms.toFixed(1)}; ${made.reason.replaceAll("_", " ")}`;
     dot.append(tip);
@@ -394,8 +394,8 @@ function drawWork(engines) {
   });
   while (list.children.length > engines.length) list.lastChild.remove();
   const lag = (of) => Math.max(0, ...of.map((engine) => engine.lag_ms ?? 0));
-  say($("routes-lag"), engines.some((engine) => engine.lag_ms !== null) ? ms(lag(engines) / 1e3) : "never");
-  spark($("spark-lag"), moments.filter((moment) => moment.routes).map((moment) => [moment.at_s, lag(moment.routes.engines)]));
+  say($("routes-lag"), engines.some((engine) => engine.lag_ms !== null) ? `KV events heard ${ms(lag(engines) / 1e3)} ago` : "no engine tells of its KV");
+  spark($("trend-lag"), moments.filter((moment) => moment.routes).map((moment) => [moment.at_s, lag(moment.routes.engines)]));
 }
 
 const cards = new Map(); // url -> {root, parts}

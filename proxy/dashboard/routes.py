@@ -89,7 +89,7 @@ def _work(pairing: Pairing, engine: Backend, lag_s: float | None) -> WorkShown:
     itl_s = times.step_s(work.num_streams, work.kv_tokens) if work.num_streams else 0.0
     return WorkShown(
         url=engine.url,
-        backlog_ms=round(times.backlog_s(work) * 1e3, 1),
+        backlog_ms=round(pairing.backlog_s(engine) * 1e3, 1),
         itl_ms=round(itl_s * 1e3, 2),
         num_prompts=work.num_prompts,
         num_streams=work.num_streams,

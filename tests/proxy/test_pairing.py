@@ -16,7 +16,7 @@ from pdserve.proxy.brain.decision import BIAS, decide, default_ttft_slo_s
 from pdserve.proxy.brain.ledger import WorkLedger
 from pdserve.proxy.brain.model import LinearFit, ServiceModel
 from pdserve.proxy.brain.question import REASONS, PairCandidate, RouteQuestion
-from pdserve.proxy.brain.work import EngineWork
+from pdserve.proxy.brain.work import EngineWork, prompt_work
 from tests.proxy.scripted import ScriptedEngine, text_of
 
 COSTS = Costs()
@@ -29,7 +29,7 @@ def learned(noise: float = 0.0, *, seed: int = 0, num: int = 300) -> ServiceMode
         jitter = [1 + rng.uniform(-noise, noise) for _ in range(3)]
         total, streams = rng.randint(50, 20_000), rng.randint(1, 60)
         cached = rng.randint(0, total // 2)
-        model.learn_prompt(total - cached, cached, COSTS.of_prompt(total, cached) * jitter[0])
+        model.learn_prompts(prompt_work(total, cached), COSTS.of_prompt(total, cached) * jitter[0])
         kv = streams * rng.randint(100, 8000)
         step_s = COSTS.decode + COSTS.decode_request * streams + COSTS.decode_token * kv
         model.learn_step(streams, kv, step_s * jitter[1])
@@ -96,7 +96,7 @@ def test_a_fit_is_never_negative_nor_not_a_number(samples):
 
 @given(st.data())
 def test_whatever_becomes_of_legs_the_ledger_is_empty_at_their_end(data):
-    ledger, open_legs = WorkLedger(), []
+    ledger, open_legs = WorkLedger(lambda: 0.0), []
     for _ in range(data.draw(st.integers(1, 20))):
         if not open_legs or data.draw(st.booleans()):
             kind = data.draw(st.sampled_from(["prefill", "decode", "local"]))
@@ -173,6 +173,60 @@ def test_an_engine_with_more_to_do_is_not_more_attractive(fleet, num, which, mor
     assert busy.url not in (after.prefill, after.decode)
 
 
+@given(fleets, st.integers(1, 30_000), st.sampled_from([256, 2048]))
+def test_an_engine_that_has_more_of_the_prompt_is_not_less_attractive(fleet, num, more):
+    before = choose(num, *fleet).chosen
+    for url in {before.prefill, before.decode}:
+        warmer = [
+            msgspec.structs.replace(each, hit_tokens=min(num, each.hit_tokens + more))
+            if each.url == url
+            else each
+            for each in fleet
+        ]
+        after = choose(num, *warmer).chosen
+        assert url in (after.prefill, after.decode)
+
+
+@given(fleets, st.integers(1, 30_000))
+def test_the_reason_names_the_term_that_made_the_difference(fleet, num):
+    decision = choose(num, *fleet)
+    chosen, other = decision.chosen, decision.other
+    if other is None:
+        assert decision.reason == "no_pair"
+        return
+    gains = {name: other.terms[name] - chosen.terms[name] for name in chosen.terms}
+    most = max(gains, key=gains.get)
+    named = {
+        "shorter_queue": "ttft",
+        "warm_prefill": "ttft",
+        "prefill_busy": "ttft",
+        "wire_slow": "wire",
+        "home_role": "bias",
+    }
+    if decision.reason in named:
+        assert most == named[decision.reason]
+
+
+def test_of_engines_that_cost_the_same_the_first_is_taken():
+    idle = [engine(f"e{i}") for i in range(4)]
+    for first in range(4):
+        turned = idle[first:] + idle[:first]
+        assert choose(100, *turned).chosen.decode == f"e{first}"
+
+
+def test_a_load_that_sways_within_the_margin_moves_a_session_once_at_most():
+    prefill = engine("p", "prefill")
+    plain = {n: choose(2000, prefill, engine("d", "decode", num_streams=n)) for n in range(200)}
+    edge = next(n for n in plain if plain[n].chosen.is_local != plain[n + 1].chosen.is_local)
+    was_split, changes = None, 0
+    for turn in range(40):
+        busy = engine("d", "decode", num_streams=edge + turn % 2)
+        is_split = not choose(2000, prefill, busy, was_split=was_split).chosen.is_local
+        changes += was_split is not None and is_split is not was_split
+        was_split = is_split
+    assert changes <= 1
+
+
 def test_a_pair_of_roles_splits_a_long_prompt_and_not_a_cached_one_that_would_wait():
     prefill, streams = engine("p", "prefill"), {"num_streams": 30, "kv_tokens": 60_000}
     long = choose(12_000, prefill, engine("d", "decode", **streams))
@@ -208,7 +262,8 @@ def test_the_joint_decision_serves_conversations_in_the_comparison():
     assert 0 < found["split"] <= 100
     assert found["goodput"] >= 99.0
     assert fleet.pairing.model.is_known
-    assert fleet.pairing.ledger.of("http://d0") == EngineWork()
+    left = fleet.pairing.ledger.of("http://d0")
+    assert (left.num_prompts, left.prompt_tokens, left.num_streams, left.kv_tokens) == (0, 0, 0, 0)
     for each in fleet.pairing.log.newest():
         assert each.decision.reason in REASONS
 

@@ -69,13 +69,15 @@ async def test_who_is_turned_away_gets_429_and_a_time_and_it_is_counted(make_sta
     urls = [each.url for each in stack.proxy.backends]
     body = {"prompt": list(range(600)), "max_tokens": 4, "seed": 3}
     for url in urls:
-        pairing.ledger.of(url).prompt_tokens = 200_000
+        work = pairing.ledger.of(url)
+        work.num_prompts, work.prompt_tokens = 20, 200_000
     async with stack.post(body) as response:
         assert response.status == 429
         assert 5 <= int(response.headers["Retry-After"]) <= 60
         assert "its first token would take" in (await response.json())["error"]["message"]
     for url in urls:
-        pairing.ledger.of(url).prompt_tokens = 0
+        work = pairing.ledger.of(url)
+        work.num_prompts = work.prompt_tokens = 0
     assert await stack.stream(body)
     metrics = await stack.metrics()
     assert metrics['pdserve_rejected_total{reason="ttft"}'] == 1

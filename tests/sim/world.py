@@ -28,6 +28,7 @@ from pdserve.connectors.multi.scheduler import MultiScheduler
 from pdserve.executor.toy import TOY_EOS, WrongKVError, expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.app import Proxy
+from pdserve.proxy.brain.work import prompt_work
 from pdserve.server.sampling import choice_seed
 from pdserve.wire.drain import PATH, DrainReport, DrainRequest
 from pdserve.wire.sampling import SamplingParams
@@ -153,7 +154,7 @@ class World:
     def _teach(self, model: ServiceModel) -> None:
         """What engines take, so that pairs are chosen from the first request on."""
         for number in range(1, 30):
-            model.learn_prompt(number, 0, self.step_s(number))
+            model.learn_prompts(prompt_work(number, 0), self.step_s(number))
             model.learn_step(1 + number % 4, 10 * number, self.step_s(1 + number % 4))
 
     def violation(self, error: BaseException) -> None:
