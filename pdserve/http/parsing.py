@@ -30,7 +30,7 @@ from pdserve.http.protocol import (
     TokenizeRequest,
     prompts_of,
 )
-from pdserve.wire.hop import ReachRequest, ReleaseRequest
+from pdserve.wire.hop import MigrateRequest, ReachRequest, ReleaseRequest
 from pdserve.wire.sampling import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ _DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
         RerankRequest,
         ReleaseRequest,
         ReachRequest,
+        MigrateRequest,
     )
 }
 
