@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from hypothesis import seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-MAX_ROUNDS = 10
+MAX_ROUNDS = 20
 
 
 def in_ci(num_examples: int, num_steps: int = 40) -> settings:
