@@ -5,11 +5,13 @@ of up to 3, 7 and 15 tokens, for a text that is an edit of the request's predict
 some tokens every sixty or so, as in files that are rewritten) and for one that nobody can guess.
 `neighbours`: the gaps of fifteen requests without a prediction beside one that has one. `boxed`:
 the time per token of the boxed model with drafts by its own Medusa heads, greedy and at temperature
-1, and with drafts by heads that are always wrong.
+1, and with drafts by heads that are always wrong. `by_model`: the same of a model of which only the
+first layers do anything, with drafts by a smaller one that has just those, and by a model and a
+head that are always wrong.
 
 Whatever is drafted, the tokens must be those without: that is checked on the way.
 
-    python benchmarks/speculation.py [--threads N] [--rounds N] [--tokens N] [--only boxed]
+    python benchmarks/speculation.py [--threads N] [--rounds N] [--tokens N] [--only boxed|by_model]
 """
 
 from __future__ import annotations
@@ -44,6 +46,9 @@ GAP = 60
 """Tokens from one change of a prediction to the next, on average."""
 VARIED = 0.25
 """Standard deviation of weights with which the likeliest tokens are not always the same."""
+PAIR_LAYERS = 3
+"""Of thirty, in the model that is drafted for by a smaller one: with its output head, a third of
+what is read for a token."""
 BOXED_PROMPTS = (
     "Disaggregated serving means",
     "The prefill engine",
@@ -60,7 +65,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
-    parser.add_argument("--only", choices=("boxed",), help="leave the rest out")
+    parser.add_argument("--only", choices=("boxed", "by_model"), help="leave the rest out")
     args = parser.parse_args()
     result: dict[str, Any] = {
         "benchmark": "speculation",
@@ -72,6 +77,8 @@ def main() -> None:
             "neighbours.itl_p99_over_plain": 1.10,
             "boxed.greedy.speed_up": 1.8,
             "boxed.greedy.wrong.speed_up": 0.97,
+            "by_model.greedy.wrong model.speed_up": 0.97,
+            "by_model.greedy.wrong head.speed_up": 0.97,
         },
     }
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
@@ -80,8 +87,12 @@ def main() -> None:
             model = write_model(Path(directory) / "m", shape)
             configs = {drafted: _config(model, drafted, args.threads) for drafted in DRAFTED}
             result |= asyncio.run(_measure(configs, _compare, args))
-        boxed = _boxed_configs(Path(directory) / "heads", args.threads)
-        result |= asyncio.run(_measure(boxed, _compare_boxed, args))
+        if args.only != "by_model":
+            boxed = _boxed_configs(Path(directory) / "heads", args.threads)
+            result |= asyncio.run(_measure(boxed, _compare_boxed, args))
+        if args.only != "boxed":
+            pairs = _pair_configs(Path(directory), args.threads)
+            result |= asyncio.run(_measure(pairs, _compare_pairs, args))
     print(json.dumps(result, indent=1))
 
 
@@ -159,6 +170,100 @@ def _boxed_configs(wrong: Path, num_threads: int) -> dict[str, EngineConfig]:
     }
 
 
+def _pair_configs(directory: Path, num_threads: int) -> dict[str, EngineConfig]:
+    """A model drafted for by its own first layers, by those of another one, and by a random head.
+
+    Args:
+        directory: Where they are written.
+    """
+    from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+    from pdserve.config.speculative import SpeculativeConfig
+
+    shape = {**SMOLLM2_135M, "initializer_range": VARIED}
+    small = {**shape, "num_hidden_layers": PAIR_LAYERS}
+    model = _write_weights(write_model(directory / "large", shape), seed=0)
+    right = _write_weights(write_model(directory / "small", small), seed=0)
+    wrong = _write_weights(write_model(directory / "other", small), seed=1)
+    head = _write_head(write_model(directory / "head", {**shape, "num_hidden_layers": 1}))
+    ways = {"off": SpeculativeConfig()} | {
+        name: SpeculativeConfig(method=method, model=str(path), num_speculative_tokens=drafted)
+        for name, method, path, drafted in (
+            ("model 3", "draft_model", right, 3),
+            ("model 7", "draft_model", right, 7),
+            ("wrong model", "draft_model", wrong, 7),
+            ("wrong head", "eagle", head, 7),
+        )
+    }
+    return {
+        way: EngineConfig(
+            model=ModelConfig(model=str(model), max_model_len=2048),
+            cache=CacheConfig(kv_cache_memory_bytes=1 << 28, enable_prefix_caching=False),
+            parallel=ParallelConfig(num_threads=num_threads),
+            speculative=speculative,
+        )
+        for way, speculative in ways.items()
+    }
+
+
+def _write_weights(directory: Path, *, seed: int) -> Path:
+    """Write random weights of which layers from `PAIR_LAYERS` on add nothing."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    shape = json.loads((directory / "config.json").read_text())
+    size, inner, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q, kv = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
+    matrices = {
+        "self_attn.q_proj": (q, size),
+        "self_attn.k_proj": (kv, size),
+        "self_attn.v_proj": (kv, size),
+        "self_attn.o_proj": (size, q),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
+    tensors = {"model.norm.weight": torch.ones(size)}
+    embedding = torch.randn(shape["vocab_size"], size, generator=torch.Generator().manual_seed(9))
+    tensors["model.embed_tokens.weight"] = embedding * VARIED
+    for layer in range(shape["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, sizes in matrices.items():
+            is_silent = layer >= PAIR_LAYERS and name.endswith(("o_proj", "down_proj"))
+            drawn = torch.randn(*sizes, generator=generator) * (0.0 if is_silent else VARIED)
+            tensors[f"{prefix}{name}.weight"] = drawn
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(size)
+    stored = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(stored, directory / "model.safetensors")
+    return directory
+
+
+def _write_head(directory: Path) -> Path:
+    """Write a random EAGLE head."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = _write_weights(directory, seed=2) / "model.safetensors"
+    size = SMOLLM2_135M["hidden_size"]
+    assert isinstance(size, int)
+    head = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(path).items()
+        if "model.layers.0." in name and "input_layernorm" not in name
+    }
+    head["fc.weight"] = torch.randn(size, 2 * size).bfloat16()
+    save_file(head, path)
+    return directory
+
+
+async def _compare_pairs(
+    clients: dict[str, ZmqEngineClient], args: argparse.Namespace
+) -> dict[str, Any]:
+    found = await _compare_ways(clients, [_prompt(index) for index in range(3)], args)
+    return {"by_model": found}
+
+
 async def _compare_boxed(
     clients: dict[str, ZmqEngineClient], args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -168,6 +273,13 @@ async def _compare_boxed(
 
     tokenizer = Tokenizer.from_file(str(boxed_model_dir() / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in BOXED_PROMPTS]
+    return {"boxed": await _compare_ways(clients, prompts, args)}
+
+
+async def _compare_ways(
+    clients: dict[str, ZmqEngineClient], prompts: list[list[int]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Answer prompts in each way, greedily and not; the first way drafts nothing."""
     found: dict[str, dict[str, list[_Run]]] = {"greedy": {}, "temperature 1": {}}
     # The first round warms up.
     for round_id in range(args.rounds + 1):
@@ -180,7 +292,7 @@ async def _compare_boxed(
                     if round_id:
                         runs.setdefault(way, []).append(run)
                         assert run.tokens == runs["off"][-1].tokens
-    return {"boxed": {kind: _alone(runs) for kind, runs in found.items()}}
+    return {kind: _alone(runs) for kind, runs in found.items()}
 
 
 async def _compare(clients: dict[int, ZmqEngineClient], args: argparse.Namespace) -> dict[str, Any]:
