@@ -60,11 +60,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_by_model(self) -> bool:
         """Whether a draft takes a forward pass."""
-        return self.method == DRAFT_MODEL or self.is_by_head
+        return self.method in (DRAFT_MODEL, MEDUSA) or self.is_by_head
 
     @property
     def is_by_head(self) -> bool:
-        """Whether a draft goes on from the model's own states."""
+        """Whether a draft goes on from the model's own states, by a layer with KV of its own."""
         return self.method in (*EAGLE, *MTP)
 
     def __post_init__(self) -> None:
@@ -116,9 +116,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: It cannot.
         """
         require(
-            not self.is_by_model or num_stages == 1,
+            not self.is_by_head or num_stages == 1,
             "speculative-config.method",
             self.method,
-            "there are several pipeline stages, and no one of them has all that it needs: use "
-            "ngram, suffix or medusa, or leave --pipeline-parallel-size out",
+            "there are several pipeline stages, and it needs on the last one the embedding of the "
+            "first: use another method, or leave --pipeline-parallel-size out",
         )

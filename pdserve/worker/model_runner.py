@@ -152,7 +152,7 @@ class ModelRunner:
         # Drafts are the same on all ranks, and only one of several knows of grammars.
         alone = self._sampler if pp.size == 1 else None
         forced = alone.forced if isinstance(alone, Sampler) else None
-        by_model = drafter_of(config, loaded, self._batch, device, tp, num_blocks=len(kv))
+        by_model = drafter_of(config, loaded, self._batch, device, world, num_blocks=len(kv))
         self._drafts = drafts_of(config.speculative, self._vocab_size, forced, by_model, pp)
         self._described = PromptLogprobs(
             self._batch,

@@ -35,10 +35,10 @@ from pdserve.worker import kv_memory
 from pdserve.worker.device import device_of
 from pdserve.worker.drafting.loading import (
     draft_cost,
-    drafts_by_model,
     layout_of,
     load_draft,
     load_medusa,
+    needs_draft,
 )
 from pdserve.worker.grammar import GrammarPool
 from pdserve.worker.info import WorkerInfo
@@ -121,7 +121,7 @@ class Worker:
         medusa = load_medusa(config, loaded, world, device, kernels)
         loaded = dataclasses.replace(loaded, medusa=medusa)
         draft_bytes = 0
-        if drafts_by_model(config):
+        if needs_draft(config, world):
             draft = load_draft(config, loaded, world.tp, device, kernels, self._progress)
             loaded = dataclasses.replace(loaded, draft=draft)
             if draft is not None:
@@ -173,7 +173,7 @@ class Worker:
             device=str(device),
             num_threads=num_threads,
             row_costs=self._runner.row_costs(),
-            draft_cost=draft_cost(loaded),
+            draft_cost=draft_cost(loaded) / world.pp.size,
         )
 
     def _join(self, device: torch.device) -> World:

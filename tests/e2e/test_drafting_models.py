@@ -41,6 +41,7 @@ def test_what_is_prefilled_elsewhere_is_drafted_for_and_comes_out_the_same(tmp_p
         "by a head": {"method": "eagle3", "model": str(tmp_path / "head")},
     }
     flags = ["--dtype", "float32"]
+    (tmp_path / "logs").mkdir()
     with pd_deployment(tmp_path / "logs", target, *flags, with_serve=True) as deployment:
         for name, speculative in ways.items():
             drafting(deployment, name, {**speculative, "num_speculative_tokens": 5})

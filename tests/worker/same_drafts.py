@@ -25,6 +25,7 @@ from pdserve.config.speculative import SpeculativeConfig
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
 from pdserve.wire.sampling import SamplingParams
+from tests.worker.draft_models import write_eagle, write_pair
 from tests.worker.driver import TINY
 from tests.worker.spread import Outcome, Requests, config_of, serve
 
@@ -122,7 +123,7 @@ def _config(directory: Path, speculative: SpeculativeConfig) -> EngineConfig:
         scheduler=SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=96),
         speculative=speculative,
     )
-    if directory != boxed_model_dir():
+    if not (directory / "model.safetensors").exists():
         return config
     model = ModelConfig(model=str(directory), max_model_len=128)
     return msgspec.structs.replace(config, model=model)
@@ -132,6 +133,19 @@ def write_model(directory: Path) -> None:
     """A tiny model whose requests fit into few blocks."""
     config = {**TINY, "max_position_embeddings": 128}
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def write_with_drafters(directory: Path) -> tuple[Path, dict[str, SpeculativeConfig]]:
+    """Such a model, and what has KV of its own and drafts for it: one that is right, and heads."""
+    target, draft = write_pair(directory, num_layers=8, max_position_embeddings=128)
+    paths = {"draft_model": draft}
+    for method in ("eagle", "eagle3"):
+        paths[method] = directory / method
+        write_eagle(paths[method], method)
+    return target, {
+        method: SpeculativeConfig(method=method, model=str(path), num_speculative_tokens=5)
+        for method, path in paths.items()
+    }
 
 
 def main() -> int:
@@ -144,6 +158,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pdserve-drafts-") as directory:
         write_model(Path(directory))
         found = compare(Path(directory), DRAFTERS, args.requests, args.seed)
+        found |= compare(*write_with_drafters(Path(directory)), args.requests, args.seed)
     found |= compare(boxed_model_dir(), BY_HEADS, args.requests, args.seed)
     wall_s = round(time.perf_counter() - start_s, 1)
     print(json.dumps({"requests": args.requests, "wall_s": wall_s, "drafters": found}, indent=1))

@@ -32,7 +32,7 @@ from pdserve.worker.drafting.suffix import SuffixDrafter
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.worker import Worker
 from tests.worker.driver import GREEDY, TINY, Driver, params
-from tests.worker.same_drafts import BY_HEADS, DRAFTERS, compare, write_model
+from tests.worker.same_drafts import BY_HEADS, DRAFTERS, compare, write_model, write_with_drafters
 from tests.worker.test_model_runner import QWEN3, WINDOWED, prompt_of
 
 if TYPE_CHECKING:
@@ -274,7 +274,10 @@ def wait_for_grammars(driver: Driver) -> None:
     assert isinstance(runner._sampler, Sampler)
     for rules in runner._sampler._rules.values():
         assert rules._constraint is not None
-        assert rules._constraint.is_known(time.monotonic() + 30.0)
+        deadline_s = time.monotonic() + 30.0
+        while not rules._constraint.is_known(deadline_s):  # it waits once for each token, at most
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
 
 
 @pytest.fixture
@@ -522,6 +525,7 @@ def test_costs_are_of_rising_numbers_of_rows() -> None:
 def test_random_requests_put_out_the_same_whatever_is_drafted(tmp_path: Path) -> None:
     write_model(tmp_path)
     found = compare(tmp_path, DRAFTERS, 50, seed=1)
+    found |= compare(*write_with_drafters(tmp_path), 50, seed=1)
     found |= compare(boxed_model_dir(), BY_HEADS, 50, seed=1)
     for name, counts in found.items():
         assert counts["differing"] == 0, name

@@ -9,6 +9,7 @@ import torch
 
 from pdserve.config.speculative import SpeculativeConfig
 from pdserve.worker.drafting.drafts import Drafts
+from pdserve.worker.drafting.ngram import NgramDrafter
 from tests.worker.driver import GREEDY, TINY, params
 from tests.worker.test_model_runner import prompt_of
 
@@ -55,7 +56,8 @@ class Witness:
         self._num_outputs[row] += len(token_ids)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        self.asked.append({self._names[row]: most for row, most in wanted.items()})
+        if wanted:
+            self.asked.append({self._names[row]: most for row, most in wanted.items()})
         return {row: self._draft(self._names[row], self._num_outputs[row]) for row in wanted}
 
     def observe(self, states: StepStates) -> None:
@@ -79,7 +81,13 @@ def witnessed(driver: Driver, draft: Callable[[str, int], list[int]]) -> Witness
     witness = Witness(draft)
     runner = driver.worker._runner
     assert runner is not None
-    runner._drafts = Drafts(witness, vocab_size=VOCAB, max_tokens=NUM_ROWS, reader=witness)
+    runner._drafts = Drafts(
+        NgramDrafter(longest=VOCAB, shortest=VOCAB),
+        vocab_size=VOCAB,
+        max_tokens=NUM_ROWS,
+        in_step=witness,
+        reader=witness,
+    )
     return witness
 
 

@@ -57,7 +57,8 @@ class Drafter(Protocol):
         Anything may be proposed: what is too long, no token, or would end the request is cut off.
 
         Args:
-            wanted: By row, how many tokens of a draft there is a use for.
+            wanted: By row, how many tokens of a draft there is a use for. There may be none: then a
+                drafter that has to make up for something goes on with that.
 
         Returns:
             By row; rows without a guess are left out, or empty.

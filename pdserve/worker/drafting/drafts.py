@@ -1,10 +1,11 @@
 """The drafts of one rank.
 
 While an answer is on its way, the tokens in it are told to the drafter, and the next drafts are
-made; a step takes as much of them as the scheduler has room for. A drafter that reads what the
-model computes is told of that, and drafts when the step is there: it costs more than a look-up, and
-is asked for what is verified, no more. What the model could not run, or what would end the request,
-is cut off here, so that a drafter may propose anything.
+made; a step takes as much of them as the scheduler has room for. A drafter that takes a forward
+pass drafts when the step is there, and is asked for what is verified, no more. Then tokens are
+looked up only where there is a prediction, which comes first, or where that drafter has no draft.
+What the model could not run, or what would end the request, is cut off here, so that a drafter may
+propose anything.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pdserve.config.speculative import MEDUSA
 from pdserve.worker.drafting.heads import HeadDrafter
 from pdserve.worker.drafting.medusa import MedusaDrafter
 from pdserve.worker.drafting.ngram import NgramDrafter
@@ -36,12 +36,12 @@ class Drafts:
     """Drafts by request.
 
     Args:
+        drafter: Looks tokens up.
         max_tokens: Of a draft.
         forced: Tokens that must follow those of a row, as far as that is known; None if nobody
-            knows. They come before the drafter's, which guesses.
-        reader: The drafter, if it reads what the model computes.
-        in_step: Another one, which drafts when the step is there; it comes before `drafter`, but
-            where that has a prediction to go by.
+            knows. They come before a drafter's, which guesses.
+        in_step: Drafts when the step is there.
+        reader: The same, if it reads what the model computes.
         stages: Of a pipeline, the last of which tells the others what it has drafted; None: each
             stage makes the same drafts itself.
 
@@ -56,8 +56,8 @@ class Drafts:
         vocab_size: int,
         max_tokens: int,
         forced: Callable[[int], list[int]] | None = None,
-        reader: StateDrafter | None = None,
         in_step: Drafter | None = None,
+        reader: StateDrafter | None = None,
         stages: Group | None = None,
     ) -> None:
         self._drafter = drafter
@@ -111,18 +111,20 @@ class Drafts:
         self._states = states
 
     def make(self) -> None:
-        """Tell the drafter what it was not told yet, and make drafts of it, if tokens are enough.
+        """Tell the drafters what they were not told yet, and make drafts, if look-ups are enough.
 
         What was observed must be told before the next step begins.
         """
         told, self._told = self._told, {}
         for row, tokens in told.items():
             self._drafter.note(row, tokens)
+            if self._in_step is not None:
+                self._in_step.note(row, tokens)
         states, self._states = self._states, None
-        if self.reader is None:
-            self._propose(dict.fromkeys(told, self._max_tokens))
-        elif states is not None:
+        if self.reader is not None and states is not None:
             self.reader.observe(states)
+        if self._in_step is None:
+            self._ready |= self._ask(self._drafter, dict.fromkeys(told, self._max_tokens))
 
     def take(self, num_rows: Mapping[RequestId, int]) -> dict[RequestId, list[int]]:
         """Return the drafts of a step, by request; those that are empty are left out.
@@ -131,15 +133,13 @@ class Drafts:
             num_rows: How long each may be.
         """
         self.make()
-        wanted = {self._rows[each]: most for each, most in num_rows.items()}
-        if self.reader is not None:
-            self._ready.clear()
-            self._propose(wanted)
-        made = {} if self._in_step is None else self._make_in_step(self._in_step, wanted)
+        if self._in_step is not None:
+            wanted = {self._rows[each]: most for each, most in num_rows.items()}
+            self._ready = self._make_in_step(self._in_step, wanted)
         drafts = {}
         for request_id, most in num_rows.items():
             row = self._rows[request_id]
-            draft = made.get(row) or self._ready.get(row, [])
+            draft = self._ready.get(row, [])
             forced = self._forced(row) if self._forced is not None else []
             if forced and draft[: len(forced)] != forced:
                 draft = self._cut(row, forced)
@@ -147,18 +147,16 @@ class Drafts:
                 drafts[request_id] = draft[:most]
         return drafts if self._stages is None else told_by_last(self._stages, num_rows, drafts)
 
-    def _propose(self, wanted: dict[int, int]) -> None:
-        if wanted:
-            drafts = self._drafter.propose(wanted)
-            self._ready |= {row: self._cut(row, drafts.get(row, [])) for row in wanted}
+    def _make_in_step(self, drafter: Drafter, wanted: dict[int, int]) -> dict[int, list[int]]:
+        predicted = {row: most for row, most in wanted.items() if row in self._predicted}
+        drafts = self._ask(self._drafter, predicted)
+        drafts |= self._ask(drafter, _without(drafts, wanted))
+        return drafts | self._ask(self._drafter, _without(drafts, wanted))
 
-    def _make_in_step(self, drafter: Drafter, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        asked = {
-            row: most
-            for row, most in wanted.items()
-            if row not in self._predicted or not self._ready.get(row)
-        }
-        return {row: self._cut(row, draft) for row, draft in drafter.propose(asked).items()}
+    def _ask(self, drafter: Drafter, wanted: dict[int, int]) -> dict[int, list[int]]:
+        """Return a drafter's drafts of some rows, by row; of no rows it may still do some work."""
+        drafts = drafter.propose(wanted)
+        return {row: self._cut(row, drafts.get(row, [])) for row in wanted}
 
     def _cut(self, row: int, draft: list[int]) -> list[int]:
         ends, vocab_size = self._ends[row], self._vocab_size
@@ -166,6 +164,11 @@ class Drafts:
             if not 0 <= token_id < vocab_size or token_id in ends:
                 return draft[:index]
         return draft
+
+
+def _without(drafts: Mapping[int, list[int]], wanted: dict[int, int]) -> dict[int, int]:
+    """What is wanted of rows that have no draft."""
+    return {row: most for row, most in wanted.items() if not drafts.get(row)}
 
 
 def told_by_last(
@@ -188,23 +191,6 @@ def told_by_last(
     return {request_id: line[1 : 1 + line[0]] for request_id, line in lines if line[0]}
 
 
-class Elsewhere:
-    """The `Drafter` of stages that are told what another one drafts."""
-
-    def add(self, row: int, request: NewRequest) -> None:
-        """See `Drafter`."""
-
-    def remove(self, row: int) -> None:
-        """See `Drafter`."""
-
-    def note(self, row: int, token_ids: Sequence[int]) -> None:
-        """See `Drafter`."""
-
-    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """See `Drafter`."""
-        return {}
-
-
 def drafts_of(
     config: SpeculativeConfig,
     vocab_size: int,
@@ -215,18 +201,12 @@ def drafts_of(
     """Return drafts by the method that is configured; None if none is.
 
     Args:
-        by_model: What drafts by a forward pass. A draft model's drafts do not come at once: until
-            then tokens are looked up.
+        by_model: What drafts by a forward pass, on the last pipeline stage.
     """
     if not config.method:
         return None
     drafter: Drafter
-    reader: StateDrafter | None = None
-    if isinstance(by_model, HeadDrafter | MedusaDrafter):
-        drafter = reader = by_model
-    elif config.method == MEDUSA:
-        drafter = Elsewhere()
-    elif config.method == "suffix":
+    if config.method == "suffix":
         drafter = SuffixDrafter(config)
     else:
         drafter = NgramDrafter(longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
@@ -235,7 +215,7 @@ def drafts_of(
         vocab_size=vocab_size,
         max_tokens=config.max_drafted,
         forced=forced,
-        reader=reader,
-        in_step=None if reader is not None else by_model,
-        stages=pp if config.method == MEDUSA and pp.size > 1 else None,
+        in_step=by_model,
+        reader=by_model if isinstance(by_model, HeadDrafter | MedusaDrafter) else None,
+        stages=pp if config.is_by_model and pp.size > 1 else None,
     )

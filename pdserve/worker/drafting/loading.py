@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from pdserve.config.schema import ParallelConfig, Role
-from pdserve.config.speculative import MEDUSA, MTP
+from pdserve.config.speculative import DRAFT_MODEL, MEDUSA, MTP
 from pdserve.errors import ConfigError
 from pdserve.models import eagle, mtp
 from pdserve.models.eagle import make_eagle, read_eagle
@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from pdserve.worker.input_batch import InputBatch
 
 
-def drafts_by_model(config: EngineConfig) -> bool:
-    """Whether drafts are made by a model; where prompts alone are computed nothing is drafted."""
-    return config.speculative.is_by_model and config.role is not Role.PREFILL
+def needs_draft(config: EngineConfig, world: World) -> bool:
+    """Whether this stage has what drafts with KV of its own, as no engine of prompts alone has."""
+    speculative = config.speculative
+    has_kv = speculative.is_by_head or speculative.method == DRAFT_MODEL
+    return has_kv and config.role is not Role.PREFILL and world.pp.is_last
 
 
 def load_draft(
@@ -103,7 +105,7 @@ def load_medusa(
 
 
 def draft_cost(target: LoadedModel) -> float:
-    """Seconds of a token of a draft, over those of a token of the model; 0 of what is looked up."""
+    """Seconds of a token of a draft, over those of a token here; 0 of what is looked up."""
     if target.medusa is not None:
         return target.medusa.num_weights / _weights_of(target)
     return 0.0 if target.draft is None else target.draft.cost
@@ -213,7 +215,7 @@ def drafter_of(
     target: LoadedModel,
     batch: InputBatch,
     device: Device,
-    tp: Group,
+    world: World,
     *,
     num_blocks: int,
 ) -> FirstRanksDrafts | HeadDrafter | MedusaDrafter | None:
@@ -222,10 +224,10 @@ def drafter_of(
     Raises:
         ConfigError: There is not enough memory for its KV.
     """
-    num_rows = config.scheduler.max_num_seqs
+    tp, num_rows = world.tp, config.scheduler.max_num_seqs
     if target.medusa is not None:
         return _by_heads(target.medusa, tp, num_rows)
-    if not drafts_by_model(config):
+    if not needs_draft(config, world):
         return None
     draft = target.draft
     if draft is None:

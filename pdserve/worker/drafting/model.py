@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from pdserve.worker.device import Device
     from pdserve.worker.input_batch import InputBatch
 
+_NEWEST: Final = 2
+"""Tokens that a request lacks whose draft was right: the last one of that, and what came behind."""
 _MAX_CATCH_UP: Final = 128
-"""Tokens beside the newest ones that the draft model computes in a step, of all requests: about as
-much work as another draft or two."""
+"""Tokens beside those that the draft model computes in a step, of all requests: about as much work
+as another draft or two."""
 
 
 class DraftModel:
@@ -65,12 +67,11 @@ class DraftModel:
         self._max_len = loaded.max_model_len
         self._kv_layers = list(kv_memory.allocate(layout, device.torch).unbind(1))
         self._batch = batch
-        self._max_tokens = _MAX_CATCH_UP + 2 * num_rows
         self._buffers = StepBuffers(
             device,
             num_rows=num_rows,
             max_blocks=-(-loaded.max_model_len // layout.block_size),
-            max_num_tokens=self._max_tokens,
+            max_num_tokens=_MAX_CATCH_UP + _NEWEST * num_rows,
         )
         self._contents = BlockContents(batch, layout.block_size)
         self._num_computed = np.zeros(num_rows, dtype=np.int64)
@@ -136,7 +137,8 @@ class DraftModel:
         lacking = np.minimum(num_tokens, self._batch.num_held(rows)) - start
         order = np.argsort(lacking, kind="stable")
         lacking = lacking[order]
-        num = np.clip(self._max_tokens - np.cumsum(lacking) + lacking, 0, lacking)
+        most = _MAX_CATCH_UP + _NEWEST * len(rows)
+        num = np.clip(most - np.cumsum(lacking) + lacking, 0, lacking)
         return rows[order], start[order], start[order] + num
 
     def _go_on(
