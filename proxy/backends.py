@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_LEASE_S = 3600.0
+_BITS = 64
+_MASK = (1 << _BITS) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+"""Multiples of the golden ratio lie evenly over a range, however many are taken (Weyl)."""
 _REVISION = frozenset({"protocol", "schema", "weights"})
 """Fields of a layout in which engines of one deployment may differ while it is rolled."""
 OUTAGE_MEMORY_S = 600.0
@@ -47,6 +51,7 @@ class Backends:
         self._clock = clock
         self._breakers = breakers
         self._backends: dict[str, Backend] = {}
+        self._pools: dict[Role, list[Backend]] = {}
         self._prefill_lost_s = float("-inf")
         self._gone_s = dict.fromkeys(Role, float("-inf"))
         for url in config.prefill:
@@ -57,6 +62,7 @@ class Backends:
                 self._add(_bare(url), Role.DECODE, is_static=True)
             else:
                 known.role = Role.BOTH
+                self._pools.clear()
 
     def __iter__(self) -> Iterator[Backend]:
         return iter(list(self._backends.values()))
@@ -88,6 +94,24 @@ class Backends:
         """The engines that a request may be sent to now."""
         return frozenset(backend for backend in self if backend.available)
 
+    def some(self, number: int, num_each: int) -> list[Backend]:
+        """Return so many engines of each role, others for another number; O(`num_each`).
+
+        Numbers that follow one another take turns at all of them.
+        """
+        if not self._pools:
+            for each in self._backends.values():
+                self._pools.setdefault(each.role, []).append(each)
+        places = range(number * num_each, (number + 1) * num_each)
+        return [
+            pool[(place * _GOLDEN & _MASK) * len(pool) >> _BITS]
+            for pool in self._pools.values()
+            for place in places
+        ]
+
+    def __len__(self) -> int:
+        return len(self._backends)
+
     def _is_recent(self, at_s: float) -> bool:
         return self._clock.monotonic_s() - at_s < OUTAGE_MEMORY_S
 
@@ -100,6 +124,7 @@ class Backends:
     def _add(self, url: str, role: Role, *, is_static: bool) -> Backend:
         backend = Backend(url, role, is_static, self._breakers.for_engine())
         self._backends[url] = backend
+        self._pools.clear()
         return backend
 
     def _forget(self, backend: Backend, why: str, *, level: int = logging.INFO) -> None:
@@ -112,6 +137,7 @@ class Backends:
             reason=why,
         )
         del self._backends[backend.url]
+        self._pools.clear()
         backend.is_gone = True
         self._breakers.forget_pairs(backend.url)
         if not any(other.role is backend.role for other in self):
@@ -164,6 +190,7 @@ class Backends:
             log_event(log, "engine registered", url=url, role=backend.role.value)
         elif not backend.is_static:
             backend.role = role
+            self._pools.clear()
         self._gone_s[backend.role] = float("-inf")
         if backend.role is Role.PREFILL:
             self._prefill_lost_s = float("-inf")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pdserve.config.http import KVTransfer
 from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
+from pdserve.proxy.brain.candidates import Candidates
 from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.policies import RouteRequest, choose, policy_named, split_policy_named
 from pdserve.proxy.policies.splitting import always
@@ -89,6 +90,9 @@ class Router:
         self._prefill_sequence = itertools.count()
         self._decode_sequence = itertools.count()
         self._split_sequence = itertools.count()
+        self._candidates = None
+        if pairing is not None and prefixes is not None:
+            self._candidates = Candidates(backends, prefixes)
 
     def plan(
         self,
@@ -109,7 +113,7 @@ class Router:
         Raises:
             UnavailableError: No engine can take it now.
         """
-        ready = self._ready(layout)
+        ready = self._considered(prompt, layout, failed)
         self._check(ready, layout)
         decodes = [backend for backend in ready if backend.decodes()]
         if not decodes:
@@ -177,7 +181,7 @@ class Router:
             return None
         if not self._pairing.model.is_known or not prompt.num_tokens:
             return None
-        ready = self._ready(None)
+        ready = self._considered(prompt, None, ())
         prefills = [backend for backend in ready if backend.prefills()]
         decodes = [backend for backend in ready if backend.decodes()]
         return self._pairing.question(prompt, prefills, decodes, self._prefixes.known(prompt))
@@ -195,8 +199,20 @@ class Router:
         """
         if self._pairing is None:
             return True
-        able = [b for b in self._ready(None) if b.prefills() or not at_home]
-        return not able or any(self._pairing.backlog_s(each) <= limit_s for each in able)
+        has_able = False
+        for each in self._backends:
+            if each.available and (each.prefills() or not at_home):
+                if self._pairing.backlog_s(each) <= limit_s:
+                    return True
+                has_able = True
+        return not has_able
+
+    def _considered(
+        self, prompt: RoutePrompt, layout: str | None, failed: Collection[Backend]
+    ) -> Sequence[Backend]:
+        """Return the engines that a plan looks at: all that are ready, or some of many."""
+        some = self._candidates and self._candidates.of(prompt, layout, failed)
+        return some or self._ready(layout)
 
     def _seen(
         self, prompt: RoutePrompt, prefill: Backend, local: Backend

@@ -8,6 +8,7 @@ and then its number is used again.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Final, assert_never
 
 from pdserve.wire.events import DEVICE, GrainsCleared, GrainsRemoved, GrainsStored
@@ -125,12 +126,35 @@ class PrefixIndex:
             self._free += _bits_of(self._sweeping)
             self._sweeping = 0
 
-    def depths(self, grains: Sequence[int], now_s: float) -> dict[int, int]:
-        """Return how many of a prompt's grains each holder has, from the first one on.
+    def depths(
+        self, grains: Sequence[int], now_s: float, *, at_most: int = sys.maxsize, turn: int = 0
+    ) -> dict[int, int]:
+        """Return how many of a prompt's grains holders have, from the first one on.
 
         Holders that lack the first are left out. O(grains), and O(1) for each holder returned.
+
+        Args:
+            at_most: Of those that have most.
+            turn: Of holders that have as much, others come first in another turn.
         """
         found: dict[int, int] = {}
+        for depth, mask in reversed(self._ends(grains, now_s)):
+            bits = _bits_of(mask, at_most - len(found), start=turn % max(1, self._num_bits))
+            found.update(dict.fromkeys(bits, depth))
+        return found
+
+    def depth_of(self, bits: Iterable[int], grains: Sequence[int]) -> int:
+        """Return how many of a prompt's grains one of these holders has; O(grains)."""
+        mine = sum(1 << bit for bit in bits) & self._believed
+        for depth, grain in enumerate(grains):
+            mine &= self._entries.get(grain, 0)
+            if not mine:
+                return depth
+        return len(grains) if mine else 0
+
+    def _ends(self, grains: Sequence[int], now_s: float) -> list[tuple[int, int]]:
+        """Return who has no more than so many grains, for each number that somebody has."""
+        ends: list[tuple[int, int]] = []
         entries, expected, going_on = self._entries, self._expected, self._believed
         for depth, grain in enumerate(grains):
             here = entries.get(grain, 0)
@@ -139,12 +163,11 @@ class PrefixIndex:
                     if until_s > now_s:
                         here |= 1 << bit
             if depth and (ended := going_on & ~here):
-                found.update(dict.fromkeys(_bits_of(ended), depth))
+                ends.append((depth, ended))
             going_on &= here
             if not going_on:
-                return found
-        found.update(dict.fromkeys(_bits_of(going_on), len(grains)))
-        return found
+                return ends
+        return [*ends, (len(grains), going_on)]
 
     def _share(self, mask: int) -> int:
         shared = self._shared
@@ -207,10 +230,13 @@ class Holder:
         self._index.retire(self.bit)
 
 
-def _bits_of(mask: int) -> list[int]:
-    bits = []
-    while mask:
-        lowest = mask & -mask
-        bits.append(lowest.bit_length() - 1)
-        mask ^= lowest
+def _bits_of(mask: int, at_most: int = sys.maxsize, *, start: int = 0) -> list[int]:
+    """Return the numbers of a mask's bits, those from `start` on first."""
+    bits: list[int] = []
+    later = mask >> start << start
+    for part in (later, mask ^ later):
+        while part and len(bits) < at_most:
+            lowest = part & -part
+            bits.append(lowest.bit_length() - 1)
+            part ^= lowest
     return bits

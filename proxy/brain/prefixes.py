@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import zlib
 from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 
 _EXPECTED_S: Final = 10.0
 """How long a prompt that was sent to an engine counts as its own before its events say so."""
+_MOST_HOLDERS: Final = 64
+"""Of a prompt's beginning, of which it is said how much they have: those with most, and of equals
+others for each request."""
 _UNKNOWN_GRAINS: Final = 1024
 """Room of an engine that does not say how much it has."""
 
@@ -119,12 +123,14 @@ class Prefixes:
     def known(self, prompt: RoutePrompt) -> dict[str, int]:
         """Return how many tokens of a prompt engines have, by URL; those with none are left out.
 
-        O(grains), and O(1) for each engine that has some.
+        O(grains): of a large fleet that all has the prompt's beginning, some that have most.
         """
         if not prompt.grains:
             return {}
         found: dict[str, int] = {}
-        for bit, depth in self._index.depths(prompt.grains, self._clock.monotonic_s()).items():
+        now_s, turn = self._clock.monotonic_s(), zlib.crc32(prompt.request_id.encode())
+        depths = self._index.depths(prompt.grains, now_s, at_most=_MOST_HOLDERS, turn=turn)
+        for bit, depth in depths.items():
             url = self._index.owner(bit)
             exact = () if prompt.unread else self._feed.exact(url)
             if not exact or bit in exact:
@@ -137,6 +143,8 @@ class Prefixes:
             return KnownPrefix(0, is_exact=False)
         known = self.known(prompt)
         exact = () if prompt.unread else self._feed.exact(engine.url)
+        if exact and engine.url not in known and len(known) >= _MOST_HOLDERS:
+            known[engine.url] = self._index.depth_of(exact, prompt.grains) * GRAIN_TOKENS
         if exact:
             until_s = self._clock.monotonic_s() + _EXPECTED_S
             for bit in exact:

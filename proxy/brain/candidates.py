@@ -1,0 +1,64 @@
+"""Which engines of a large fleet a choice looks at, so that it costs no more than one of a small.
+
+Those that have most of the prompt, some that every proxy draws alike for the same session or
+beginning, and some in turn. Of few engines all are looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.backends import Backends
+    from pdserve.proxy.brain.prefixes import Prefixes
+    from pdserve.proxy.brain.prompt import RoutePrompt
+
+FEW: Final = 32
+"""Engines of which all are looked at."""
+_WARM: Final = 4
+_DRAWN_BY_NAME: Final = 2
+_DRAWN_IN_TURN: Final = 3
+"""Of each role."""
+_NAMING_GRAINS: Final = 2
+
+
+class Candidates:
+    """Draws engines for one choice after the other."""
+
+    def __init__(self, backends: Backends, prefixes: Prefixes) -> None:
+        self._backends = backends
+        self._prefixes = prefixes
+        self._turns = itertools.count()
+
+    def of(
+        self, prompt: RoutePrompt, layout: str | None, failed: Collection[Backend]
+    ) -> Sequence[Backend] | None:
+        """Return some that are ready, both roles among them; None: all have to be looked at.
+
+        O(grains), however many engines there are.
+
+        Args:
+            layout: Engines of others are left out; None leaves none out.
+            failed: Left out.
+        """
+        if len(self._backends) <= FEW:
+            return None
+        name = prompt.session or str(prompt.grains[:_NAMING_GRAINS])
+        drawn = self._backends.some(zlib.crc32(name.encode()), _DRAWN_BY_NAME)
+        drawn += self._backends.some(next(self._turns), _DRAWN_IN_TURN)
+        warm = map(self._backends.get, itertools.islice(self._prefixes.known(prompt), _WARM))
+        found = [
+            each
+            for each in dict.fromkeys((*warm, *drawn))
+            if each is not None
+            and each.available
+            and each not in failed
+            and (layout is None or each.layout in (None, layout))
+        ]
+        is_enough = any(b.prefills() for b in found) and any(b.decodes() for b in found)
+        return found if is_enough else None
