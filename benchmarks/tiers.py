@@ -8,7 +8,8 @@ compared is interleaved; ratios are the median of those of the rounds.
 - `copy`: 4k tokens of KV as of an 8B model (32 layers, 8 KV heads of 128, bf16), from the server's
   memory into blocks, layer by layer and checked, from the first message to the last layer; and out
   of them, to the last answer. The first save finds memory that nobody has touched. memcpy is
-  torch's, one thread, of as many bytes.
+  torch's, one thread, of as many bytes. Beside it LMCache's own worker does the same, with as many
+  threads, unchecked.
 - `ttft`: of a prompt of which all is in the server's memory (`l1`), or on its disk alone (`l2`; the
   page cache is as warm as it is), over computing it. SmolLM2-135M's shape.
 - `layerwise`: the same, of a prompt whose first half is in memory, over the longer of loading that
@@ -39,6 +40,7 @@ import torch
 
 from benchmarks.engine import environment
 from benchmarks.shapes import SMOLLM2_135M, write_model
+from benchmarks.tiers_lmcache import LMCacheWorker
 from pdserve.config.schema import (
     CacheConfig,
     EngineConfig,
@@ -199,6 +201,15 @@ def copy(model: Path, server: LMCacheServer, args: argparse.Namespace) -> dict[s
         num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", num_blocks=2 * 256
     )
     num_blocks = COPIED_TOKENS // BLOCK_SIZE
+    peer = LMCacheWorker(
+        server.url,
+        num_layers=32,
+        num_blocks=2 * num_blocks,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=8,
+        head_dim=128,
+        chunk=CHUNK,
+    )
     rows = []
     settings = LMCacheSettings(url=server.url, max_pending_chunks=1 << 20)
     engine = Engine(LMCacheConnector(settings=settings), "P", shape=shape, dtype="bfloat16")
@@ -218,20 +229,27 @@ def copy(model: Path, server: LMCacheServer, args: argparse.Namespace) -> dict[s
         began_s = time.perf_counter()
         kv[there.start : there.stop].copy_(kv[here.start : here.stop])
         copied_s = time.perf_counter() - began_s
+        torch.set_num_threads(args.threads)
+        theirs_s = peer.copy(prompt[:-1], here, there)
         torch.set_num_threads(threads)
-        rows.append([num_bytes / each / 1e9 for each in (loaded_s, saved_s, copied_s)])
+        times_s = (loaded_s, saved_s, copied_s, *theirs_s)
+        rows.append([num_bytes / each / 1e9 for each in times_s])
         _clear(server)
     engine.close()
+    peer.close()
     first, *others = rows
+    loads, saves, copies, their_loads, their_saves = zip(*others, strict=True)
     return {
         "copy": {
             "mib": num_bytes >> 20,
-            "load_gb_s": _median(load for load, _, _ in others),
-            "save_gb_s": _median(save for _, save, _ in others),
+            "load_gb_s": _median(loads),
+            "save_gb_s": _median(saves),
             "first_save_gb_s": round(first[1], 2),
-            "memcpy_gb_s": _median(memcpy for _, _, memcpy in others),
-            "load_over_memcpy": _median(load / memcpy for load, _, memcpy in others),
-            "save_over_memcpy": _median(save / memcpy for _, save, memcpy in others),
+            "memcpy_gb_s": _median(copies),
+            "load_over_memcpy": _ratio(loads, copies),
+            "save_over_memcpy": _ratio(saves, copies),
+            "lmcache_load_over_memcpy": _ratio(their_loads, copies),
+            "lmcache_save_over_memcpy": _ratio(their_saves, copies),
         }
     }
 
