@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up test matrix check lint types layers quick quick-front quick-core quick-rest format bench gpu chaos soak ucx fuzz readers board clean
+.PHONY: help up test matrix check lint types layers quick quick-front quick-core quick-rest format bench gpu chaos soak ucx fuzz readers clients board clean
 
 help: ## This list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -91,6 +91,9 @@ readers: $(VENV)/.installed-dev ## Released readers of KV events (Dynamo, vllm-r
 	@test -x $(VENV)-readers/bin/vllm-router || { $(PYTHON) -m venv $(VENV)-readers && $(VENV)-readers/bin/pip \
 	  install --quiet "ai-dynamo-runtime==1.6.1" "vllm-router==0.1.17"; }
 	@$(BIN)/python -m tests.readers --python $(VENV)-readers/bin/python $(ARGS)
+
+clients: $(VENV)/.installed-dev ## instructor, litellm, langchain, lm-eval, guidellm and aiperf against P and D, from places of their own (3 GB)
+	@$(BIN)/python -m tests.clients --environments $(VENV)-clients $(ARGS)
 
 board: $(VENV)/.installed-dev ## Our Grafana board against a real Prometheus (apt-get install prometheus) and deployment
 	@$(BIN)/python -m tests.board $(ARGS)

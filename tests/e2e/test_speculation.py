@@ -88,12 +88,17 @@ NUMBERS = {
     "minItems": 40,
     "maxItems": 40,
 }
-TOOL = {"type": "object", "properties": {"n": NUMBERS}, "required": ["n"]}
+TOOL = {
+    "type": "object",
+    "properties": {"n": NUMBERS},
+    "required": ["n"],
+    "additionalProperties": False,
+}
 TIGHT = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBERS}}
 TOOLS = [{"type": "function", "function": {"name": "see", "parameters": TOOL}}]
 BOUND: dict[str, dict[str, Any]] = {
     "grammar": {"response_format": TIGHT},
-    "call": {"tools": TOOLS, "tool_choice": "required"},
+    "call": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
 }
 """What an answer of some 200 tokens has to be."""
 
