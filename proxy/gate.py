@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from pdserve.proxy.story import Story
 
 _HELD: Final = 0.5
-_HELD_OVER_SHARE: Final = 0.05
+_HELD_OVER_SHARE: Final = 0.02
 """Of its objective for the first token: what every engine may have to compute before a request is
-held back; the second one of who has had more than others."""
+held back; the second one of who has had clearly more than its part of late."""
 _FIRST_OUTPUT: Final = 150.0
 """Output tokens of a request, where nothing is learned."""
 
@@ -119,8 +119,8 @@ class Gate:
     def _is_ready(self, prompt: RoutePrompt, is_over_share: bool) -> bool:
         """Whether an engine would begin with a request soon.
 
-        Who has had more than others waits here for one that is next to idle, rather than have them
-        wait behind it there.
+        Who has had more than its part waits here for one that is next to idle, rather than have
+        others wait behind it there.
         """
         share = _HELD_OVER_SHARE if is_over_share else _HELD
         limit_s = share * self._ttft_slo_s(prompt)

@@ -13,6 +13,7 @@ waits rises a band every half minute.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -24,6 +25,11 @@ OUTPUT_WEIGHT: Final = 2.0
 """Of an output token, where a prompt token that is computed counts 1."""
 CRITICAL, STANDARD, SHEDDABLE = -1, 0, 1
 RISE_S: Final = 30.0
+RECENT_S: Final = 60.0
+_HALF_S: Final = 20.0
+"""How long a tenant is reckoned with after its last request, and after how long what it had counts
+half."""
+_CLEARLY: Final = 1.25
 _MAX_IDLE_TENANTS: Final = 4096
 
 
@@ -45,8 +51,8 @@ class Claim:
         tenant: Who asks.
         cost: What it will take, as far as is known: in prompt tokens.
         num_tokens: Of that, the prompt.
-        is_ready: Whether it should begin now; it is told whether its tenant has had more than
-            another one that is there. Asked again at each `look`.
+        is_ready: Whether it should begin now; it is told whether its tenant has had clearly more
+            than its part of late. Asked again at each `look`.
         grant: Called once, when it gets a place.
     """
 
@@ -65,6 +71,17 @@ class Claim:
         return max(CRITICAL, self.band - int((now_s - self.since_s) / RISE_S))
 
 
+@dataclass(frozen=True, slots=True)
+class _Had:
+    """What a tenant had by a moment, older things counting less and less."""
+
+    cost: float
+    at_s: float
+
+    def at(self, now_s: float) -> float:
+        return self.cost * math.exp2((self.at_s - now_s) / _HALF_S)
+
+
 class FairPlaces:
     """Places, who has them, and who waits.
 
@@ -77,6 +94,7 @@ class FairPlaces:
         self._max_running = max_running
         self._now_s = now_s
         self._counters: OrderedDict[str, float] = OrderedDict()
+        self._late: dict[str, _Had] = {}
         self._waiting: dict[tuple[str, int], deque[Claim]] = {}
         self._num_of: Counter[str] = Counter()
         self._num_in_band: Counter[int] = Counter()
@@ -107,7 +125,7 @@ class FairPlaces:
         """
         self.num_running -= 1
         if cost is not None:
-            self._counters[claim.tenant] += cost - claim.cost
+            self._count(claim.tenant, cost - claim.cost)
         self._leave(claim)
         self.look()
 
@@ -144,8 +162,12 @@ class FairPlaces:
         return sum(min(own, tokens) for tokens in waiting.values())
 
     def is_over_share(self, tenant: str) -> bool:
-        """Whether a tenant has had more than another one that is there."""
-        return self._counters[tenant] > self._least() + 1e-9
+        """Whether a tenant has had clearly more than its part of what was had of late."""
+        now_s = self._now_s()
+        for name in [name for name, each in self._late.items() if now_s - each.at_s > RECENT_S]:
+            del self._late[name]
+        had = {name: each.at(now_s) for name, each in self._late.items()}
+        return had.get(tenant, 0.0) > _CLEARLY * sum(had.values()) / max(1, len(had))
 
     def _come(self, claim: Claim) -> None:
         tenant = claim.tenant
@@ -162,6 +184,13 @@ class FairPlaces:
         if idle > _MAX_IDLE_TENANTS:
             oldest = next(name for name in self._counters if name not in self._num_of)
             del self._counters[oldest]
+
+    def _count(self, tenant: str, cost: float) -> None:
+        self._counters[tenant] += cost
+        now_s = self._now_s()
+        late = self._late.get(tenant)
+        before = 0.0 if late is None else late.at(now_s)
+        self._late[tenant] = _Had(max(0.0, before + cost), now_s)
 
     def _least(self) -> float:
         """The counter of who has had least, of those who are there."""
@@ -195,7 +224,7 @@ class FairPlaces:
         self._forget(claim)
         self.num_running += 1
         claim.is_running = True
-        self._counters[claim.tenant] += claim.cost
+        self._count(claim.tenant, claim.cost)
         claim.grant()
 
     def _forget(self, claim: Claim) -> None:

@@ -14,6 +14,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.proxy.admission import AdmissionQueue
 from pdserve.proxy.brain.fairness import (
     CRITICAL,
+    RECENT_S,
     RISE_S,
     SHEDDABLE,
     STANDARD,
@@ -157,21 +158,23 @@ def test_who_waits_rises_a_band_every_half_minute():
 
 
 def test_a_request_that_should_not_begin_yet_is_asked_again_and_told_of_its_share():
-    service, asked, ready = Service(2), [], []
+    service, asked, ready = Service(4), [], []
 
     def is_ready(is_over_share: bool) -> bool:
         asked.append(is_over_share)
         return bool(ready)
 
     service.ask("modest")
-    service.ask("greedy", cost=5, is_ready=is_ready)
+    service.ask("greedy", cost=1, is_ready=is_ready)
     assert len(service.running) == 1
-    service.places._counters["greedy"] += 10
     ready.append(True)
     service.places.look()
-    assert len(service.running) == 2
-    assert asked[0] is False
+    assert asked == [False, False]
+    service.ask("greedy", cost=5, is_ready=is_ready)
+    service.ask("greedy", cost=5, is_ready=is_ready)
     assert asked[-1] is True
+    service.clock.advance(RECENT_S + 1)
+    assert not service.places.is_over_share("greedy"), "nobody else was there of late"
 
 
 async def test_a_queue_that_one_tenant_fills_has_room_for_another():
