@@ -39,6 +39,7 @@ from pdserve.proxy.brain.work import prompt_work
 from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.gate import Gate
 from pdserve.proxy.metrics import Metrics
+from pdserve.proxy.outlook import Outlook
 from pdserve.proxy.routing import Disaggregate, Router
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.scheduler.state import Dimensions
@@ -438,7 +439,8 @@ class Fleet:
             self.pairing.model = ScaledModel(self.faults.predicted)
         self._router = Router(config, self.backends, self._prefixes, self.pairing)
         before = self._places.tokens_before
-        self._gate = Gate(config, self._router, before, self.pairing, metrics.gate)
+        outlook = Outlook(self._router, self.backends, self._prefixes, self.pairing)
+        self._gate = Gate(config, outlook, before, self.pairing, metrics.gate)
         self._engines = {
             each.url: _Engine(self, feeds[0].holder(each.url) if feeds else None, layout)
             for each in self.backends

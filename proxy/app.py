@@ -44,6 +44,7 @@ from pdserve.proxy.gate import Gate
 from pdserve.proxy.generation import Generation
 from pdserve.proxy.live import LiveRequests
 from pdserve.proxy.metrics import Metrics
+from pdserve.proxy.outlook import Outlook
 from pdserve.proxy.registration import Registrations
 from pdserve.proxy.routing import Router
 from pdserve.proxy.services import Services
@@ -141,7 +142,8 @@ class Proxy:
         )
         router = Router(config, self.backends, self._prefixes, self.pairing)
         before = self.admission.tokens_before
-        gate = Gate(config, router, before, self.pairing, self.metrics.gate)
+        outlook = Outlook(router, self.backends, self._prefixes, self.pairing)
+        gate = Gate(config, outlook, before, self.pairing, self.metrics.gate)
         services = Services(
             config=config,
             http=self._http,

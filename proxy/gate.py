@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.metrics import GateMetrics
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prompt import RoutePrompt
-    from pdserve.proxy.routing import Router
+    from pdserve.proxy.outlook import Outlook
     from pdserve.proxy.story import Story
 
 _HELD: Final = 0.5
@@ -44,13 +44,13 @@ class Gate:
     def __init__(
         self,
         config: ProxyConfig,
-        router: Router,
+        outlook: Outlook,
         tokens_before: Callable[[str], float],
         pairing: Pairing | None,
         metrics: GateMetrics,
     ) -> None:
         self._config = config
-        self._router = router
+        self._outlook = outlook
         self._tokens_before = tokens_before
         self._pairing = pairing
         self._metrics = metrics
@@ -70,10 +70,14 @@ class Gate:
         Raises:
             OverloadedError: It would miss them.
         """
-        question = self._router.outlook(prompt) if self._config.early_rejection else None
-        if question is None:
+        outlook = self._outlook.of(prompt) if self._config.early_rejection else None
+        if outlook is None:
             return
-        found = rejection(question, tokens_before=self._tokens_before(prompt.tenant))
+        question, chosen = outlook
+        waiting_s, before = 0.0, self._tokens_before(prompt.tenant)
+        if before:
+            waiting_s = question.times.prompt_s(round(before), 0) / self._outlook.num_prefills
+        found = rejection(question, chosen, waiting_s=waiting_s)
         if found is not None:
             self._metrics.rejected.labels(found.reason).inc()
             raise OverloadedError(found.told, retry_after_s=found.retry_after_s)
@@ -114,7 +118,7 @@ class Gate:
         """Tokens of a prompt that have to be computed, as far as is known."""
         if not prompt.num_tokens:
             return prompt.num_bytes / BYTES_PER_TOKEN
-        return max(0, prompt.num_tokens - self._router.most_known(prompt))
+        return max(0, prompt.num_tokens - self._outlook.most_known(prompt))
 
     def _is_ready(self, prompt: RoutePrompt, is_over_share: bool) -> bool:
         """Whether an engine would begin with a request soon.
@@ -124,4 +128,4 @@ class Gate:
         """
         share = _HELD_OVER_SHARE if is_over_share else _HELD
         limit_s = share * self._ttft_slo_s(prompt)
-        return self._router.can_begin_within(limit_s, at_home=is_over_share)
+        return self._outlook.can_begin_within(limit_s, at_home=is_over_share)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
-    from pdserve.proxy.brain.question import PairDecision, RouteQuestion
+    from pdserve.proxy.brain.question import PairDecision
     from pdserve.proxy.policies import BackendView, Policy
 
 RETRY_AFTER_S = 1.0
@@ -113,7 +113,7 @@ class Router:
         Raises:
             UnavailableError: No engine can take it now.
         """
-        ready = self._considered(prompt, layout, failed)
+        ready = self.considered(prompt, layout, failed)
         self._check(ready, layout)
         decodes = [backend for backend in ready if backend.decodes()]
         if not decodes:
@@ -175,39 +175,7 @@ class Router:
         is_pushed = may_push and self._pushes(prefill, decode, prompt)
         return Disaggregate(prefill, decode if is_pushed else None, decision, decode)
 
-    def outlook(self, prompt: RoutePrompt) -> RouteQuestion | None:
-        """Return what is known of a request and the engines; None if that is too little."""
-        if self._pairing is None or self._prefixes is None:
-            return None
-        if not self._pairing.model.is_known or not prompt.num_tokens:
-            return None
-        ready = self._considered(prompt, None, ())
-        prefills = [backend for backend in ready if backend.prefills()]
-        decodes = [backend for backend in ready if backend.decodes()]
-        return self._pairing.question(prompt, prefills, decodes, self._prefixes.known(prompt))
-
-    def most_known(self, prompt: RoutePrompt) -> int:
-        """Tokens of a prompt that some engine has."""
-        known = {} if self._prefixes is None else self._prefixes.known(prompt)
-        return max(known.values(), default=0)
-
-    def can_begin_within(self, limit_s: float, *, at_home: bool) -> bool:
-        """Whether an engine has computed what it has of prompts so soon; as far as is known.
-
-        Args:
-            at_home: Engines whose role includes prefill count alone.
-        """
-        if self._pairing is None:
-            return True
-        has_able = False
-        for each in self._backends:
-            if each.available and (each.prefills() or not at_home):
-                if self._pairing.backlog_s(each) <= limit_s:
-                    return True
-                has_able = True
-        return not has_able
-
-    def _considered(
+    def considered(
         self, prompt: RoutePrompt, layout: str | None, failed: Collection[Backend]
     ) -> Sequence[Backend]:
         """Return the engines that a plan looks at: all that are ready, or some of many."""
@@ -240,20 +208,20 @@ class Router:
             for decode in decodes
         )
 
-    def _pairs(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
+    def pairs(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Whether two engines can share a request."""
         can_pair = self._backends.can_pair(prefill, decode)
         return can_pair and not (prompt.needs_equal_text and _differ_in_text(prefill, decode))
 
     def _pulls(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Whether a request can be pulled over this pair."""
-        can_pair = self._pairs(prefill, decode, prompt)
+        can_pair = self.pairs(prefill, decode, prompt)
         return can_pair and self._backends.pulls_well(prefill, decode)
 
     def _pushes(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Whether a request that may be is to be pushed over this pair."""
         backends = self._backends
-        can = self._pairs(prefill, decode, prompt) and backends.can_push(prefill, decode)
+        can = self.pairs(prefill, decode, prompt) and backends.can_push(prefill, decode)
         if self._kv_mode is KVTransfer.PULL or not can:
             return False
         insists = self._kv_mode is KVTransfer.PUSH and backends.pulls_well(prefill, decode)

@@ -1,9 +1,9 @@
 """Whether a request should be turned away as it comes, because it would miss its objectives. Pure.
 
-Before its prompt is computed nothing is lost. What counts is the time to its first token at the
-best engine, and the time between tokens when they begin, with the streams that will have ended by
-then. Who could not be served in time by an idle engine, either, is judged by the objectives of who
-names none: an idle deployment turns nobody away.
+Before its prompt is computed nothing is lost. What counts is the time to its first token where it
+would be sent now, which is a cautious guess already, and the time between tokens when they begin,
+with the streams that will have ended by then. Who could not be served in time by an idle engine,
+either, is judged by the objectives of who names none: an idle deployment turns nobody away.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pdserve.proxy.brain.decision import PairCosts, default_ttft_slo_s
+from pdserve.proxy.brain.decision import default_ttft_slo_s
 
 if TYPE_CHECKING:
-    from pdserve.proxy.brain.question import PairCandidate, RouteQuestion
+    from pdserve.proxy.brain.question import PairCandidate, PairCost, RouteQuestion
 
 _SLACK: Final = 1.1
 """Of an objective that a request may take before it is turned away."""
@@ -52,33 +52,26 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def rejection(question: RouteQuestion, *, tokens_before: float) -> Rejection | None:
+def rejection(question: RouteQuestion, chosen: PairCost, *, waiting_s: float) -> Rejection | None:
     """Return why a request should be turned away; None: it should not.
 
     Args:
-        tokens_before: Of prompts that wait before it for a place.
+        chosen: Where it would be sent now.
+        waiting_s: Before it gets a place.
     """
-    times = question.times
-    costs = PairCosts(question)
-    prefills = [each for each in question.candidates if each.is_prefill]
-    if not prefills:
-        return None
-    best = min((costs.ttft(each) for each in question.candidates), key=lambda t: sum(t.values()))
-    waiting_s = times.prompt_s(round(tokens_before), 0) / len(prefills) if tokens_before else 0.0
-    parts = {"waiting": waiting_s, **best}
-    alone_s = best["prefill"] + best["hop"]
+    parts = {"waiting": waiting_s, **chosen.ttft}
+    alone_s = chosen.ttft["prefill"] + chosen.ttft["hop"]
     slo_s = question.ttft_slo_s
     if alone_s > slo_s:
-        slo_s = max(slo_s, default_ttft_slo_s(times, question.num_tokens))
-    ttft_s = sum(parts.values())
-    limit_s = _SLACK * slo_s + _SIGMAS * times.prefill_error * ttft_s
-    if ttft_s > max(limit_s, alone_s):
+        slo_s = max(slo_s, default_ttft_slo_s(question.times, question.num_tokens))
+    ttft_s, limit_s = sum(parts.values()), max(alone_s, _SLACK * slo_s)
+    if ttft_s > limit_s:
         return Rejection(
             reason="ttft",
             predicted_s=ttft_s,
             limit_s=limit_s,
             parts=parts,
-            retry_after_s=_bounded(ttft_s - _SLACK * slo_s),
+            retry_after_s=_bounded(ttft_s - limit_s),
         )
     return _of_decode(question, ttft_s)
 

@@ -31,7 +31,7 @@ def prompt(request_id: str = "r", session: str = "", grains: tuple[int, ...] = G
 
 
 def considered(fleet: Fleet, asked: RoutePrompt, **more) -> list:
-    return list(fleet.router._considered(asked, more.get("layout"), more.get("failed", ())))
+    return list(fleet.router.considered(asked, more.get("layout"), more.get("failed", ())))
 
 
 def test_of_few_engines_all_are_looked_at() -> None:

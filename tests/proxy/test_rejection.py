@@ -6,9 +6,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.proxy.brain.decision import default_ttft_slo_s
+from pdserve.proxy.brain import rejection as rejections
+from pdserve.proxy.brain.decision import decide, default_ttft_slo_s
 from pdserve.proxy.brain.question import RouteQuestion
-from pdserve.proxy.brain.rejection import rejection
 from tests.proxy.scripted import ScriptedEngine
 from tests.proxy.test_pairing import MODEL, engine, fleets, learned
 
@@ -25,16 +25,21 @@ def asked(num_tokens, *engines, **more):
     return msgspec.structs.replace(question, **more)
 
 
+def rejection(question, *, waiting_s):
+    decision = decide(question, lambda prefill, decode: True)
+    return rejections.rejection(question, decision.chosen, waiting_s=waiting_s)
+
+
 @given(st.integers(1, 100_000), st.floats(1e-3, 10.0), st.floats(1e-4, 1.0))
 def test_an_idle_deployment_turns_nobody_away(num_tokens, ttft_slo_s, itl_slo_s):
     idle = engine("p", "prefill"), engine("d", "decode")
     question = asked(num_tokens, *idle, ttft_slo_s=ttft_slo_s, itl_slo_s=itl_slo_s)
-    assert rejection(question, tokens_before=0) is None
+    assert rejection(question, waiting_s=0.0) is None
 
 
-@given(fleets, st.integers(1, 30_000), st.integers(0, 50_000))
+@given(fleets, st.integers(1, 30_000), st.floats(0, 5.0))
 def test_what_is_turned_away_would_be_late_and_is_told_when_to_come_again(fleet, num, before):
-    found = rejection(asked(num, *fleet), tokens_before=before)
+    found = rejection(asked(num, *fleet), waiting_s=before)
     if found is not None:
         assert found.predicted_s > found.limit_s
         assert 1.0 <= found.retry_after_s <= 60.0
@@ -44,21 +49,21 @@ def test_what_is_turned_away_would_be_late_and_is_told_when_to_come_again(fleet,
 def test_a_prompt_is_turned_away_where_others_would_be_computed_for_too_long():
     behind = {"num_prompts": 20, "prompt_tokens": 200_000, "prompt_pairs": 1e9}
     busy = engine("p", "prefill", **behind), engine("d", "decode", **behind)
-    found = rejection(asked(4000, *busy), tokens_before=0)
+    found = rejection(asked(4000, *busy), waiting_s=0.0)
     assert found.reason == "ttft"
     assert found.parts["queue"] > 5.0
-    assert rejection(asked(4000, busy[0], engine("d", "decode")), tokens_before=0) is None
+    assert rejection(asked(4000, busy[0], engine("d", "decode")), waiting_s=0.0) is None
     idle = engine("p", "prefill"), engine("d", "decode")
-    assert rejection(asked(4000, *idle), tokens_before=100_000).parts["waiting"] > 1.0
+    assert rejection(asked(4000, *idle), waiting_s=2.0).parts["waiting"] > 1.0
 
 
 def test_a_request_is_turned_away_where_tokens_would_come_too_slowly_once_they_begin():
     full = {"num_streams": 400, "kv_tokens": 1_000_000}
     question = asked(2000, engine("p", "prefill"), engine("d", "decode", **full))
-    assert rejection(question, tokens_before=0).reason == "itl"
+    assert rejection(question, waiting_s=0.0).reason == "itl"
     short = msgspec.structs.replace(question.times, mean_output=2.0)
     late = msgspec.structs.replace(question, times=short, num_tokens=8000, ttft_slo_s=2.0)
-    assert rejection(late, tokens_before=0) is None, "they have ended when this prompt is computed"
+    assert rejection(late, waiting_s=0.0) is None, "they have ended when this prompt is computed"
 
 
 async def test_who_is_turned_away_gets_429_and_a_time_and_it_is_counted(make_stack):

@@ -50,12 +50,14 @@ class Network:
 class Leg:
     """See `Leg`: notes when it was lost."""
 
+    url = "http://10.0.0.1:8000/v1/completions"
+
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
         self.lost_s: float | None = None
         self.num_reads = 0
 
-    def lose(self) -> None:
+    def lose(self, failure: WorkerError) -> None:
         if self.lost_s is None:
             self.lost_s = self._clock.monotonic_s()
 

@@ -1,0 +1,78 @@
+"""What a request has before it, before it is sent anywhere: where it would go, and how soon.
+
+As far as is known: where no pairs are chosen by what was learned, nothing is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.proxy.brain.decision import decide
+
+if TYPE_CHECKING:
+    from pdserve.proxy.backends import Backends
+    from pdserve.proxy.brain.pairing import Pairing
+    from pdserve.proxy.brain.prefixes import Prefixes
+    from pdserve.proxy.brain.prompt import RoutePrompt
+    from pdserve.proxy.brain.question import PairCost, RouteQuestion
+    from pdserve.proxy.routing import Router
+
+
+class Outlook:
+    """Looks at engines as the router would."""
+
+    def __init__(
+        self,
+        router: Router,
+        backends: Backends,
+        prefixes: Prefixes | None,
+        pairing: Pairing | None,
+    ) -> None:
+        self._router = router
+        self._backends = backends
+        self._prefixes = prefixes
+        self._pairing = pairing
+
+    def of(self, prompt: RoutePrompt) -> tuple[RouteQuestion, PairCost] | None:
+        """Return what is known of a request and of the engines, and where it would be sent now.
+
+        None if that is too little, or nobody is there.
+        """
+        if self._pairing is None or self._prefixes is None:
+            return None
+        if not self._pairing.model.is_known or not prompt.num_tokens:
+            return None
+        by_url = {each.url: each for each in self._router.considered(prompt, None, ())}
+        prefills = [each for each in by_url.values() if each.prefills()]
+        decodes = [each for each in by_url.values() if each.decodes()]
+        known = self._prefixes.known(prompt)
+        question = self._pairing.question(prompt, prefills, decodes, known)
+        may_pair = lambda p, d: self._router.pairs(by_url[p], by_url[d], prompt)  # noqa: E731
+        decision = decide(question, may_pair)
+        return None if decision is None else (question, decision.chosen)
+
+    @property
+    def num_prefills(self) -> int:
+        """Engines that prompts are for; 1 if there is none."""
+        return max(1, sum(each.available and each.prefills() for each in self._backends))
+
+    def most_known(self, prompt: RoutePrompt) -> int:
+        """Tokens of a prompt that some engine has."""
+        known = {} if self._prefixes is None else self._prefixes.known(prompt)
+        return max(known.values(), default=0)
+
+    def can_begin_within(self, limit_s: float, *, at_home: bool) -> bool:
+        """Whether an engine has computed what it has of prompts so soon.
+
+        Args:
+            at_home: Engines whose role includes prefill count alone.
+        """
+        if self._pairing is None:
+            return True
+        has_able = False
+        for each in self._backends:
+            if each.available and (each.prefills() or not at_home):
+                if self._pairing.backlog_s(each) <= limit_s:
+                    return True
+                has_able = True
+        return not has_able
