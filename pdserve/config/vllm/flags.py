@@ -168,9 +168,14 @@ ONLY: Final[dict[str, tuple[tuple[str, ...], str]]] = {
 }
 """Flags whose named values (any, if none is named) are true here and change nothing."""
 
+ONLY_SPECULATIVE: Final = {
+    "draft-tensor-parallel-size": (("1",), "what drafts is not spread over ranks"),
+}
+"""Keys of `--speculative-config` whose named values are true here and change nothing."""
+
 ABSENT_SPECULATIVE_KEYS: Final = {
     "a draft model is a directory, used as it is, whole on the first rank, and greedy": """
-        draft-tensor-parallel-size quantization max-model-len revision code-revision
+        quantization max-model-len revision code-revision
         draft-load-config moe-backend attention-backend draft-sample-method
     """,
     "a draft model needs the tokenizer of the model": "use-heterogeneous-vocab",

@@ -75,6 +75,9 @@ def settings(group: str, known: Collection[str]) -> tuple[Setting, ...]:
         made.append(
             _ignored(flag, text, group, read=partial(_only, words, text) if words else None)
         )
+    for key, (words, text) in flags.ONLY_SPECULATIVE.items():
+        read = partial(_only, words, text)
+        made.append(_ignored(f"speculative-config.{key}", text, group, read=read))
     for key, text in connectors.KEYS_WITHOUT_EFFECT.items():
         made.append(_ignored(f"{_TRANSFER}.{key}", text, group))
     made.append(Setting(ROLE, "vllm.kv_role", str, "", group=group, hidden=True, read=_role))
