@@ -257,9 +257,11 @@ ROWS = (
     Row(
         "an engine is drained",
         "nothing; of a stream that is moved a token is late",
-        "`pdserve drain`: the proxy sends it no more. What runs there may end; what still does "
-        "shortly before the deadline is taken away and goes on elsewhere: it is begun again there, "
-        "and what the client has is swallowed.",
+        "`pdserve drain`: the proxy sends it no more. What runs there may end for half of the "
+        "time. Then the engine ends streams of one choice, four at a look, each with a handoff of "
+        "all its tokens; another one reads the KV and goes on. If either dies meanwhile, and of "
+        "what still runs shortly before the deadline, all is begun again elsewhere, and what the "
+        "client has is swallowed.",
         ("test_an_engine_is_drained",),
     ),
     Row(

@@ -394,9 +394,12 @@ def test_an_engine_gets_sigterm(stage: Stage, name: str) -> None:
 @pytest.mark.short_form("shared memory-push-decode")
 def test_an_engine_is_drained(stage: Stage, name: str) -> None:
     """While streams run there that take longer than the deadline."""
-    streams, right = many(stage, 6, 400)
-    since, deadline_s = time.monotonic(), 0.3
+    streams, right = many(stage, 6, 700)
+    since, deadline_s = time.monotonic(), 0.16
+    series = ("pdserve_migration_stall_seconds_count", "pdserve_migration_stall_seconds_sum")
+    before = [stage.deployment.metric("proxy", each) for each in series]
     report = stage.drain(name, deadline_s)
+    stage.send_again(name)
     stage.settle(
         "an engine is drained",
         f"{name}, within {deadline_s:g} s",
@@ -405,7 +408,10 @@ def test_an_engine_is_drained(stage: Stage, name: str) -> None:
         since_s=since,
         bound_s=RECOVERY_S,
         expect={"finished"},
+        silence_s=RECOVERY_S,
     )
+    found = [stage.deployment.metric("proxy", each) for each in series]
+    num_moved, stall_s = (now - then for now, then in zip(found, before, strict=True))
+    print(f"{num_moved:.0f} moved with their KV, silent for {stall_s:.3f} s in all; {report}")
     assert report["seconds"] <= deadline_s + SLACK_S
     assert report["num_moved"] or name == "prefill", LATE
-    stage.send_again(name)
