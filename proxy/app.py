@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.proxy.brain.index import PrefixIndex
     from pdserve.proxy.brain.prefixes import Feed
+    from pdserve.proxy.epp.listener import EppListener
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +187,8 @@ class Proxy:
             drains,
             Registrations(services, drains),
         )
+        self._services = services
+        self._epp: EppListener | None = None
         self._runner: web.AppRunner | None = None
         self._listener: HttpListener | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -214,6 +217,12 @@ class Proxy:
             await self.stop()
             raise
         self._listener = listener
+        if self._config.epp.port is not None:
+            try:
+                await self._answer_gateways()
+            except ConfigError:
+                await self.stop()
+                raise
         self._tasks = [
             asyncio.create_task(measure_loop_lag(self.metrics.loop_lag, self._clock)),
             asyncio.create_task(log_stats(self.stats_log.read)),
@@ -238,6 +247,8 @@ class Proxy:
             listener.leave()
             await wait_for(cut, delay_s)
             await listener.stop()
+        if self._epp is not None:
+            await self._epp.stop(cut, self._config.shutdown_timeout_s)
         ends = [asyncio.create_task(each.wait()) for each in (self.live.is_idle, cut)]
         await asyncio.wait(
             ends,
@@ -258,6 +269,23 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.close(_RELEASE_TIMEOUT_S)
+
+    async def _answer_gateways(self) -> None:
+        """Begin to pick engines for gateways.
+
+        Raises:
+            ConfigError: The address or a file of TLS cannot be used, or grpcio is missing.
+        """
+        # gRPC is for those who have it.
+        from pdserve.proxy.epp.listener import EppListener
+
+        self._epp = EppListener(self._services, self.live, self._clock)
+        await self._epp.start()
+
+    @property
+    def epp_address(self) -> str | None:
+        """Where gateways are answered, as `host:port`; None: nowhere."""
+        return None if self._epp is None else self._epp.address
 
     @property
     def num_background_tasks(self) -> int:

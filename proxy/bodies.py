@@ -112,6 +112,10 @@ class ClientBody:
         """Whether it may go from engine to engine while it is decoded: a stream of one choice."""
         return self.stream and self._is_pushable
 
+    def ends_with_first_token(self) -> bool:
+        """Whether no more is asked for than a prefill engine samples."""
+        return any(_value(self.fields.get(name)) in (0, 1) for name in _OUTPUT_LIMITS)
+
     def needs_equal_text(self) -> bool:
         """Whether what it asks for is worked out by each engine by itself: a grammar, or tools."""
         given = (self.fields.get(name) for name in _BY_TEXT)
@@ -120,7 +124,7 @@ class ClientBody:
     def _looks_pushable(self) -> bool:
         if _value(self.fields.get("n")) not in (None, 1) or self._num_prompts() != 1:
             return False
-        if any(_value(self.fields.get(name)) in (0, 1) for name in _OUTPUT_LIMITS):
+        if self.ends_with_first_token():
             return False
         asked = {name for name in _PROMPT_SCORES if _value(self.fields.get(name)) is not None}
         wants_scores = "prompt_logprobs" in asked or asked == {"echo", "logprobs"}

@@ -101,10 +101,12 @@ class Router:
         failed: Collection[Backend] = (),
         may_push: bool = False,
         layout: str | None = None,
+        among: Collection[Backend] | None = None,
     ) -> Disaggregate | RunLocally:
         """Decide how a request is served. Engines in `failed` come last.
 
         Args:
+            among: Engines that may decode; None: any. Where none does, one that prefills may serve.
             layout: What the request's stream began with: engines of other layouts are left out.
                 None if it has not begun.
             may_push: Whether this request's KV may be pushed. Where engines can, it is: a decode
@@ -113,9 +115,9 @@ class Router:
         Raises:
             UnavailableError: No engine can take it now.
         """
-        ready = self.considered(prompt, layout, failed)
+        ready = self.considered(prompt, layout, failed) if among is None else self._ready(layout)
         self._check(ready, layout)
-        decodes = [backend for backend in ready if backend.decodes()]
+        decodes = [b for b in ready if b.decodes() and (among is None or b in among)]
         if not decodes:
             return self._locally(ready, prompt, failed, "no_decode", is_outage=True)
         prefills = [backend for backend in ready if backend.role is Role.PREFILL]

@@ -14,6 +14,7 @@ from pdserve.config.checks import (
     require_port,
     require_url,
 )
+from pdserve.config.epp import EppConfig
 
 
 class KVTransfer(enum.Enum):
@@ -225,8 +226,10 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
         cb_failure_threshold: Failures in a row that open an engine's breaker.
         cb_timeout_s: How long it stays open before one request may try again.
         secret: The deployment's secret; engines that register must know it.
+        epp: Where gateways are answered that carry the requests themselves.
     """
 
+    epp: EppConfig = EppConfig()
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     prefill_policy: str = "least_loaded"

@@ -17,6 +17,7 @@ from pdserve.config.compare import COMPARE_SETTINGS, PLOT_SETTINGS
 from pdserve.config.connectors import connector_settings
 from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
 from pdserve.config.doctor import DOCTOR_SETTINGS
+from pdserve.config.epp import EPP_FLAGS
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
@@ -245,6 +246,7 @@ _PROXY: Final = (
             ("health-check-timeout-secs", "health_check_timeout_s", "SECONDS", "for its answer"),
         ),
     ),
+    *declare("proxy", ProxyConfig, "gateways", EPP_FLAGS),
     *declare("proxy", ProxyConfig, "server", _HTTP),
 )
 

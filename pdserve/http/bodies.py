@@ -8,7 +8,9 @@ leave as much room as it takes itself, so that large bodies never shut out small
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiohttp import web
 
@@ -20,7 +22,12 @@ from pdserve.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping
+
     from pdserve.config.http import HttpLimits
+
+_Holder: TypeAlias = "MutableMapping[Any, Any]"
+"""A request, or what stands for one."""
 
 COPIES = 3
 """What a body takes of memory, in its own size: what came, and what is made of it for each of two
@@ -76,12 +83,24 @@ class Bodies:
             raise BadRequestError("the body is not in its encoding, or was cut off") from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def free(self, request: web.Request) -> None:
+    def free(self, request: _Holder) -> None:
         """A request is over."""
         self.num_held_bytes -= request.get(_HELD, 0)
         request[_HELD] = 0
 
-    def _hold(self, request: web.Request, num_bytes: int) -> None:
+    @contextmanager
+    def counted(self) -> Iterator[Callable[[int], None]]:
+        """Yield what counts a body that comes by another way, as at least so long.
+
+        It raises what `read` does of size and memory. The body is free when the block ends.
+        """
+        holder: dict[web.RequestKey[int], int] = {}
+        try:
+            yield partial(self._hold, holder)
+        finally:
+            self.free(holder)
+
+    def _hold(self, request: _Holder, num_bytes: int) -> None:
         """Count a body as at least so long.
 
         As much room again must be left, so that no single body takes all of it from the others.

@@ -34,6 +34,7 @@ from pdserve.observe.metrics import measure_loop_lag
 from pdserve.observe.stats_log import log_stats
 from pdserve.server import chat, completions, debug, dialects, embeddings, status
 from pdserve.server.metrics import ServerMetrics
+from pdserve.server.prefill_leg import give_back, running_legs
 from pdserve.server.reach import reach
 from pdserve.server.registration import Registrar
 from pdserve.server.reply import error_middleware, wants_stages
@@ -88,7 +89,13 @@ def build_app(
     names = engine_config.model.served_model_name or (engine_config.model.model,)
     metrics = ServerMetrics(names[0], client, engine_config.cache)
     app = web.Application(
-        middlewares=[metrics.http.middleware, _identify, error_middleware, _admitting(access)],
+        middlewares=[
+            metrics.http.middleware,
+            _identify,
+            error_middleware,
+            _admitting(access),
+            give_back,
+        ],
     )
     service = Service(
         client=client,
@@ -107,6 +114,7 @@ def build_app(
     app.cleanup_ctx.append(_loop_lag)
     app.cleanup_ctx.append(_stats_log)
     app.cleanup_ctx.append(_text_work)
+    app.cleanup_ctx.append(running_legs)
     app.on_response_prepare.append(_return_id)
     app.on_response_prepare.append(tell_ignored)
     let_pages_ask(app, server_config.cors)

@@ -12,6 +12,7 @@ from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import ChatRequest, TokenizeRequest
 from pdserve.server.chat import answer_chat
 from pdserve.server.intake import say_unknown_fields
+from pdserve.server.prefill_leg import as_ordered
 from pdserve.server.reply import DIALECT
 from pdserve.server.service import REQUEST_ID, read_body
 from pdserve.server.status import tokens_of
@@ -47,4 +48,5 @@ async def _answer(request: web.Request, kind: type[TextFields]) -> web.StreamRes
     say_unknown_fields(request, data, kind, also=dialect.ignored)
     chat = dialect.chat_body()
     del data  # the answer may take minutes
-    return await answer_chat(request, parse_body(chat, ChatRequest), len(chat))
+    body = await as_ordered(request, parse_body(chat, ChatRequest), chat, paths.CHAT)
+    return await answer_chat(request, body, len(chat))

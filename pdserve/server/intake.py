@@ -20,9 +20,11 @@ from pdserve.config.schema import SchedulingPolicy
 from pdserve.errors import BadRequestError, HandoffRefusedError
 from pdserve.http.ignored import MAX_NAME_CHARS, note_ignored
 from pdserve.http.parsing import Body, parse_body, top_level
+from pdserve.http.protocol import SamplingFields
 from pdserve.observe.log import log_event
 from pdserve.server.choice import Choice
 from pdserve.server.hop import DecodeHop, PrefillHop, parse_hop
+from pdserve.server.prefill_leg import as_ordered
 from pdserve.server.sampling import (
     check_token_ids,
     choice_seed,
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from pdserve.http.protocol import SamplingFields
     from pdserve.server.hop import Hop
     from pdserve.server.sampling import Asked
     from pdserve.server.service import Service
@@ -77,12 +78,17 @@ def say_unknown_fields(
 async def read_request(request: web.Request, kind: type[Body]) -> tuple[Body, int]:
     """Return a request's body, and its size in bytes; name what of it nobody reads.
 
+    One for tokens is returned when another engine has done its part, if one is to.
+
     Raises:
-        PdserveError: It is not to be had: see `Bodies.read`; or cannot be read: see `parse_body`.
+        PdserveError: It is not to be had: see `Bodies.read`; or cannot be read: see `parse_body`;
+            or asks for what may not be asked: see `as_ordered`.
     """
     data = await read_body(request)
     body = parse_body(data, kind)
     say_unknown_fields(request, data, kind)
+    if isinstance(body, SamplingFields):
+        body = await as_ordered(request, body, data, request.path)
     return body, len(data)
 
 

@@ -34,6 +34,7 @@ STAGES = ("server", "queue", "prefill", "kv_wait", "kv_transfer", "handover", "f
 """Parts of the time to an engine's first own token, in order; together they are all of it."""
 
 DISCONNECT_STAGES = ("queue", "decode")
+PREFILL_LEGS = ("handed_over", "ended", "refused", "failed")
 _EVENT_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 _PARSED = "vllm:tool_call_parser_invocations"
 _PARSING_MODES = ("streaming", "non_streaming")
@@ -103,6 +104,13 @@ class ServerMetrics:
             registry=self.registry,
         )
         self._disconnects = {stage: disconnects.labels(stage) for stage in DISCONNECT_STAGES}
+        legs = Counter(
+            "pdserve_prefill_legs",
+            "Prompts that this engine had prefilled elsewhere itself, by how that ended.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._prefill_legs = {outcome: legs.labels(outcome) for outcome in PREFILL_LEGS}
 
         parsed = Counter(
             _PARSED,
@@ -175,3 +183,7 @@ class ServerMetrics:
     def disconnected(self, stage: str) -> None:
         """A client left in `stage`, one of `DISCONNECT_STAGES`."""
         self._disconnects[stage].inc()
+
+    def prefill_leg(self, outcome: str) -> None:
+        """A prefill leg that this engine sent ended so, one of `PREFILL_LEGS`."""
+        self._prefill_legs[outcome].inc()

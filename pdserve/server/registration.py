@@ -3,6 +3,9 @@
 A registration is a lease: it is renewed three times per lease, so that a proxy that was
 restarted, or was not there yet, learns of the engine by itself, and one that hears nothing
 forgets it.
+
+A name may stand for several proxies, as a headless service of Kubernetes does: where it has
+several addresses, each is a proxy of its own. It is resolved anew as often as a lease is renewed.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING, cast
+import socket
+from typing import TYPE_CHECKING, TypeAlias, cast
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -22,10 +27,12 @@ from pdserve.observe.log import log_event
 from pdserve.wire.hop import NONCE_HEADER, REGISTER_PATH, Deregistration, Registration
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from pdserve.wire.hop import RoleName
     from pdserve.wire.request import EngineInfo
+
+Resolve: TypeAlias = "Callable[[str], Awaitable[frozenset[str]]]"
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +56,7 @@ class Registrar:
         secret: The deployment's; empty signs nothing.
         tls: What https proxies are asked with.
         lease_s: How long a proxy believes a registration.
+        resolve: Says which proxies a URL stands for.
     """
 
     def __init__(
@@ -60,7 +68,9 @@ class Registrar:
         secret: str,
         tls: TlsConfig = _NO_TLS,
         lease_s: float = LEASE_S,
+        resolve: Resolve | None = None,
     ) -> None:
+        self._places_of = resolve or places_of
         self._proxy_urls = [proxy.rstrip("/") for proxy in proxy_urls]
         self._url = url
         self._info = info
@@ -70,13 +80,16 @@ class Registrar:
         self._lease_s = lease_s
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._places: dict[str, frozenset[str]] = {}
         self._asked: set[str] = set()
         self._refusals: dict[str, str] = {}
 
     @property
     def is_settled(self) -> bool:
         """Whether every proxy was asked, and none refuses; one that is not there yet may come."""
-        return self._asked == set(self._proxy_urls) and not self._refusals
+        are_known = self._places.keys() == set(self._proxy_urls)
+        wanted = frozenset[str]().union(*self._places.values())
+        return are_known and not self._refusals and wanted <= self._asked
 
     @property
     def refusal(self) -> str | None:
@@ -94,7 +107,7 @@ class Registrar:
         connector = aiohttp.TCPConnector(ssl=context)
         self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector)
         self._tasks = [
-            asyncio.create_task(self._keep(proxy), name=f"register with {proxy}")
+            asyncio.create_task(self._follow(proxy), name=f"register with {proxy}")
             for proxy in self._proxy_urls
         ]
 
@@ -109,18 +122,47 @@ class Registrar:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._session is not None:
             body = Deregistration(self._url, self._info.role, self._info, deadline_s)
-            await asyncio.gather(*(self._call("DELETE", proxy, body) for proxy in self._proxy_urls))
+            calls = [
+                self._call("DELETE", place, body, name=proxy)
+                for proxy, places in self._places.items()
+                for place in places
+            ]
+            await asyncio.gather(*calls)
             await self._session.close()
 
-    async def _keep(self, proxy: str) -> None:
-        """Register for ever; logs what the proxy answers when it changes, and now and then."""
+    async def _follow(self, proxy: str) -> None:
+        """Register for ever with every proxy that a URL stands for."""
+        keeping: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                # While a name cannot be resolved its proxies are where they were; where none was
+                # known, who asks at the name itself says what is wrong with it.
+                known = self._places.get(proxy, frozenset({proxy}))
+                places = self._places[proxy] = await self._places_of(proxy) or known
+                for gone in keeping.keys() - places:
+                    keeping.pop(gone).cancel()
+                    self._refusals.pop(gone, None)
+                for place in places - keeping.keys():
+                    keeping[place] = asyncio.create_task(self._keep(place, proxy))
+                await asyncio.sleep(self._lease_s / 3)
+        finally:
+            for task in keeping.values():
+                task.cancel()
+            await asyncio.gather(*keeping.values(), return_exceptions=True)
+
+    async def _keep(self, proxy: str, name: str) -> None:
+        """Register for ever; logs what the proxy answers when it changes, and now and then.
+
+        Args:
+            proxy: Its URL, whose host is an address where `name` stands for several.
+        """
         role = cast("RoleName", self._info.role)
         body = Registration(self._url, role, self._info, self._lease_s)
         last: str | None = "never asked"
         told_s = 0.0
         loop = asyncio.get_running_loop()
         while True:
-            status, failure = await self._call("POST", proxy, body)
+            status, failure = await self._call("POST", proxy, body, name=name)
             if failure is None:
                 self._refusals.pop(proxy, None)
             elif 400 <= status < 500 and status not in _TRY_LATER:
@@ -136,14 +178,14 @@ class Registrar:
             await asyncio.sleep(self._lease_s / 3 if failure is None else _RETRY_S)
 
     async def _call(
-        self, method: str, proxy: str, body: Registration | Deregistration
+        self, method: str, proxy: str, body: Registration | Deregistration, *, name: str
     ) -> tuple[int, str | None]:
         """Return the proxy's status, 0 if there was no answer, and why it did not take it."""
         data = msgspec.json.encode(body)
         try:
-            status, answer, nonce = await self._send(method, proxy, data)
+            status, answer, nonce = await self._send(method, proxy, data, name)
             if nonce is not None and self._stamps.learn(proxy, nonce):
-                status, answer, _ = await self._send(method, proxy, data)
+                status, answer, _ = await self._send(method, proxy, data, name)
             return status, None if status < 300 else _reason(status, answer)
         except aiohttp.ClientSSLError as error:
             return 0, f"its certificate is not believed, or ours: {error} (see --ssl-ca-certs)"
@@ -152,7 +194,9 @@ class Registrar:
         except (aiohttp.ClientError, OSError) as error:
             return 0, f"{type(error).__name__}: {error}"
 
-    async def _send(self, method: str, proxy: str, data: bytes) -> tuple[int, bytes, str | None]:
+    async def _send(
+        self, method: str, proxy: str, data: bytes, name: str
+    ) -> tuple[int, bytes, str | None]:
         """Return the proxy's status, its answer, and the nonce that it wants a proof for."""
         assert self._session is not None
         stamp = self._stamps.for_(proxy)
@@ -161,9 +205,33 @@ class Registrar:
             **proof_headers(self._secret, method, REGISTER_PATH, data, stamp=stamp),
         }
         async with self._session.request(
-            method, proxy + REGISTER_PATH, data=data, headers=headers
+            method,
+            proxy + REGISTER_PATH,
+            data=data,
+            headers=headers,
+            server_hostname=urlsplit(name).hostname,  # what its certificate names
         ) as response:
             return response.status, await response.read(), response.headers.get(NONCE_HEADER)
+
+
+async def places_of(url: str) -> frozenset[str]:
+    """Return the URLs of the servers that one stands for; none if that cannot be told now.
+
+    Two addresses of different families are one server's: `localhost` has two.
+    """
+    parts = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # the second: it is no name at all
+        return frozenset()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        hosts = {str(where[0]) for kind, _, _, _, where in found if kind is family}
+        if len(hosts) > 1:
+            named = (f"[{host}]" if family is socket.AF_INET6 else host for host in hosts)
+            port = "" if parts.port is None else f":{parts.port}"
+            return frozenset(f"{parts.scheme}://{host}{port}{parts.path}" for host in named)
+    return frozenset({url})
 
 
 def _reason(status: int, answer: bytes) -> str:

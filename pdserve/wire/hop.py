@@ -24,6 +24,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pdserve.wire.request import EngineInfo, EngineStats, OnLoadFailure, RequestStages
+from pdserve.wire.seal import Purpose, Seal
 from pdserve.wire.transfer import Endpoint
 
 REGISTER_PATH: Final = "/pdserve/register"
@@ -51,6 +52,9 @@ FORMER_HEADER: Final = "X-Pdserve-Auth"
 """The same as release 0.1 signs."""
 NONCE_HEADER: Final = "X-Pdserve-Nonce"
 """In a refusal: what the next proof is to be made for."""
+PREFILL_HEADER: Final = "X-Pdserve-Prefill"
+"""In a request that no proxy relays: the engine that is to prefill for the one that gets it, a
+sealed `PrefillOrder`."""
 
 PARAMS: Final = "kv_transfer_params"
 OURS: Final = "pdserve"
@@ -95,6 +99,19 @@ class PdserveParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
     is_fallback: bool = False
     may_move: bool = False
+
+
+class PrefillOrder(msgspec.Struct, frozen=True):
+    """Says to a decode engine where it is to have a request's prompt computed.
+
+    Attributes:
+        url: Base URL of the prefill engine.
+    """
+
+    url: str
+
+
+PREFILL_ORDERS: Final = Seal(PrefillOrder, Purpose.PREFILL_ORDER, what=PREFILL_HEADER)
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

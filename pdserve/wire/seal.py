@@ -45,6 +45,7 @@ class Purpose(enum.Enum):
     SIDE_CHANNEL = "side channel"
     CONTROL = "control"
     EVENTS = "KV events"
+    PREFILL_ORDER = "prefill order"
 
 
 def key_for(secret: str | bytes, purpose: Purpose) -> bytes:

@@ -65,6 +65,7 @@ HEADERS: Final = (
     "X-Pdserve-Time-Left",
     "X-Pdserve-Deadline",
     "X-Pdserve-KV-Mode",
+    "X-Pdserve-Prefill",
     "X-Pdserve-Proof",
     "Authorization",
     "Content-Type",

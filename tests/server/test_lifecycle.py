@@ -22,7 +22,7 @@ from pdserve.http.answers import StaleProofError, error_answer
 from pdserve.http.control import Verifier
 from pdserve.server import registration
 from pdserve.server.app import run_server
-from pdserve.server.registration import Registrar
+from pdserve.server.registration import Registrar, places_of
 from tests.server.conftest import events, make_engine, serving, until
 from tests.web_runner import cleaned_up
 
@@ -400,3 +400,42 @@ async def test_a_refusal_is_logged_again_and_again_but_not_each_time(text, monke
     lines = [each for each in caplog.records if "weights differ" in each.getMessage()]
     assert {each.levelname for each in lines} == {"WARNING"}
     assert len(proxy.calls) > 2 * len(lines)
+
+
+async def test_an_engine_registers_with_every_proxy_behind_a_name_as_they_come_and_go(text):
+    first, second = Proxy(), Proxy()
+    async with first.listening() as here, second.listening() as there:
+        behind = {here}
+
+        async def resolve(name: str) -> frozenset[str]:
+            assert name == "http://proxies"
+            return frozenset(behind)
+
+        registered = Registrar(
+            ["http://proxies"],
+            url="http://me",
+            info=make_engine(text).info,
+            secret="",
+            lease_s=0.06,
+            resolve=resolve,
+        )
+        await registered.start()
+        await until(lambda: registered.is_settled)
+        assert (len(first.calls) > 0, len(second.calls)) == (True, 0)
+        behind.add(there)
+        await until(lambda: len(second.calls) > 2)
+        second.status, second.answer = 409, "weights differ"
+        await until(lambda: registered.refusal is not None)
+        behind.remove(there)
+        await until(lambda: registered.refusal is None)
+        behind.clear()  # a name server that fails: they are where they were
+        num = len(first.calls)
+        await until(lambda: len(first.calls) > num + 2)
+        await registered.stop(deadline_s=1.0)
+        assert first.calls[-1][0] == "DELETE"
+
+
+async def test_two_families_of_addresses_are_one_proxy():
+    assert await places_of("http://localhost:8000") == {"http://localhost:8000"}
+    assert await places_of("http://127.0.0.1:8000/llm") == {"http://127.0.0.1:8000/llm"}
+    assert await places_of("http://a..b:1") == frozenset()

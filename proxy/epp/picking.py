@@ -1,0 +1,278 @@
+"""Picks the engines for a request that a gateway carries, by the policies of the proxy's own.
+
+The gateway sends the request to a decode engine, always: prefill engines are no destinations. Where
+the prompt is to be prefilled elsewhere, a sealed order to the decode engine says where. What a
+gateway may try when the first destination cannot be reached are further engines that can pair with
+the same prefill engine. Knows no gRPC.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from pdserve.dialects import paths
+from pdserve.errors import UnavailableError
+from pdserve.http.pooling_bodies import POOLING
+from pdserve.proxy.bodies import ClientBody
+from pdserve.proxy.brain.asking import as_asked, tenant_of
+from pdserve.proxy.brain.prompt import UNKNOWN, RoutePrompt
+from pdserve.proxy.routing import RETRY_AFTER_S, Disaggregate
+from pdserve.wire.hop import REQUEST_ID_HEADER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.routing import RunLocally
+    from pdserve.proxy.services import Services
+
+GENERATED: Final = frozenset(
+    {"/v1/completions", paths.CHAT, paths.RESPONSES, paths.MESSAGES, *POOLING}
+)
+"""Paths whose requests are computed: any engine that is there answers the others."""
+NUM_FALLBACKS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayRequest:
+    """A request as a gateway shows it.
+
+    Attributes:
+        headers: Whatever their names' case; those that begin with a colon are HTTP/2's.
+        body: Whole; empty if it is not shown.
+        subset: Endpoints (`ip:port`) that may be picked; None: all.
+    """
+
+    headers: Mapping[str, str]
+    body: bytes
+    subset: frozenset[str] | None
+
+    @property
+    def path(self) -> str:
+        """Without a query."""
+        return self.headers.get(":path", "").partition("?")[0]
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it asks for tokens or vectors."""
+        return self.path in GENERATED and self.headers.get(":method") == "POST"
+
+
+@dataclass(slots=True)
+class Pick:
+    """The engines that a request goes to; to be closed when it is over.
+
+    Attributes:
+        engines: Destinations, the best first.
+        prefill: Computes the prompt for the destination; None: nobody does.
+        reason: Why there is none; `default` if there is one.
+        prefilling, running: Count the request as work of the engines until they are closed.
+    """
+
+    engines: list[Backend]
+    prefill: Backend | None = None
+    reason: str = "default"
+    prefilling: ExitStack = field(default_factory=ExitStack)
+    running: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Destinations as gateways name them."""
+        return [endpoint_of(engine.url) for engine in self.engines]
+
+    def close(self) -> None:
+        """Forget the request; may be repeated."""
+        self.prefilling.close()
+        self.running.close()
+
+
+class Picker:
+    """See the module.
+
+    Args:
+        clock: Dates the requests.
+    """
+
+    def __init__(self, services: Services, clock: Clock) -> None:
+        self._services = services
+        self._clock = clock
+
+    async def pick(self, request: GatewayRequest, held: AsyncExitStack) -> Pick:
+        """Return the engines for a request, which count it until the pick is closed.
+
+        Args:
+            held: Gets the place that the request has, until it is over.
+
+        Raises:
+            BadRequestError: Its body cannot be read.
+            OverloadedError: There is no place for it, or it would miss its objectives.
+            UnavailableError: No engine can take it now.
+        """
+        if not request.is_computed:
+            return await self._again(lambda: self._any(request.subset))
+        services = self._services
+        tenant = tenant_of(services.config, request.headers)
+        services.admission.require_room(tenant)
+        body = self._body_of(request)
+        prompt = RoutePrompt(len(request.body), needs_equal_text=body.needs_equal_text())
+        request_id = request.headers.get(REQUEST_ID_HEADER, "")
+        prompt = replace(as_asked(prompt, body, request.headers, request_id), tenant=tenant)
+        is_whole = request.path in POOLING or body.ends_with_first_token()
+        if services.prefixes is not None and not is_whole:
+            prompt = prompt.named_as(await services.prefixes.read(body))
+        services.gate.require_promising(prompt)
+        await held.enter_async_context(services.admission.place(services.gate.claim(prompt)))
+        return await self._again(lambda: self._picked(prompt, request.subset, is_whole=is_whole))
+
+    async def _again(self, choose: Callable[[], Pick]) -> Pick:
+        """Choose; where there is no engine look at those that are away, and choose again."""
+        try:
+            return choose()
+        except UnavailableError:
+            await self._services.checks.look_again()
+            return choose()
+
+    def _any(self, subset: frozenset[str] | None) -> Pick:
+        """Pick an engine for a question that every engine answers alike."""
+        return Pick([self._alone(self._named(subset))], reason="any")
+
+    def _picked(
+        self, prompt: RoutePrompt, subset: frozenset[str] | None, *, is_whole: bool
+    ) -> Pick:
+        """Pick engines for a prompt.
+
+        Args:
+            is_whole: One engine is to do everything.
+        """
+        among = self._named(subset)
+        if is_whole:
+            pick = Pick([self._alone(among)], reason="prompt_only")
+        else:
+            pick = self._pick_of(self._services.router.plan(prompt, among=among), prompt, among)
+        return self._counted(pick, prompt, among)
+
+    def _alone(self, among: Collection[Backend] | None) -> Backend:
+        """Return the engine with the least to do.
+
+        Raises:
+            UnavailableError: None that decodes is ready.
+        """
+        engines = [each for each in among or self._services.backends if each.available]
+        decodes = [each for each in engines if each.decodes()]
+        return _destination(min(decodes, key=lambda each: each.in_flight, default=None), among)
+
+    def _named(self, subset: frozenset[str] | None) -> list[Backend] | None:
+        """Return the engines of a subset that decode; None: there is none to keep to.
+
+        Raises:
+            UnavailableError: There are no such engines.
+        """
+        if subset is None:
+            return None
+        engines = (each for each in self._services.backends if each.decodes())
+        named = [each for each in engines if endpoint_of(each.url) in subset]
+        if not named:
+            raise UnavailableError(
+                f"none of the {len(subset)} endpoints that the gateway may use is a decode engine "
+                "that is known here",
+                retry_after_s=RETRY_AFTER_S,
+                code="no_engine_in_subset",
+            )
+        return named
+
+    def _body_of(self, request: GatewayRequest) -> ClientBody:
+        """Read a body, in the engines' protocol.
+
+        Raises:
+            BadRequestError: It cannot be read.
+        """
+        dialect = paths.dialect_of(request.path, request.body, "")
+        data = request.body if dialect is None else dialect.chat_body()
+        return ClientBody(data, created=int(self._clock.wall_s()), fallback_seed=0)
+
+    def _pick_of(
+        self,
+        plan: Disaggregate | RunLocally,
+        prompt: RoutePrompt,
+        among: Collection[Backend] | None,
+    ) -> Pick:
+        router = self._services.router
+        if not isinstance(plan, Disaggregate):
+            return Pick([_destination(plan.engine, among)], reason=plan.reason)
+        preferred = plan.preferred
+        if preferred is None or not router.can_decode_for(plan.prefill, preferred, prompt):
+            others: list[Backend] = []
+            if among is not None:
+                others = [each for each in self._services.backends if each not in among]
+            preferred = router.decode_for(plan.prefill, prompt, (), without=others)
+        if preferred is None:
+            raise UnavailableError(
+                "no decode engine can read from the prefill engine",
+                retry_after_s=RETRY_AFTER_S,
+                code="no_decode_available",
+            )
+        reason = "default" if plan.decision is None else plan.decision.reason
+        return Pick([preferred], plan.prefill, reason)
+
+    def _counted(self, pick: Pick, prompt: RoutePrompt, among: Collection[Backend] | None) -> Pick:
+        """Add the engines to fall back on, and count the request as work of the first ones."""
+        first, prefill = pick.engines[0], pick.prefill
+        spare = (
+            each
+            for each in sorted(among or self._services.backends, key=lambda each: each.in_flight)
+            if each is not first
+            and each.available
+            and each.decodes()
+            and (prefill is None or self._services.router.can_decode_for(prefill, each, prompt))
+        )
+        pick.engines += islice(spare, NUM_FALLBACKS)
+        if prefill is not None:
+            pick.prefilling.enter_context(self._at(prefill, "prefill", prompt))
+        kind = "local" if prefill is None else "decode"
+        pick.running.enter_context(self._at(first, kind, prompt))
+        return pick
+
+    @contextmanager
+    def _at(self, engine: Backend, kind: str, prompt: RoutePrompt) -> Iterator[None]:
+        """Count a request as work of an engine while the block runs."""
+        prefixes, pairing = self._services.prefixes, self._services.pairing
+        known = UNKNOWN if prefixes is None else prefixes.sent(prompt, engine)
+        num_tokens = prompt.num_tokens - known.num_tokens
+        engine.in_flight += 1
+        engine.pending_tokens += num_tokens
+        with ExitStack() as stack:
+            if pairing is not None:
+                stack.enter_context(pairing.hold(engine, kind, prompt, known.num_tokens))
+            try:
+                yield
+            finally:
+                engine.in_flight -= 1
+                engine.pending_tokens -= num_tokens
+
+
+def _destination(engine: Backend | None, among: Collection[Backend] | None) -> Backend:
+    """Return an engine that a request may be sent to.
+
+    Raises:
+        UnavailableError: There is none, or it is a prefill engine: gateways know none.
+    """
+    if engine is not None and engine.decodes() and (among is None or engine in among):
+        return engine
+    raise UnavailableError(
+        "no decode engine is ready", retry_after_s=RETRY_AFTER_S, code="no_decode_available"
+    )
+
+
+@lru_cache(maxsize=4096)
+def endpoint_of(url: str) -> str:
+    """Return the `ip:port` of an engine's base URL, an IPv6 address in brackets."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

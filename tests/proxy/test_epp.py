@@ -1,0 +1,268 @@
+"""The endpoint picker, asked as gateways ask it: over gRPC, before scripted and real engines."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from pdserve.config.epp import EppConfig
+from pdserve.config.http import ProxyConfig
+from pdserve.config.schema import ModelConfig
+from pdserve.errors import ConfigError
+from pdserve.proxy.app import Proxy
+from pdserve.proxy.epp.messages import MAX_CHUNK_BYTES, BodyMode, MessagePart
+from pdserve.proxy.epp.picking import endpoint_of
+from pdserve.text.load import load_text
+from pdserve.wire.hop import PREFILL_ORDERS
+from tests.proxy.conftest import Stack, until
+from tests.proxy.gateway import (
+    IMMEDIATE,
+    Answer,
+    Gateway,
+    body_event,
+    headers_event,
+    trailers_event,
+)
+from tests.proxy.scripted import ScriptedEngine
+from tests.server.conftest import make_engine, serving
+from tests.server.engine import MemoryNetwork
+from tests.text.tiny import write_model_files
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+PATH = "/v1/completions"
+HEADERS = {":method": "POST", ":path": PATH, "x-request-id": "one"}
+BODY = msgspec.json.encode({"prompt": "hi", "max_tokens": 4})
+DESTINATION, ORDER = "x-gateway-destination-endpoint", "x-pdserve-prefill"
+
+
+@contextlib.asynccontextmanager
+async def asked(stack: Stack) -> AsyncIterator[Gateway]:
+    """A gateway that asks a proxy; nothing counts as running afterwards."""
+    assert stack.proxy.epp_address is not None
+    gateway = Gateway(stack.proxy.epp_address)
+    yield gateway
+    await gateway.close()
+    await until(lambda: not any(each.in_flight for each in stack.proxy.backends))
+
+
+async def stack_of(make_stack: Any, num_prefill: int, num_decode: int, **settings: Any) -> Stack:
+    return await make_stack(
+        prefill=[ScriptedEngine("prefill") for _ in range(num_prefill)],
+        decode=[ScriptedEngine("decode") for _ in range(num_decode)],
+        epp=EppConfig(port=0),
+        **settings,
+    )
+
+
+def endpoints(answer: Answer) -> list[str]:
+    """Where a request is to go, by header and metadata alike."""
+    named = answer.headers[DESTINATION]
+    assert named.encode() in answer.metadata
+    assert b"envoy.lb" in answer.metadata
+    return named.split(",")
+
+
+async def test_a_request_goes_to_a_decode_engine_with_an_order_for_its_prefill(make_stack):
+    stack = await stack_of(make_stack, 1, 2, secret="s")
+    p, *decodes = stack.engines
+    async with asked(stack) as gateway:
+        headers, body = await gateway.ask(headers_event(HEADERS), body_event(BODY), num_answers=2)
+    assert set(endpoints(headers)) == {endpoint_of(each.url) for each in decodes}
+    assert PREFILL_ORDERS.open(headers.headers[ORDER], "s").url == p.url
+    assert float(headers.headers["x-pdserve-time-left"]) > 0
+    assert (body.number, body.body, body.is_end) == (MessagePart.REQUEST_BODY.reply, BODY, True)
+    assert not any(each.calls for each in stack.engines)  # the gateway sends it, nobody else
+
+
+async def test_without_a_prefill_engine_an_order_of_the_clients_own_is_taken_away(make_stack):
+    stack = await stack_of(make_stack, 0, 1)
+    async with asked(stack) as gateway:
+        [headers, _] = await gateway.ask(
+            headers_event(HEADERS | {ORDER: "forged"}), body_event(BODY), num_answers=2
+        )
+    assert ORDER not in headers.headers
+    assert ORDER in headers.removed
+
+
+async def test_a_long_body_comes_back_whole_in_chunks_that_gateways_take(make_stack):
+    stack = await stack_of(make_stack, 1, 1)
+    body = msgspec.json.encode({"prompt": "x" * 150_000, "max_tokens": 4})
+    pieces = [body[at : at + 60_000] for at in range(0, len(body), 60_000)]
+    events = [body_event(each, is_end=each is pieces[-1]) for each in pieces]
+    async with asked(stack) as gateway:
+        _, *chunks = await gateway.ask(headers_event(HEADERS), *events, num_answers=4)
+    assert b"".join(each.body for each in chunks) == body
+    assert max(len(each.body) for each in chunks) <= MAX_CHUNK_BYTES
+    assert [each.is_end for each in chunks] == [False, False, True]
+
+
+async def test_where_trailers_follow_the_body_does_not_end(make_stack):
+    stack = await stack_of(make_stack, 1, 1)
+    async with asked(stack) as gateway:
+        headers, body, trailers = await gateway.ask(
+            headers_event(HEADERS),
+            body_event(BODY, is_end=False),
+            trailers_event(),
+            num_answers=3,
+        )
+    assert endpoints(headers)
+    assert (body.body, body.is_end) == (BODY, False)
+    assert trailers.number == MessagePart.REQUEST_TRAILERS.reply
+
+
+async def test_what_is_not_computed_goes_to_any_engine_that_decodes(make_stack):
+    stack = await stack_of(make_stack, 1, 1)
+    async with asked(stack) as gateway:
+        [answer] = await gateway.ask(
+            headers_event({":method": "GET", ":path": "/v1/models"}, is_end=True)
+        )
+    assert endpoints(answer) == [endpoint_of(stack.engines[1].url)]
+
+
+async def test_a_request_for_one_token_is_not_split(make_stack):
+    stack = await stack_of(make_stack, 1, 1)
+    body = msgspec.json.encode({"prompt": "hi", "max_tokens": 1})
+    async with asked(stack) as gateway:
+        [answer, _] = await gateway.ask(headers_event(HEADERS), body_event(body), num_answers=2)
+    assert ORDER not in answer.headers
+
+
+async def test_only_endpoints_of_the_subset_are_picked(make_stack):
+    stack = await stack_of(make_stack, 1, 3)
+    wanted = endpoint_of(stack.engines[2].url)
+    async with asked(stack) as gateway:
+        for _ in range(4):
+            [answer, _] = await gateway.ask(
+                headers_event(HEADERS, subset=[wanted, "10.9.8.7:1"]),
+                body_event(BODY),
+                num_answers=2,
+            )
+            assert endpoints(answer) == [wanted]
+
+
+@pytest.mark.parametrize("subset", [[], ["10.9.8.7:1"]])
+async def test_a_subset_without_an_engine_is_503(make_stack, subset):
+    stack = await stack_of(make_stack, 1, 1)
+    async with asked(stack) as gateway:
+        [answer] = await gateway.ask(headers_event(HEADERS, subset=subset), body_event(BODY))
+    assert (answer.number, answer.status) == (IMMEDIATE, 503)
+    assert msgspec.json.decode(answer.body)["error"]["code"] == "no_engine_in_subset"
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_without_a_ready_engine_the_answer_is_503_and_picks_are_counted(make_stack):
+    stack = await stack_of(make_stack, 1, 1)
+    await stack.engines[1].stop()
+    async with asked(stack) as gateway:
+        await until(lambda: not any(b.available for b in stack.proxy.backends if b.decodes()))
+        [answer] = await gateway.ask(headers_event(HEADERS), body_event(BODY))
+    assert (answer.number, answer.status) == (IMMEDIATE, 503)
+    counted = await stack.metrics()
+    assert counted['pdserve_epp_picks_total{outcome="unavailable"}'] == 1
+
+
+async def test_beyond_what_may_run_and_wait_the_answer_is_429(make_stack):
+    stack = await stack_of(make_stack, 1, 1, max_concurrent_requests=1, queue_size=0)
+    async with asked(stack) as gateway:
+        running = gateway.stream()
+        await running.write(headers_event(HEADERS))
+        await running.write(body_event(BODY))
+        await running.read()
+        [refused] = await gateway.ask(headers_event(HEADERS), body_event(BODY))
+        running.cancel()
+        assert (refused.number, refused.status) == (IMMEDIATE, 429)
+        assert refused.headers["content-type"] == "application/json"
+        await until(lambda: not any(each.in_flight for each in stack.proxy.backends))
+        [answer, _] = await gateway.ask(headers_event(HEADERS), body_event(BODY), num_answers=2)
+        assert endpoints(answer)
+
+
+@pytest.mark.parametrize("body", [b"nonsense", b"", b"[]", b'{"prompt": "a"}' * 10_000])
+async def test_a_body_that_cannot_be_read_is_the_clients_fault(make_stack, body):
+    stack = await stack_of(make_stack, 1, 1)
+    stack.proxy.bodies._limits = msgspec.structs.replace(
+        stack.proxy.bodies._limits, max_body_bytes=100_000
+    )
+    async with asked(stack) as gateway:
+        [answer] = await gateway.ask(headers_event(HEADERS), body_event(body))
+    assert (answer.number, answer.status) == (IMMEDIATE, 413 if len(body) > 100_000 else 400)
+    assert stack.proxy.bodies.num_held_bytes == 0
+
+
+async def test_the_prefill_engines_work_is_over_when_the_answer_begins(make_stack):
+    stack = await stack_of(make_stack, 1, 1)
+    prefill, decode = (stack.proxy.backends.get(each.url) for each in stack.engines)
+    async with asked(stack) as gateway:
+        stream = gateway.stream()
+        await stream.write(headers_event(HEADERS))
+        await stream.write(body_event(BODY))
+        await stream.read()
+        await stream.read()
+        assert (prefill.in_flight, decode.in_flight) == (1, 1)
+        await stream.write(headers_event({":status": "200"}, part=MessagePart.RESPONSE_HEADERS))
+        await stream.read()
+        assert (prefill.in_flight, decode.in_flight) == (0, 1)
+        await stream.write(body_event(b"data", part=MessagePart.RESPONSE_BODY))
+        await stream.read()
+        await stream.done_writing()
+
+
+async def test_a_gateway_that_buffers_bodies_is_told_what_to_set(make_stack):
+    stack = await stack_of(make_stack, 1, 1)
+    async with asked(stack) as gateway:
+        [answer] = await gateway.ask(headers_event(HEADERS, mode=BodyMode.BUFFERED))
+    assert answer.status == 500
+    assert b"FULL_DUPLEX_STREAMED" in answer.body
+
+
+async def test_a_gateway_that_shows_no_bodies_is_answered_by_headers_alone(make_stack):
+    stack = await stack_of(make_stack, 1, 1)
+    async with asked(stack) as gateway:
+        [answer] = await gateway.ask(
+            headers_event({":method": "GET", ":path": "/v1/models"}, mode=BodyMode.NONE)
+        )
+    assert endpoints(answer)
+
+
+async def test_health_says_that_nothing_more_is_wanted_while_the_proxy_leaves(make_stack):
+    stack = await stack_of(make_stack, 1, 1)
+    async with asked(stack) as gateway:
+        services = ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+        assert [await gateway.health(each) for each in services] == [1, 1, 1, 1]
+        stack.proxy.live.is_leaving = True
+        assert [await gateway.health(each) for each in services] == [1, 1, 2, 2]
+
+
+async def test_a_port_that_is_taken_is_a_wrong_setting(make_stack):
+    stack = await stack_of(make_stack, 1, 1)
+    port = int(stack.proxy.epp_address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="cannot be bound"):
+        await Proxy(ProxyConfig(port=0, epp=EppConfig(port=port))).start()
+
+
+async def test_what_is_picked_answers_as_one_engine_does(tmp_path):
+    text = load_text(ModelConfig(model=str(write_model_files(tmp_path / "model"))))
+    network = MemoryNetwork()
+    p = make_engine(text, network=network, role="prefill", engine_id="p")
+    d = make_engine(text, network=network, role="decode", engine_id="d")
+    async with serving(text, p, secret="s") as first, serving(text, d, secret="s") as second:
+        urls = {"prefill": (first.url,), "decode": (second.url,)}
+        proxy = Proxy(ProxyConfig(port=0, epp=EppConfig(port=0), secret="s", **urls))
+        await proxy.start()
+        gateway = Gateway(proxy.epp_address)
+        [answer, sent] = await gateway.ask(headers_event(HEADERS), body_event(BODY), num_answers=2)
+        await gateway.close()
+        await proxy.stop()
+        assert endpoints(answer) == [endpoint_of(second.url)]
+        async with second.session.post(
+            second.url + PATH, data=sent.body, headers=answer.headers
+        ) as response:
+            split = await response.json()
+    [given] = d.requests
+    assert given.handoff is not None
+    assert split["usage"]["completion_tokens"] == 4
