@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -340,7 +341,7 @@ class ModelRunner:
         """Keep what the step has computed, if a drafter asks for it."""
         if tap is not None and hidden is not None:
             assert self._drafts is not None
-            self._drafts.observe(states_of(prepared, hidden, tap.states, token_ids))
+            self._drafts.observe(partial(states_of, prepared, hidden, tap.states, token_ids))
 
     def finish_step(self) -> None:
         """Do what the step's answer need not wait for: drafts are made, experts may be moved.

@@ -72,7 +72,7 @@ class Drafts:
         self._ends: dict[int, frozenset[int]] = {}
         self._told: dict[int, list[int]] = {}
         self._ready: dict[int, list[int]] = {}
-        self._states: StepStates | None = None
+        self._states: Callable[[], StepStates] | None = None
 
     def add(self, row: int, request: NewRequest) -> None:
         """Take a request."""
@@ -106,8 +106,12 @@ class Drafts:
         for row, tokens in zip(rows, token_ids, strict=True):
             self._told.setdefault(row, []).extend(tokens)
 
-    def observe(self, states: StepStates) -> None:
-        """Keep what a step has computed, for the reader."""
+    def observe(self, states: Callable[[], StepStates]) -> None:
+        """Keep what a step has computed, for the reader.
+
+        Args:
+            states: Asked for it once the answer is on its way, before the next step begins.
+        """
         self._states = states
 
     def make(self) -> None:
@@ -122,7 +126,7 @@ class Drafts:
                 self._in_step.note(row, tokens)
         states, self._states = self._states, None
         if self.reader is not None and states is not None:
-            self.reader.observe(states)
+            self.reader.observe(states())
         if self._in_step is None:
             self._ready |= self._ask(self._drafter, dict.fromkeys(told, self._max_tokens))
 

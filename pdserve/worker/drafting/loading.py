@@ -224,14 +224,15 @@ def drafter_of(
     Raises:
         ConfigError: There is not enough memory for its KV.
     """
-    tp, num_rows = world.tp, config.scheduler.max_num_seqs
+    tp = world.tp
     if target.medusa is not None:
-        return _by_heads(target.medusa, tp, num_rows)
+        return _by_heads(target.medusa, tp)
     if not needs_draft(config, world):
         return None
     draft = target.draft
     if draft is None:
         return FirstRanksDrafts(None, tp)
+    num_rows = config.scheduler.max_num_seqs
     layout = msgspec.structs.replace(
         layout_of(draft, target.dtype, config.cache), num_blocks=num_blocks
     )
@@ -254,10 +255,10 @@ def drafter_of(
     return FirstRanksDrafts(own, tp)
 
 
-def _by_heads(heads: MedusaHeads, tp: Group, num_rows: int) -> MedusaDrafter:
+def _by_heads(heads: MedusaHeads, tp: Group) -> MedusaDrafter:
     if tp.size == 1:
-        return MedusaDrafter(heads, num_rows, lambda logits: logits.numpy().argmax(-1))
+        return MedusaDrafter(heads, lambda logits: logits.numpy().argmax(-1))
     spread = SpreadVocabulary(
         tp, heads.vocab, vocab_size=heads.vocab_size, device=torch.device("cpu")
     )
-    return MedusaDrafter(heads, num_rows, lambda logits: spread.first_largest(logits)[0])
+    return MedusaDrafter(heads, lambda logits: spread.first_largest(logits)[0])

@@ -1,20 +1,20 @@
 """Drafts by Medusa heads: each head's likeliest token, from the state behind the newest one.
 
-Costs one row of state per request, and the heads where there is room for a draft. Nothing of it
-crosses between engines: where a request comes with its tokens from another engine, its first step
-makes the state, and runs without a draft.
+The states of a step are kept until a request's next one, and heads are asked where there is room
+for a draft. Nothing of it crosses between engines: where a request comes with its tokens from
+another one, its first step makes the state, and runs without a draft.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -23,56 +23,70 @@ if TYPE_CHECKING:
     from pdserve.worker.drafting.states import StepStates
 
 
+_MOST_KEPT: Final = 8
+"""States of a step that are held for each request that sampled in it: of long prompts only those
+that are used."""
+
+
 class MedusaDrafter:
     """See the module.
 
     Args:
-        num_rows: Of the batch.
         largest: Index of the largest of each row of logits `[M, len(heads.vocab)]` in the whole
             vocabulary of the heads; the same on all ranks that share it.
     """
 
     aux_layers: tuple[int, ...] = ()
 
-    def __init__(
-        self, heads: MedusaHeads, num_rows: int, largest: Callable[[Tensor], NDArray[np.int64]]
-    ) -> None:
+    def __init__(self, heads: MedusaHeads, largest: Callable[[Tensor], NDArray[np.int64]]) -> None:
         self._heads = heads
         self._largest = largest
-        self._hidden = torch.zeros(num_rows, heads.hidden_size, dtype=heads.dtype)
-        self._is_known = np.zeros(num_rows, dtype=np.bool_)
+        self._newest: dict[int, tuple[Tensor, int]] = {}
         token_ids = heads.token_ids
         self._token_ids = None if token_ids is None else token_ids.numpy()
 
     def add(self, row: int, request: NewRequest) -> None:
         """See `Drafter`: nobody has seen its states here."""
-        self._is_known[row] = False
 
     def remove(self, row: int) -> None:
         """See `Drafter`."""
-        self._is_known[row] = False
+        self._newest.pop(row, None)
 
     def note(self, row: int, token_ids: Sequence[int]) -> None:
         """See `Drafter`: the states tell."""
 
     def observe(self, states: StepStates) -> None:
-        """See `StateDrafter`: keep the state that each newest token was sampled from."""
+        """See `StateDrafter`: keep the state that each newest token was sampled from.
+
+        A reference is kept, so that requests that get no drafts cost next to nothing.
+        """
         sampling = [index for index, tokens in enumerate(states.sampled) if tokens]
         if not sampling:
             return
-        rows = states.rows[sampling]
-        last = states.query_start[sampling] + states.num_valid[sampling] - 1
-        self._hidden[torch.from_numpy(rows)] = states.hidden[torch.from_numpy(last)]
-        self._is_known[rows] = True
+        hidden = states.hidden
+        first, num_valid = states.query_start.tolist(), states.num_valid.tolist()
+        last = [first[index] + num_valid[index] - 1 for index in sampling]
+        if len(hidden) > _MOST_KEPT * len(sampling):
+            hidden, last = hidden[last], list(range(len(last)))
+        rows = states.rows.tolist()
+        for index, at in zip(sampling, last, strict=True):
+            self._newest[rows[index]] = hidden, at
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         """See `Drafter`."""
-        rows = [row for row in wanted if self._is_known[row]]
+        rows = [row for row in wanted if row in self._newest]
         if not rows:
             return {}
         num_heads = min(max(wanted[row] for row in rows), self._heads.num_heads)
-        found = self._largest(self._heads(self._hidden[rows], num_heads))
+        found = self._largest(self._heads(self._states_of(rows), num_heads))
         if self._token_ids is not None:
             found = self._token_ids[found]
         drafts: list[list[int]] = found.reshape(num_heads, -1).T.tolist()
         return dict(zip(rows, drafts, strict=True))
+
+    def _states_of(self, rows: list[int]) -> Tensor:
+        kept = [self._newest[row] for row in rows]
+        hidden = kept[0][0]
+        if all(each is hidden for each, _ in kept):
+            return hidden[[at for _, at in kept]]
+        return torch.stack([each[at] for each, at in kept])

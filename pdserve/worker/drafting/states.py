@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 class StepStates:
     """One step: T tokens of R requests. Of prompts any chunk, of others the last token and a draft.
 
-    Tensors are on the model's device, equal to the last bit on all ranks of the TP group, and may
-    be overwritten once the next step begins.
+    Tensors are on the model's device, equal to the last bit on all ranks of the TP group. Those of
+    `inputs` are overwritten by the next step's, the others are nobody else's.
 
     Attributes:
         rows: `[R]`, the requests' rows.
@@ -59,7 +58,7 @@ def states_of(
         hidden, aux: See `StepStates`.
         token_ids: What those put out that sample, in their order.
     """
-    num_valid = np.diff(prepared.query_start)
+    num_valid = prepared.query_start[1:] - prepared.query_start[:-1]
     sampled: list[list[int]] = [[] for _ in prepared.request_ids]
     drafts = prepared.drafts or [[]] * len(prepared.sampling)
     for index, tokens, draft in zip(prepared.sampling.tolist(), token_ids, drafts, strict=True):
