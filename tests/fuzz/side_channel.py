@@ -33,13 +33,18 @@ class SideChannelTarget:
         )
         self._hello = hello(self._p)
         self._ids = itertools.count()
+        # Its lanes begin with the first memory that it hears of: what they open is no leak.
+        self._server.pushing._mover.meet(b"nobody", self._hello.pool)
+
+    @property
+    def _server(self) -> Any:
+        thread: Any = self._p.ranks[0].worker
+        return thread._runner._machine.server
 
     @property
     def num_held(self) -> int:
         """Leases and pushes."""
-        thread: Any = self._p.ranks[0].worker
-        server = thread._runner._machine.server
-        return len(server._leases) + server.pushing.num_live
+        return len(self._server._leases) + self._server.pushing.num_live
 
     def try_one(self, data: st.DataObject) -> None:
         """See `Target`: one connection, and what is said over it."""
