@@ -212,7 +212,7 @@ class PullConformance(Bench):
         for prompt in (other, PROMPT[:-1], [*PROMPT, 3]):
             refusal = d.refusal(d.new_request(prompt, handoff=handoff))
             assert refusal is not None
-            assert "prompt" in refusal
+            assert ("prompt digest" if len(prompt) == len(PROMPT) else "tokens") in refusal
 
     def test_a_peer_with_another_layout_is_refused_and_both_values_are_named(self) -> None:
         p, d = self.new("P", dtype="bfloat16"), self.new("D", dtype="float16")
