@@ -33,6 +33,7 @@ from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.device_sampler import DeviceSampler
 from pdserve.worker.drafting.costs import measure_rows
 from pdserve.worker.drafting.drafts import drafts_of
+from pdserve.worker.drafting.forced import ForcedTokens
 from pdserve.worker.drafting.loading import drafter_of
 from pdserve.worker.drafting.states import states_of
 from pdserve.worker.graphs import StepGraphs, rehearsed_steps
@@ -150,9 +151,7 @@ class ModelRunner:
             self._sampler = SpreadSampler(
                 self._vocabulary, num_rows, self._vocab_size, device.torch, grammars
             )
-        # Drafts are the same on all ranks, and only one of several knows of grammars.
-        alone = self._sampler if pp.size == 1 else None
-        forced = alone.forced if isinstance(alone, Sampler) else None
+        forced = None if self._sampler is None else ForcedTokens(self._sampler.forced, tp)
         by_model = drafter_of(config, loaded, self._batch, device, world, num_blocks=len(kv))
         self._drafts = drafts_of(config.speculative, self._vocab_size, forced, by_model, pp)
         self._described = PromptLogprobs(

@@ -67,6 +67,10 @@ class SpreadSampler:
         if self._sampler is not None:
             self._sampler.remove(row)
 
+    def forced(self, row: int) -> list[int]:
+        """See `Sampler`: on the first rank; the others know of none."""
+        return [] if self._sampler is None else self._sampler.forced(row)
+
     def are_largest(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """See `Sampler`."""
         return np.fromiter((row not in self._whole for row in rows.tolist()), np.bool_, len(rows))

@@ -47,6 +47,10 @@ class RowSampler(Protocol):
         """Free `row`."""
         ...
 
+    def forced(self, row: int) -> list[int]:
+        """Return the tokens that the grammar of `row` leaves no choice of, if it is known here."""
+        ...
+
     def are_largest(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell which rows' tokens are the largest logit, of which nothing else is asked."""
         ...

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
+from pdserve.worker.drafting.forced import told_by
 from pdserve.worker.drafting.heads import HeadDrafter
 from pdserve.worker.drafting.medusa import MedusaDrafter
 from pdserve.worker.drafting.ngram import NgramDrafter
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import RequestId
     from pdserve.wire.step import NewRequest
     from pdserve.worker.drafting.drafter import Drafter, StateDrafter
+    from pdserve.worker.drafting.forced import ForcedTokens
     from pdserve.worker.drafting.model import FirstRanksDrafts
     from pdserve.worker.drafting.states import StepStates
 
@@ -38,8 +37,8 @@ class Drafts:
     Args:
         drafter: Looks tokens up.
         max_tokens: Of a draft.
-        forced: Tokens that must follow those of a row, as far as that is known; None if nobody
-            knows. They come before a drafter's, which guesses.
+        forced: Tokens that must follow those of a row; None where nobody knows. They come before
+            a drafter's, which guesses.
         in_step: Drafts when the step is there.
         reader: The same, if it reads what the model computes.
         stages: Of a pipeline, the last of which tells the others what it has drafted; None: each
@@ -55,7 +54,7 @@ class Drafts:
         *,
         vocab_size: int,
         max_tokens: int,
-        forced: Callable[[int], list[int]] | None = None,
+        forced: ForcedTokens | None = None,
         in_step: Drafter | None = None,
         reader: StateDrafter | None = None,
         stages: Group | None = None,
@@ -83,6 +82,8 @@ class Drafts:
         self._rows[request.request_id] = row
         self._ends[row] = frozenset(ends)
         self._drafter.add(row, request)
+        if self._forced is not None:
+            self._forced.add(row, request)
         self._told[row] = []
         if request.prediction_token_ids:
             self._predicted.add(row)
@@ -97,6 +98,8 @@ class Drafts:
             self._told.pop(row, None)
             self._ready.pop(row, None)
             self._predicted.discard(row)
+            if self._forced is not None:
+                self._forced.remove(row)
             self._drafter.remove(row)
             if self._in_step is not None:
                 self._in_step.remove(row)
@@ -137,19 +140,22 @@ class Drafts:
             num_rows: How long each may be.
         """
         self.make()
+        wanted = {self._rows[each]: most for each, most in num_rows.items()}
         if self._in_step is not None:
-            wanted = {self._rows[each]: most for each, most in num_rows.items()}
             self._ready = self._make_in_step(self._in_step, wanted)
+        known = {} if self._forced is None else self._forced.of(wanted)
         drafts = {}
         for request_id, most in num_rows.items():
             row = self._rows[request_id]
             draft = self._ready.get(row, [])
-            forced = self._forced(row) if self._forced is not None else []
+            forced = known.get(row, [])
             if forced and draft[: len(forced)] != forced:
                 draft = self._cut(row, forced)
             if draft[:most]:
                 drafts[request_id] = draft[:most]
-        return drafts if self._stages is None else told_by_last(self._stages, num_rows, drafts)
+        if self._stages is None or not num_rows:
+            return drafts
+        return told_by(self._stages, self._stages.size - 1, num_rows, drafts)
 
     def _make_in_step(self, drafter: Drafter, wanted: dict[int, int]) -> dict[int, list[int]]:
         predicted = {row: most for row, most in wanted.items() if row in self._predicted}
@@ -175,36 +181,18 @@ def _without(drafts: Mapping[int, list[int]], wanted: dict[int, int]) -> dict[in
     return {row: most for row, most in wanted.items() if not drafts.get(row)}
 
 
-def told_by_last(
-    stages: Group, num_rows: Mapping[RequestId, int], drafts: Mapping[RequestId, list[int]]
-) -> dict[RequestId, list[int]]:
-    """Return the last stage's drafts, on all stages; each of them calls this for the same step.
-
-    Args:
-        num_rows: How long each may be.
-        drafts: The last stage's; of no account elsewhere.
-    """
-    if not num_rows:
-        return {}
-    told = np.zeros((len(num_rows), 1 + max(num_rows.values())), np.int64)
-    for place, request_id in enumerate(num_rows):
-        draft = drafts.get(request_id, [])
-        told[place, : 1 + len(draft)] = [len(draft), *draft]
-    told = stages.broadcast(torch.from_numpy(told), source=stages.size - 1).numpy()
-    lines = zip(num_rows, told.tolist(), strict=True)
-    return {request_id: line[1 : 1 + line[0]] for request_id, line in lines if line[0]}
-
-
 def drafts_of(
     config: SpeculativeConfig,
     vocab_size: int,
-    forced: Callable[[int], list[int]] | None,
+    forced: ForcedTokens | None,
     by_model: FirstRanksDrafts | HeadDrafter | MedusaDrafter | None,
     pp: Group,
 ) -> Drafts | None:
     """Return drafts by the method that is configured; None if none is.
 
     Args:
+        forced: On ranks that sample. Stages that each make the same drafts have none: to wait for
+            what the last one knows would keep them from working on several steps at once.
         by_model: What drafts by a forward pass, on the last pipeline stage.
     """
     if not config.method:
@@ -214,12 +202,13 @@ def drafts_of(
         drafter = SuffixDrafter(config)
     else:
         drafter = NgramDrafter(longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
+    stages = pp if config.is_by_model and pp.size > 1 else None
     return Drafts(
         drafter,
         vocab_size=vocab_size,
         max_tokens=config.max_drafted,
-        forced=forced,
+        forced=forced if pp.size == 1 or stages is not None else None,
         in_step=by_model,
         reader=by_model if isinstance(by_model, HeadDrafter | MedusaDrafter) else None,
-        stages=pp if config.is_by_model and pp.size > 1 else None,
+        stages=stages,
     )
