@@ -44,7 +44,7 @@ def main() -> None:
         streamed = chunk if streamed is None else streamed + chunk
     assert streamed is not None
     assert [each["args"] for each in streamed.tool_calls] == [call["args"]]
-    asked = {"model": name, "base_url": url, "api_key": "none", "max_retries": 0, "seed": 3}
+    asked = {"model": name, "base_url": url, "api_key": "none", "max_retries": 0}
     responses = ChatOpenAI(**asked, use_responses_api=True, output_version="responses/v1")
     said = responses.bind_tools([add], tool_choice="any", strict=True).invoke("What is it?")
     assert said.tool_calls, said

@@ -47,6 +47,7 @@ def test_every_rank_has_the_forced_tokens_that_the_first_knows(num_ranks: int) -
     assert found == [[{0: [5, 6, 7]}, {}, {}, {}]] * num_ranks
 
 
+@pytest.mark.slow
 def test_two_ranks_put_forced_tokens_out_in_few_steps(tmp_path: Path) -> None:
     arch = {**TINY, "num_hidden_layers": 2, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(arch))
