@@ -206,6 +206,7 @@ def size_of(num_tokens: int, make: Any) -> int:
 
 def _traced_size(num_tokens: int, make: Any) -> int:
     stream = [make(number) for number in range(num_tokens)]
+    gc.freeze()  # nothing that other tests have left is looked through below
     tracemalloc.start()
     transcript = Transcript()
     for data in stream:
