@@ -46,7 +46,8 @@ def main() -> None:
     assert [each["args"] for each in streamed.tool_calls] == [call["args"]]
     asked = {"model": name, "base_url": url, "api_key": "none", "max_retries": 0}
     responses = ChatOpenAI(**asked, use_responses_api=True, output_version="responses/v1")
-    said = responses.bind_tools([add], tool_choice="any", strict=True).invoke("What is it?")
+    once = {"tool_choice": "any", "strict": True, "parallel_tool_calls": False}
+    said = responses.bind_tools([add], **once).invoke("What is it?")
     assert said.tool_calls, said
     print("bind_tools", call["args"])
 
