@@ -21,6 +21,12 @@ TOOLS = ("tests", "benchmarks", "tools")
 # or runs in an environment of its own.
 OPTIONAL = {
     "dynamo": "tests/readers/dynamo_side.py",
+    "grpc": "proxy/epp/listener.py",
+    "instructor": "tests/clients/agents_side.py",
+    "langchain_core": "tests/clients/langchain_side.py",
+    "langchain_openai": "tests/clients/langchain_side.py",
+    "litellm": "tests/clients/agents_side.py",
+    "lm_eval": "tests/clients/lm_eval_side.py",
     "lmcache": "connectors/lmcache/client.py",
     "ray": "pdserve/executor/ray.py",
 }
