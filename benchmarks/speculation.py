@@ -1,17 +1,18 @@
 """What drafts bring, and what they cost those who have none.
 
-Prints one JSON object. `alone`: the time per token of one request, without drafts and with those
-of up to 3, 7 and 15 tokens, for a text that is an edit of the request's prediction (a change of
-some tokens every sixty or so, as in files that are rewritten) and for one that nobody can guess.
-`neighbours`: the gaps of fifteen requests without a prediction beside one that has one. `boxed`:
-the time per token of the boxed model with drafts by its own Medusa heads, greedy and at temperature
-1, and with drafts by heads that are always wrong. `by_model`: the same of a model of which only the
+Prints one JSON object. `alone`: the time per token of one request, without drafts and with those of
+up to 3, 7 and 15 tokens, for a text that is an edit of the request's prediction (a change of some
+tokens every sixty or so, as in files that are rewritten) and for one that nobody can guess; and as
+`neighbours` the gaps of fifteen requests without a prediction beside one that has one. `boxed`: the
+time per token of the boxed model with drafts by its own Medusa heads, greedy and at temperature 1,
+and with drafts by heads that are always wrong. `by_model`: the same of a model of which only the
 first layers do anything, with drafts by a smaller one that has just those, and by a model and a
 head that are always wrong.
 
 Whatever is drafted, the tokens must be those without: that is checked on the way.
 
-    python benchmarks/speculation.py [--threads N] [--rounds N] [--tokens N] [--only boxed|by_model]
+    python -m benchmarks.speculation [alone] [boxed] [by_model] [--threads N] [--rounds N]
+                                     [--tokens N]
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -65,8 +67,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
-    parser.add_argument("--only", choices=("boxed", "by_model"), help="leave the rest out")
+    parser.add_argument("parts", nargs="*", help="of what is measured; all if none is named")
     args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     result: dict[str, Any] = {
         "benchmark": "speculation",
         "environment": environment(args.threads),
@@ -82,23 +86,17 @@ def main() -> None:
         },
     }
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
-        if args.only is None:
-            shape = {**SMOLLM2_135M, "initializer_range": VARIED}
-            model = write_model(Path(directory) / "m", shape)
-            configs = {drafted: _config(model, drafted, args.threads) for drafted in DRAFTED}
-            result |= asyncio.run(_measure(configs, _compare, args))
-        if args.only != "by_model":
-            boxed = _boxed_configs(Path(directory) / "heads", args.threads)
-            result |= asyncio.run(_measure(boxed, _compare_boxed, args))
-        if args.only != "boxed":
-            pairs = _pair_configs(Path(directory), args.threads)
-            result |= asyncio.run(_measure(pairs, _compare_pairs, args))
+        for part in args.parts or PARTS:
+            print(f"{part} ...", file=sys.stderr, flush=True)
+            configs, compare = PARTS[part]
+            engines = configs(Path(directory), args.threads)
+            result |= asyncio.run(_measure(engines, compare, args))
     print(json.dumps(result, indent=1))
 
 
 async def _measure(
-    configs: dict[_Way, EngineConfig],
-    compare: Callable[[dict[_Way, ZmqEngineClient], argparse.Namespace], Awaitable[dict[str, Any]]],
+    configs: dict[Any, EngineConfig],
+    compare: Callable[[dict[Any, ZmqEngineClient], argparse.Namespace], Awaitable[dict[str, Any]]],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Compare engines that all run at the same time."""
@@ -117,6 +115,13 @@ async def _measure(
             await client.close(timeout_s=2.0)
 
 
+def _lookup_configs(directory: Path, num_threads: int) -> dict[int, EngineConfig]:
+    """By how many tokens a draft may have."""
+    shape = {**SMOLLM2_135M, "initializer_range": VARIED}
+    model = write_model(directory / "m", shape)
+    return {drafted: _config(model, drafted, num_threads) for drafted in DRAFTED}
+
+
 def _config(model: Path, drafted: int, num_threads: int) -> EngineConfig:
     from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
     from pdserve.config.speculative import SpeculativeConfig
@@ -131,12 +136,8 @@ def _config(model: Path, drafted: int, num_threads: int) -> EngineConfig:
     )
 
 
-def _boxed_configs(wrong: Path, num_threads: int) -> dict[str, EngineConfig]:
-    """The boxed model without drafts, with those of its heads, and with wrong ones.
-
-    Args:
-        wrong: Where heads are written that guess a token that stands at no place of an answer.
-    """
+def _boxed_configs(directory: Path, num_threads: int) -> dict[str, EngineConfig]:
+    """The boxed model without drafts, with those of its heads, and with wrong ones."""
     import torch
     from safetensors.torch import save_file
 
@@ -146,6 +147,7 @@ def _boxed_configs(wrong: Path, num_threads: int) -> dict[str, EngineConfig]:
 
     shape = json.loads((boxed_heads_dir() / "config.json").read_text())
     size, num_heads = shape["hidden_size"], shape["num_heads"]
+    wrong = directory / "heads"  # that guess a token that stands at no place of an answer
     wrong.mkdir()
     (wrong / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 1}))
     tensors = {"lm_heads.0.weight": torch.zeros(shape["vocab_size"], size)}
@@ -435,6 +437,12 @@ def _edited(tokens: list[int], seed: int) -> list[int]:
 def _p99(values: list[float]) -> float:
     return sorted(values)[int(len(values) * 0.99)]
 
+
+PARTS = {
+    "alone": (_lookup_configs, _compare),
+    "boxed": (_boxed_configs, _compare_boxed),
+    "by_model": (_pair_configs, _compare_pairs),
+}
 
 if __name__ == "__main__":
     main()

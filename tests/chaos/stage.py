@@ -282,11 +282,11 @@ class Stage:
         self.deployment.wait()
         self.deployment.wait_routable(1, 2)
         if was_cut:
-            self._wait_kv_moves()
+            self.wait_kv_moves()
         self.deployment.wait_nothing_held(*ENGINES, timeout_s=30.0)
 
-    def _wait_kv_moves(self) -> None:
-        """Peers that could not be reached are left alone for a while, and breakers are open."""
+    def wait_kv_moves(self) -> None:
+        """Wait until KV moves to both: a breaker may be open, or a peer left alone for a while."""
         names = {"decode", "decode1"}
         before = {name: self._num_loads(name) for name in names}
         deadline = time.monotonic() + 60.0

@@ -394,6 +394,7 @@ def test_an_engine_gets_sigterm(stage: Stage, name: str) -> None:
 @pytest.mark.short_form("shared memory-push-decode")
 def test_an_engine_is_drained(stage: Stage, name: str) -> None:
     """While streams run there that take longer than the deadline."""
+    stage.wait_kv_moves()  # to each of two: a row before this may have left a breaker open
     streams, right = many(stage, 6, 700)
     since, deadline_s = time.monotonic(), 0.16
     series = ("pdserve_migration_stall_seconds_count", "pdserve_migration_stall_seconds_sum")
