@@ -47,7 +47,10 @@ class Outlook:
         decodes = [each for each in by_url.values() if each.decodes()]
         known = self._prefixes.known(prompt)
         question = self._pairing.question(prompt, prefills, decodes, known)
-        may_pair = lambda p, d: self._router.pairs(by_url[p], by_url[d], prompt)  # noqa: E731
+
+        def may_pair(prefill: str, decode: str) -> bool:
+            return self._router.pairs(by_url[prefill], by_url[decode], prompt)
+
         decision = decide(question, may_pair)
         return None if decision is None else (question, decision.chosen)
 

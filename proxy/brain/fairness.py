@@ -16,10 +16,12 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
 
 OUTPUT_WEIGHT: Final = 2.0
 """Of an output token, where a prompt token that is computed counts 1."""
@@ -178,8 +180,8 @@ class FairPlaces:
         self._num_in_band[claim.band] += 1
 
     def _leave(self, claim: Claim) -> None:
-        self._num_of -= Counter([claim.tenant])  # which keeps no zeros
-        self._num_in_band -= Counter([claim.band])
+        _take_one(self._num_of, claim.tenant)
+        _take_one(self._num_in_band, claim.band)
         idle = len(self._counters) - len(self._num_of)
         if idle > _MAX_IDLE_TENANTS:
             oldest = next(name for name in self._counters if name not in self._num_of)
@@ -235,3 +237,10 @@ class FairPlaces:
             del self._waiting[claim.tenant, claim.band]
         claim.is_waiting = False
         self.num_waiting -= 1
+
+
+def _take_one(counter: Counter[T], key: T) -> None:
+    """Count one less; what there is none of has no entry."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

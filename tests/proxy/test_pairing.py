@@ -50,6 +50,11 @@ def engine(url: str, role: str = "both", hit: int = 0, **work: float) -> PairCan
     )
 
 
+def are_unlike(prefill: str, decode: str) -> bool:
+    """Lets engines pair of which one has an odd number and the other an even one."""
+    return (int(prefill[1]) + int(decode[1])) % 2 == 1
+
+
 def choose(num_tokens: int, *engines: PairCandidate, may_pair=lambda p, d: True, **asked):
     times = MODEL.times()
     question = RouteQuestion(
@@ -144,16 +149,15 @@ fleets = st.lists(
 
 @given(fleets, st.integers(1, 30_000))
 def test_a_decision_is_of_engines_that_may_its_terms_add_up_and_order_means_nothing(fleet, num):
-    may = lambda p, d: (int(p[1]) + int(d[1])) % 2 == 1  # noqa: E731
-    decision = choose(num, *fleet, may_pair=may)
+    decision = choose(num, *fleet, may_pair=are_unlike)
     assert decision is not None
     chosen = decision.chosen
-    assert chosen.is_local or may(chosen.prefill, chosen.decode)
+    assert chosen.is_local or are_unlike(chosen.prefill, chosen.decode)
     assert chosen.total == pytest.approx(sum(chosen.terms.values()))
     assert decision.reason in REASONS
     assert sum(chosen.ttft.values()) == pytest.approx(chosen.ttft_s)
     assert f"at {chosen.total:.2f}" in decision.told(0.05)
-    again = choose(num, *reversed(fleet), may_pair=may)
+    again = choose(num, *reversed(fleet), may_pair=are_unlike)
     assert again.chosen.total == pytest.approx(chosen.total)
 
 

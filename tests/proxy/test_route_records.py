@@ -18,13 +18,12 @@ from pdserve.proxy.brain.question import PairDecision
 from pdserve.proxy.brain.record import NUM_KEPT, DecisionLog
 from pdserve.proxy.brain.sessions import DWELL_S, MAX_SESSIONS, Sessions, preference
 from tests.proxy.scripted import ScriptedEngine
-from tests.proxy.test_pairing import choose, engine, fleets, learned
+from tests.proxy.test_pairing import are_unlike, choose, engine, fleets, learned
 
 
 @given(fleets, st.integers(1, 30_000), st.sampled_from([None, True, False]))
 def test_a_decision_follows_from_its_record_bit_for_bit(fleet, num, was_split):
-    may = lambda p, d: (int(p[1]) + int(d[1])) % 2 == 1  # noqa: E731
-    decision = choose(num, *fleet, may_pair=may, was_split=was_split)
+    decision = choose(num, *fleet, may_pair=are_unlike, was_split=was_split)
     sent = msgspec.json.decode(msgspec.json.encode(decision), type=PairDecision)
     assert sent == decision
     assert repeated(sent) == decision

@@ -203,6 +203,20 @@ def test_a_draft_ends_before_a_token_that_ends_its_request(
         driver.drop("r")
 
 
+def poison(driver: Driver, rows: slice) -> None:
+    """Have logits of some rows of each step be NaN in one place."""
+    runner = driver.worker._runner
+    assert runner is not None
+    compute = runner._model.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[rows, 0] = float("nan")
+        return logits
+
+    runner._model.logits = poisoned  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, params(temperature=1.0, seed=3)])
 def test_logits_behind_a_wrong_draft_that_are_not_finite_are_nobodys_fault(
     make_driver: Callable[..., Driver], sampling: SamplingParams
@@ -214,16 +228,7 @@ def test_logits_behind_a_wrong_draft_that_are_not_finite_are_nobodys_fault(
     drafts_by(driver, Recall({"r": wanted}, lambda draft: [*draft[:2], (draft[2] + 1) % VOCAB]))
     driver.add("r", prompt_of(9, 1), sampling)
     driver.step({"r": 9})
-    runner = driver.worker._runner
-    assert runner is not None
-    compute = runner._model.logits
-
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(hidden)
-        logits[-1, 0] = float("nan")
-        return logits
-
-    runner._model.logits = poisoned  # type: ignore[method-assign]
+    poison(driver, slice(-1, None))
     for _ in range(4):
         assert driver.step({"r": 1}, {"r": 3}).non_finite_ids == []
     assert driver.outputs["r"] == wanted[:13]
@@ -240,20 +245,11 @@ def test_logits_behind_a_right_draft_that_are_not_finite_end_nothing_by_themselv
     drafts_by(driver, Recall({"r": wanted}, list))
     driver.add("r", prompt_of(9, 1), sampling)
     driver.step({"r": 9})
-    runner = driver.worker._runner
-    assert runner is not None
-    compute = runner._model.logits
-
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(hidden)
-        logits[2:, 0] = float("nan")
-        return logits
-
-    runner._model.logits = poisoned  # type: ignore[method-assign]
+    poison(driver, slice(2, None))
     for _ in range(4):  # two tokens of each step are behind logits that are finite
         assert driver.step({"r": 1}, {"r": 3}).non_finite_ids == []
     assert driver.outputs["r"] == wanted[:9]
-    runner._model.logits = lambda hidden: compute(hidden) * float("nan")  # type: ignore[method-assign]
+    poison(driver, slice(None))
     assert driver.step({"r": 1}, {"r": 3}).non_finite_ids == ["r"]
 
 
