@@ -26,7 +26,7 @@ from tests.ray_cluster import ray_cluster
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module", autouse=True)
