@@ -302,6 +302,7 @@ class ToyExecutor:
             if sampling.pooling is not None and start < request.num_prompt <= end:
                 pooled[request_id] = self.model.vector(request.tokens[: request.num_prompt])
             if end == len(request.tokens) and request.is_rejected:
+                request.sat_out_at = end
                 rejected.append(request_id)
             elif end == len(request.tokens) and request.sits_out():
                 unready.append(request_id)

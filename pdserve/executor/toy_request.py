@@ -16,7 +16,7 @@ class ToyRequest:
         wrong: Which KV was not what its tokens make it.
         is_lost: It was to be loaded, and has not come.
         is_rejected: It came with tokens that its grammar does not allow.
-        sat_out_at: With how many tokens it last had to wait for its grammar.
+        sat_out_at: With how many tokens its grammar last kept it from another one.
     """
 
     def __init__(self, request: NewRequest) -> None:

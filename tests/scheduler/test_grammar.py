@@ -98,7 +98,9 @@ def test_a_first_token_that_the_grammar_does_not_allow_refuses_the_handoff() -> 
     engine.submit_all()
     engine.fill(PROMPT, "r")
     engine.report(received=[received("r")])
-    outputs = engine.run()
+    for _ in range(2):  # the next step is in flight when it is found
+        assert engine.submit() is not None
+    outputs = engine.collect() + engine.settle()
     (error,) = [each for each in outputs if each.finish_reason]
     assert error.error_code == ErrorCode.HANDOFF_REFUSED.value
     failures = engine.scheduler.stats().kv_load_failures
