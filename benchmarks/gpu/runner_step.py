@@ -78,7 +78,7 @@ class RunnerBench:
         began = time.perf_counter()
         self._runner.warm_up(print)
         self.warm_up_s = round(time.perf_counter() - began, 1)
-        self.has_graphs = self._runner._graphs is not None
+        self.has_graphs = self._runner.runs_ahead
 
     def run(self, batch: int, sampling: SamplingParams) -> dict[str, Any]:
         """Decode `batch` rows; microseconds of a step, and of the part in which the host waits."""

@@ -26,7 +26,7 @@ class Executor(Protocol):
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be submitted before the oldest has come back."""
+        """Steps that may be submitted before the oldest has come back; may change with each."""
         ...
 
     @property

@@ -7,6 +7,7 @@ happens on the step thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -30,25 +31,27 @@ if TYPE_CHECKING:
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
     from pdserve.worker.info import WorkerInfo
+    from pdserve.worker.replays import LaunchedStep
 
 _log = logging.getLogger(__name__)
 
 _EXIT_S = 1.0
+_LOOK_S = 0.0001
+"""Between two looks at the device, while the core plans the step behind the one that it has."""
 
 
 class InlineExecutor:
     """One rank, called directly.
 
-    One step at a time: whatever becomes ready while a step runs joins the next one. A second
-    step in the queue would hide the planning (under a millisecond), and let that wait for a
-    whole step more.
+    One step at a time, where the host computes: whatever becomes ready while a step runs joins the
+    next one. A second step in the queue would hide the planning (under a millisecond), and let
+    that wait for a whole step more. Where a device computes by itself, one step of decode more is
+    planned and launched while it is busy with another, which it would else wait for.
 
     Args:
         core: Where this engine core sits. In a world of several cores its rank meets the
             others', so `core.rendezvous` must be given then.
     """
-
-    max_in_flight = 1
 
     def __init__(
         self,
@@ -74,12 +77,19 @@ class InlineExecutor:
         )
         self._submitted: queue.SimpleQueue[SchedulerOutput | None] = queue.SimpleQueue()
         self._done: deque[ModelRunnerOutput] = deque()
+        self._runs_ahead = False
+        self._is_decode = False
         self._info: WorkerInfo | None = None
         self._error: Exception | None = None
         self._has_started = threading.Event()
         self._close_by_s = 0.0
         self._is_closed = False
         self._thread = threading.Thread(target=self._main, name="steps", daemon=True)
+
+    @property
+    def max_in_flight(self) -> int:
+        """See `Executor`. Behind a prompt nothing is planned: what arrives would wait for it."""
+        return 2 if self._runs_ahead and self._is_decode else 1
 
     @property
     def wake_fds(self) -> list[int]:
@@ -97,6 +107,7 @@ class InlineExecutor:
     def submit(self, step: SchedulerOutput) -> None:
         """See `Executor`."""
         self._refuse_if_broken()
+        self._is_decode = step.num_tokens == len(step.num_scheduled_tokens)
         self._submitted.put(step)
 
     def post(self, metadata: ConnectorMetadata) -> None:
@@ -150,23 +161,53 @@ class InlineExecutor:
         """Start the worker, run steps until told to close or one has failed, end the worker."""
         try:
             self._info = self._worker.start()
+            self._runs_ahead = self._worker.runs_ahead
         except Exception as error:  # noqa: BLE001 - raised by `start`
             self._error = error
         finally:
             self._has_started.set()
-        while (step := self._submitted.get()) is not None:
-            if self._error is None:
-                self._run(step)
+        self._run_steps()
         try:
             self._worker.close(max(0.0, self._close_by_s - time.monotonic()))
         except Exception:  # noqa: BLE001 - the top of a thread: nobody is left to be told
             _log.exception("the worker did not close")
 
-    def _run(self, step: SchedulerOutput) -> None:
-        try:
-            self._done.append(self._worker.execute(step))
+    def _run_steps(self) -> None:
+        """Run steps until told to close."""
+        launched: LaunchedStep | None = None
+        while True:
+            step = self._submitted.get() if launched is None else self._next_behind(launched)
+            if step is None and launched is None:
+                return
+            if self._error is not None:
+                launched = None
+                continue
+            try:
+                launched = self._turn(step, launched)
+            except Exception as error:  # noqa: BLE001 - the top of a thread: the core raises it
+                self._error, launched = error, None
+                self._answered.set()
+
+    def _next_behind(self, launched: LaunchedStep) -> SchedulerOutput | None:
+        """Return the next step, if one comes before the device is through with the last one."""
+        while not launched.is_over:
+            with contextlib.suppress(queue.Empty):
+                step = self._submitted.get(timeout=_LOOK_S)
+                if step is None:
+                    self._submitted.put(None)  # closing comes behind what is launched
+                return step
+        return None
+
+    def _turn(
+        self, step: SchedulerOutput | None, before: LaunchedStep | None
+    ) -> LaunchedStep | None:
+        """Launch a step and answer the one before it, in the order that they allow."""
+        launched: LaunchedStep | None = None
+        if step is not None and (before is None or self._worker.may_follow(step)):
+            launched, step = self._worker.launch(step), None
+        if before is not None:
+            self._done.append(self._worker.collect(before))
             self._answered.set()
+        if launched is None:
             self._worker.finish_step()
-        except Exception as error:  # noqa: BLE001 - the top of a thread: the core raises it
-            self._error = error
-            self._answered.set()
+        return launched if step is None else self._worker.launch(step)

@@ -31,6 +31,10 @@ class DeviceEvent(Protocol):
         """Return once the device has passed it; at once if it was never recorded."""
         ...
 
+    def has_passed(self) -> bool:
+        """Tell whether `wait` would return at once."""
+        ...
+
 
 class DeviceGraph(Protocol):
     """Work that was captured once."""
@@ -137,6 +141,9 @@ class _Passed:
     def wait(self) -> None:
         pass
 
+    def has_passed(self) -> bool:
+        return True
+
 
 class CudaDevice:
     """A CUDA device: all work goes to the stream that is current when this rank's thread runs."""
@@ -201,6 +208,9 @@ class _CudaEvent:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def has_passed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class _CudaGraph:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from pdserve.kernels.reference.sampling import FRACTION_BITS, NOT_FINITE
+from pdserve.worker.logit_rules import LogitRules
 from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.philox import uniforms
 from pdserve.worker.sampler import Sampled, Sampler
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.kernels.ops import SamplingOps
-    from pdserve.worker.device import Device
+    from pdserve.wire.sampling import SamplingParams
+    from pdserve.worker.device import Device, DeviceEvent
     from pdserve.worker.grammar import GrammarPool
     from pdserve.worker.logit_rules import Hindered
     from pdserve.worker.step_buffers import StepBuffers
@@ -54,9 +56,40 @@ class StagedDraws:
     ruled: list[int]
     described: list[int]
 
+    @property
+    def asks_host(self) -> bool:
+        """See the function of that name."""
+        return bool(self.ruled or self.described)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComingTokens:
+    """Tokens on their way to the host.
+
+    Attributes:
+        tokens: `[M]`, on the device, until the next replay of a graph.
+        host: `[M]`, where they come to.
+        came: When they are there.
+        staged: What they were chosen by.
+        unmodified: Logits of the rows that are described, if there are any.
+        hindered: By index, rows that have no token, and why.
+    """
+
+    tokens: Tensor
+    host: Tensor
+    came: DeviceEvent
+    staged: StagedDraws
+    unmodified: Tensor | None
+    hindered: dict[int, Hindered]
+
+
+def asks_host(params: SamplingParams) -> bool:
+    """Whether the host has a part in a request's tokens, or in what is said of them."""
+    return params.logprobs is not None or LogitRules.needed(params)
+
 
 class DeviceSampler(Sampler):
-    """A `Sampler` whose rows are sampled in three parts: `stage`, `choose` and `take`.
+    """A `Sampler` whose rows are sampled in four parts: `stage`, `choose`, `give` and `take`.
 
     Args:
         buffers: Bring what is drawn by to the device, with the step's inputs.
@@ -77,10 +110,16 @@ class DeviceSampler(Sampler):
         self._there = device
         self._buffers = buffers
         self._ops = ops
-        self._memory = device.staging(num_rows * torch.int64.itemsize)
-        self._came = device.event()
+        self._memory = [device.staging(num_rows * torch.int64.itemsize) for _ in range(2)]
+        self._came = [device.event() for _ in range(2)]
+        self._turn = 0
         self._ahead = np.zeros((num_rows, _AHEAD), dtype=np.int64)
         self._ahead_of = np.full(num_rows, -_AHEAD, dtype=np.int64)
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether any row asks for it, in this step or not."""
+        return bool(self._rules or self._alternatives)
 
     def remove(self, row: int) -> None:
         """See `Sampler`."""
@@ -135,8 +174,13 @@ class DeviceSampler(Sampler):
         """The likeliest token of each row and its logit, on the device; may be captured."""
         return self._ops.largest(logits)
 
-    def take(self, logits: Tensor, tokens: Tensor, peaks: Tensor, staged: StagedDraws) -> Sampled:
-        """Choose what is not chosen yet, and wait for the tokens.
+    def give(
+        self, logits: Tensor, tokens: Tensor, peaks: Tensor, staged: StagedDraws
+    ) -> ComingTokens:
+        """Have what is not chosen yet chosen, and the tokens brought; waits for nothing.
+
+        The tokens of two steps may be on their way. Rules, and log-probabilities, are told of a
+        row's token: with either, `take` must come before the next `give`.
 
         Args:
             logits: `[M, vocab_size]` fp32; owned by the sampler from here on.
@@ -156,7 +200,17 @@ class DeviceSampler(Sampler):
         if staged.num_drawn:
             draws = self._buffers.draws(staged.num_drawn)
             self._ops.draw(logits, peaks, draws, tokens, by_k=staged.by_k, by_p=staged.by_p)
-        chosen = self._brought(tokens)
+        self._turn = 1 - self._turn
+        host = self._memory[self._turn][: tokens.nbytes].view(torch.int64)
+        self._there.copy(host, tokens)
+        self._came[self._turn].record()
+        return ComingTokens(tokens, host, self._came[self._turn], staged, unmodified, hindered)
+
+    def take(self, coming: ComingTokens) -> Sampled:
+        """Wait for the tokens."""
+        coming.came.wait()
+        staged, unmodified, hindered = coming.staged, coming.unmodified, coming.hindered
+        chosen = coming.host.numpy().copy()
         lost = np.flatnonzero(chosen == NOT_FINITE)
         chosen[lost] = 0
         non_finite = self._note(staged.rows, staged.ruled, chosen, lost, hindered)
@@ -178,10 +232,3 @@ class DeviceSampler(Sampler):
         for by_k in (False, True):
             for by_p in (False, True):
                 self._ops.draw(logits, peaks, draws, tokens, by_k=by_k, by_p=by_p)
-
-    def _brought(self, tokens: Tensor) -> NDArray[np.int64]:
-        host = self._memory[: tokens.nbytes].view(torch.int64)
-        self._there.copy(host, tokens)
-        self._came.record()
-        self._came.wait()
-        return host.numpy().copy()

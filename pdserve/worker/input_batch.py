@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdserve.errors import InternalError
+from pdserve.worker.awaited import AwaitedRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pdserve.kernels.step import StepInputs
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.step import KnownRequests, NewRequest
+    from pdserve.worker.awaited import AwaitedTokens
     from pdserve.worker.graphs import StepGraphs
     from pdserve.worker.step_buffers import StepBuffers
 
@@ -51,6 +53,7 @@ class PreparedStep:
         draft_tokens: `[D]`, the step's tokens that are of drafts.
         logit_rows: `[M + D]` int64 on the device, tokens whose logits are wanted; None if every
             one's are.
+        num_fed: Requests whose last token is on the device alone.
     """
 
     inputs: StepInputs
@@ -65,6 +68,7 @@ class PreparedStep:
     drafts: list[list[int]] | None
     draft_tokens: NDArray[np.int64]
     logit_rows: Tensor | None
+    num_fed: int
 
     @property
     def num_tokens(self) -> int:
@@ -92,7 +96,6 @@ class InputBatch:
         buffers: StepBuffers,
     ) -> None:
         self._block_size = block_size
-        self._num_rows = num_rows
         self.max_blocks = -(-max_model_len // block_size)
         # Zero pages are shared until they are written: long contexts cost nothing unused.
         self._token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
@@ -102,6 +105,7 @@ class InputBatch:
         self._num_tokens = np.zeros(num_rows, dtype=np.int64)
         self._num_computed = np.zeros(num_rows, dtype=np.int64)
         self._sits_out = np.zeros(num_rows, dtype=np.bool_)
+        self._awaited = AwaitedRows(num_rows)
         self._row_of: dict[RequestId, int] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._last_prompt: list[int] = []
@@ -114,6 +118,7 @@ class InputBatch:
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._free_rows.append(row)
+            self._awaited.change_hands(row)
         return row
 
     def add(self, request: NewRequest) -> int:
@@ -187,6 +192,20 @@ class InputBatch:
         self._num_tokens[rows] += num
         self._sits_out[rows] &= num == 0
 
+    def wait_for(self, rows: NDArray[np.int64]) -> AwaitedTokens:
+        """Count a token more of each of `rows`, which the device has and the host does not yet.
+
+        The step that is prepared next takes it there. `settle` comes before the step after that.
+        """
+        awaited = self._awaited.begin(rows, self._num_tokens[rows])
+        self._num_tokens[rows] += 1
+        return awaited
+
+    def settle(self, awaited: AwaitedTokens, token_ids: NDArray[np.int64]) -> None:
+        """Write tokens that have come, `[M]`, to the requests that still are there."""
+        is_there = self._awaited.end(awaited)
+        self._token_ids[awaited.rows[is_there], awaited.positions[is_there]] = token_ids[is_there]
+
     def _append_blocks(self, row: int, block_ids: list[BlockId]) -> None:
         have = self._num_blocks[row]
         self._block_tables[row, have : have + len(block_ids)] = block_ids
@@ -241,6 +260,10 @@ class InputBatch:
         does_all_sample = num_logits == total
         if not does_all_sample:
             arrays.logit_rows[:num_logits] = wanted
+        fed_from = self._awaited.index_of(rows)
+        fed = np.flatnonzero(fed_from >= 0)
+        arrays.fed_from[: len(fed)] = fed_from[fed]
+        arrays.fed_tokens[: len(fed)] = query_start[1:][fed] - 1
         may_replay = does_all_sample and not drafts
         padded = graphs.size_for(num_requests) if graphs and may_replay else None
         if padded is not None:
@@ -258,6 +281,7 @@ class InputBatch:
             drafts=[drafts.get(request_ids[i], []) for i in sampling] if drafts else None,
             draft_tokens=draft_tokens,
             logit_rows=None if does_all_sample else self._buffers.logit_rows(num_logits),
+            num_fed=len(fed),
         )
 
     def inputs_of(
@@ -375,40 +399,16 @@ class InputBatch:
             lengths[index] = len(draft)
         return lengths
 
-    def upload(self, prepared: PreparedStep) -> None:
-        """Bring a step's inputs, and what else its buffers hold, to the device."""
-        self._buffers.upload(prepared.graph_rows or len(prepared.rows))
-
-    def rehearse(self, num_requests: int, num_tokens: int) -> StepInputs:
-        """Bring a step to the device that stores nothing, over prompts of equal length.
+    def upload(self, prepared: PreparedStep, sampled: Tensor | None = None) -> None:
+        """Bring a step's inputs, and what else its buffers hold, to the device.
 
         Args:
-            num_requests: At least as many as hold the tokens.
-            num_tokens: Of all of them together.
+            sampled: `[M]` int64 there, the tokens that `wait_for` was last told of.
         """
-        arrays = self._buffers.begin()
-        width = self._buffers.table_width(self._block_tables.shape[1])
-        ends = np.arange(1, num_requests + 1) * num_tokens // num_requests
-        arrays.token_ids[:num_tokens] = 0
-        arrays.positions[:num_tokens] = 0
-        arrays.slot_mapping[:num_tokens] = -1
-        arrays.query_start[0] = 0
-        arrays.query_start[1 : num_requests + 1] = ends
-        arrays.context_lens[:num_requests] = np.diff(ends, prepend=0)
-        arrays.block_tables[: num_requests * width] = 0
-        self._buffers.upload(num_requests)
-        return self._buffers.inputs(num_tokens, num_requests, width)
-
-    def stage_padding(self) -> None:
-        """Bring rows to the device that compute nothing, as many as there are at most."""
-        self._buffers.begin()
-        self._buffers.pad(0, self._num_rows)
-        self._buffers.upload(self._num_rows)
-
-    def decode_inputs(self, num_rows: int) -> StepInputs:
-        """What the device reads in a step of so many rows of one token each."""
-        width = self._buffers.table_width(self._block_tables.shape[1])
-        return self._buffers.inputs(num_rows, num_rows, width)
+        self._buffers.upload(prepared.graph_rows or len(prepared.rows))
+        if prepared.num_fed:
+            assert sampled is not None
+            self._buffers.feed(prepared.num_fed, sampled)
 
     def _check(
         self,

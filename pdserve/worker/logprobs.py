@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most likely ones, from unmodified logits."""
+"""Log-probabilities of chosen tokens and the likeliest ones, and whose values are not finite."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+import torch
 
 from pdserve.wire.outputs import TokenLogprobs
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.wire.ids import RequestId
+    from pdserve.worker.input_batch import PreparedStep
 
 
 Alternatives = int | tuple[int, ...]
@@ -70,3 +73,20 @@ def not_a_number(entries: Mapping[RequestId, Sequence[TokenLogprobs]]) -> set[Re
         for request_id, described in entries.items()
         if any(math.isnan(entry.logprob) for entry in described)
     }
+
+
+def not_finite(prepared: PreparedStep, hidden: Tensor) -> set[RequestId]:
+    """Return requests of which a token that does not sample has final states that are not finite.
+
+    A token attends to itself, so its states tell of its KV in every layer. The logits tell
+    of those that sample, which are all tokens of most steps. Drafts are nobody's tokens yet.
+
+    Args:
+        hidden: `[T, hidden_size]`, of the step's tokens.
+    """
+    if prepared.logit_rows is None:
+        return set()
+    sums = hidden.sum(-1, dtype=torch.float32).cpu().numpy()
+    tokens = np.setdiff1d(np.flatnonzero(~np.isfinite(sums)), prepared.draft_tokens)
+    requests = np.searchsorted(prepared.query_start, tokens, side="right") - 1
+    return {prepared.request_ids[i] for i in requests.tolist()}

@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 import torch
 
-from pdserve.errors import InternalError
 from pdserve.models.decoder import LayerHooks, StreamTap
 from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
@@ -36,11 +35,13 @@ from pdserve.worker.drafting.drafts import drafts_of
 from pdserve.worker.drafting.forced import ForcedTokens
 from pdserve.worker.drafting.loading import drafter_of
 from pdserve.worker.drafting.states import states_of
-from pdserve.worker.graphs import StepGraphs, rehearsed_steps
+from pdserve.worker.expert_steps import ExpertSteps
+from pdserve.worker.graphs import rehearsed_steps
 from pdserve.worker.input_batch import InputBatch, PreparedStep
-from pdserve.worker.logprobs import not_a_number
+from pdserve.worker.logprobs import not_a_number, not_finite
 from pdserve.worker.prompt_logprobs import PromptLogprobs
 from pdserve.worker.prompt_pooler import PromptPooler
+from pdserve.worker.replays import LaunchedStep, ReplayedSteps, StepAhead
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.spread_sampler import SpreadSampler
 from pdserve.worker.step_buffers import StepBuffers
@@ -55,12 +56,10 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import EngineConfig
     from pdserve.models.registry import LoadedModel
-    from pdserve.parallel.dispatch import ExpertParallel
     from pdserve.parallel.group import World
-    from pdserve.wire.ids import RequestId
-    from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.step import ExpertBalance, NewRequest, SchedulerOutput
+    from pdserve.wire.step import NewRequest, SchedulerOutput
     from pdserve.worker.device import Device
+    from pdserve.worker.device_sampler import StagedDraws
     from pdserve.worker.grammar import GrammarPool
     from pdserve.worker.verifying import RowSampler, Verified
 
@@ -97,9 +96,7 @@ class ModelRunner:
         grammars: GrammarPool | None = None,
     ) -> None:
         self._model = loaded.model
-        self._experts = loaded.experts
-        self._is_step_open = False
-        self._told_balance: ExpertBalance | None = None
+        self._experts = ExpertSteps(loaded.experts, world.dp)
         self._vocab_size = loaded.arch.vocab_size
         self._hidden_size = loaded.arch.hidden_size
         self._kv_layers = list(kv.unbind(1))
@@ -112,7 +109,7 @@ class ModelRunner:
             0 if scheduler.enable_chunked_prefill else loaded.max_model_len,
         )
         self._rehearsed = rehearsed_steps(num_rows, max_num_tokens, loaded.max_model_len)
-        buffers = StepBuffers(
+        buffers = self._buffers = StepBuffers(
             device,
             num_rows=num_rows,
             max_blocks=-(-loaded.max_model_len // block_size),
@@ -125,7 +122,7 @@ class ModelRunner:
             block_size=block_size,
             buffers=buffers,
         )
-        self._dp, pp, tp = world.dp, world.pp, world.tp
+        pp, tp = world.pp, world.tp
         self._link = None if pp.size == 1 else StageLink(pp, device.torch, loaded.dtype)
         self._receives, self._sends = not pp.is_first, not pp.is_last
         self._is_output = pp.is_last and tp.is_first
@@ -162,18 +159,24 @@ class ModelRunner:
         self._pooler = PromptPooler()
         self.began_s = 0.0
         # Other ranks are met inside a step, where the host has a hand in it.
-        is_alone = self._dp.size == pp.size == tp.size == 1
+        is_alone = world.dp.size == pp.size == tp.size == 1
         self._rehearses = is_alone and isinstance(loaded.experts, SlicedExperts | None)
-        self._graphs: StepGraphs[tuple[Tensor, Tensor, Tensor]] | None = None
-        if device.has_graphs and self._rehearses:
-            self._graphs = StepGraphs(device, num_rows, self._captured_step)
+        self._replays: ReplayedSteps | None = None
+        if device.has_graphs and self._rehearses and self._device_sampler is not None:
+            self._replays = ReplayedSteps(
+                device,
+                num_rows,
+                self._decode_logits,
+                sampler=self._device_sampler,
+                batch=self._batch,
+                buffers=buffers,
+            )
 
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Run what steps may launch, and capture what will be replayed; it takes seconds.
 
-        Kernels are compiled when they are first launched: no request is to wait for that.
-
-        A model that cannot be captured, as the reference runs some of its operations, has none.
+        Kernels are compiled when they are first launched: no request is to wait for that. A model
+        that cannot be captured, as the reference runs some of its operations, has no graphs.
 
         Args:
             progress: Told, in words, what takes so long.
@@ -184,17 +187,15 @@ class ModelRunner:
         with torch.inference_mode():
             self._device_sampler.warm_up()
             for num_requests, num_tokens in self._rehearsed:
-                inputs = self._batch.rehearse(num_requests, num_tokens)
+                inputs = self._buffers.rehearse(num_requests, num_tokens)
                 self._model.forward(inputs, self._kv_layers)
-        if self._graphs is None:
+        if self._replays is None:
             return
         progress("capturing decode steps as graphs")
         try:
             with torch.inference_mode():
-                self._batch.stage_padding()
-                self._graphs.capture()
+                self._replays.capture()
         except RuntimeError as error:
-            self._graphs = None
             _log.warning("decode steps run without graphs: %s", error)
 
     def row_costs(self) -> tuple[tuple[int, float], ...]:
@@ -212,111 +213,157 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the graphs back."""
-        graphs, self._graphs = self._graphs, None
-        if graphs is not None:
-            graphs.close()
+        if self._replays is not None:
+            self._replays.close()
 
-    def _captured_step(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits of a step of decode over the buffers' first rows, and the likeliest tokens."""
-        assert self._device_sampler is not None
-        inputs = self._batch.decode_inputs(num_rows)
-        logits = self._model.logits(self._model.forward(inputs, self._kv_layers))
-        return logits, *self._device_sampler.choose(logits)
+    def _decode_logits(self, num_rows: int) -> Tensor:
+        """Logits of a step of decode over the buffers' first rows."""
+        inputs = self._buffers.decode_inputs(num_rows)
+        return self._model.logits(self._model.forward(inputs, self._kv_layers))
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step; when it returns, the device has finished it.
+        """Launch one step, and collect it."""
+        return self.collect(self.launch(step))
 
-        Returns:
-            On the engine's output rank, the results; on the others, that it is done.
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether any step may follow another one."""
+        return self._replays is not None and self._replays.graphs is not None
+
+    def may_follow(self, step: SchedulerOutput) -> bool:
+        """See `ReplayedSteps`."""
+        return self._replays is not None and self._replays.may_follow(step)
+
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        """Run one step; if it is a graph's, and only its tokens are asked for, begin it.
+
+        At most one step may be launched and not collected, and only if this one `may_follow` it.
 
         Raises:
             InternalError: The step does not fit what the worker knows.
         """
+        ahead = None if self._replays is None else self._replays.sampled_before(step)
         with torch.inference_mode():
-            if self._drafts is not None:
-                self._drafts.make()  # before rows change hands
-            self._apply(step)
-            if not step.num_scheduled_tokens:
-                return self._run_empty(step)
-            hooks = self._hooks
-            if hooks is not None and not hooks.has_layer_work():
-                hooks = None
-            # What is replayed calls no hook.
-            graphs = self._graphs if hooks is None and self._pooler.is_idle else None
-            drafts = self._drafts.take(step.num_draft_rows) if self._drafts else None
-            reader = self._drafts.reader if self._drafts else None
-            tap = None if reader is None else StreamTap(reader.aux_layers)
-            prepared = self._batch.prepare(step.num_scheduled_tokens, graphs, drafts)
-            rows, sampler = prepared.rows[prepared.sampling], self._device_sampler
-            staged = None if sampler is None else sampler.stage(rows, prepared.num_outputs)
-            self._batch.upload(prepared)
-            is_wave_over = self._begin(step, prepared.num_tokens)
-            hidden_before = self._receive(prepared.num_tokens) if self._receives else None
-            started_s = time.perf_counter()
-            self.began_s = time.monotonic()
-            prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
-            pooled: dict[RequestId, bytes] = {}
-            lost: set[RequestId] = set()
-            likeliest: tuple[Tensor, Tensor] | None = None
-            hidden: Tensor | None = None
-            if graphs is not None and prepared.graph_rows is not None:
-                results = graphs.replay(prepared.graph_rows)
-                logits, tokens, peaks = (each[: len(rows)] for each in results)
-                likeliest = tokens, peaks
-            else:
-                hidden = self._model.forward(
-                    prepared.inputs, self._kv_layers, hooks, hidden_before, tap
-                )
-                if self._sends:
-                    assert self._link is not None
-                    self._device.synchronize()
-                    self._link.send(hidden)
-                    return ModelRunnerOutput(step_id=step.step_id)
-                prompt_logprobs = self._described.take(prepared, hidden)
-                pooled = self._pooler.take(prepared, hidden)
-                lost = self._non_finite(prepared, hidden) | not_a_number(prompt_logprobs)
-                if not len(prepared.sampling):
-                    self._observe(prepared, hidden, tap, [])
-                    self._device.synchronize()
-                    return self._answer(
-                        ModelRunnerOutput(
-                            step_id=step.step_id,
-                            non_finite_ids=sorted(lost),
-                            prompt_logprobs=prompt_logprobs,
-                            forward_s=time.perf_counter() - started_s,
-                            is_wave_over=is_wave_over,
-                        )
-                    )
-                last = hidden if prepared.logit_rows is None else hidden[prepared.logit_rows]
-                logits = self._model.logits(last)
-            if sampler is not None and staged is not None:
-                taken = sampler.take(logits, *(likeliest or sampler.choose(logits)), staged)
-                verified = single(taken)
-                forward_s = time.perf_counter() - started_s
-            else:
-                # Staged inputs may be rewritten then, and KV may leave.
-                self._device.synchronize()
-                forward_s = time.perf_counter() - started_s
-                verified = self._sample(prepared, logits, rows)
-            request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
-            self._observe(prepared, hidden, tap, verified.token_ids)
-            if self._link is None:
-                self._note(rows, verified.token_ids)
-                self._batch.sit_out(rows[list(verified.hindered)])
-            lost.update(request_ids[i] for i in verified.non_finite)
-            output = ModelRunnerOutput(
-                step_id=step.step_id,
-                request_ids=request_ids,
-                sampled_token_ids=verified.token_ids,
-                num_drafted={each: len(draft) for each, draft in (drafts or {}).items()},
-                non_finite_ids=sorted(lost),
-                logprobs={request_ids[i]: told for i, told in verified.logprobs.items()},
-                prompt_logprobs=prompt_logprobs,
-                pooled=pooled,
-                forward_s=forward_s,
-                is_wave_over=is_wave_over,
-            )
-            return self._answer(without_hindered(output, verified.hindered))
+            return LaunchedStep(step, self._launch(step, ahead))
+
+    def collect(self, launched: LaunchedStep) -> ModelRunnerOutput:
+        """Wait until the device has finished a step.
+
+        Returns:
+            On the engine's output rank, the results; on the others, that it is done.
+        """
+        result = launched.result
+        if not isinstance(result, StepAhead):
+            return result
+        assert self._replays is not None
+        return self._replays.collect(launched.step.step_id, result)
+
+    def _launch(self, step: SchedulerOutput, ahead: Tensor | None) -> ModelRunnerOutput | StepAhead:
+        if self._drafts is not None:
+            self._drafts.make()  # before rows change hands
+        self._apply(step)
+        if not step.num_scheduled_tokens:
+            return self._run_empty(step)
+        hooks = self._hooks
+        if hooks is not None and not hooks.has_layer_work():
+            hooks = None
+        # What is replayed calls no hook.
+        replays = self._replays if hooks is None and self._pooler.is_idle else None
+        graphs = None if replays is None else replays.graphs
+        drafts = self._drafts.take(step.num_draft_rows) if self._drafts else None
+        prepared = self._batch.prepare(step.num_scheduled_tokens, graphs, drafts)
+        rows, sampler = prepared.rows[prepared.sampling], self._device_sampler
+        staged = None if sampler is None else sampler.stage(rows, prepared.num_outputs)
+        self._batch.upload(prepared, ahead)
+        if replays is None or prepared.graph_rows is None or sampler is None or staged is None:
+            return self._run(step, prepared, staged, hooks)
+        self._begin(step, prepared.num_tokens)
+        began_s = time.perf_counter()
+        coming = replays.launch(prepared, staged)
+        if not staged.asks_host:
+            return replays.go_ahead(prepared, coming, began_s)
+        verified = single(sampler.take(coming))
+        forward_s = time.perf_counter() - began_s
+        output = ModelRunnerOutput(step_id=step.step_id, forward_s=forward_s)
+        return self._with_tokens(output, prepared, verified)
+
+    def _run(
+        self,
+        step: SchedulerOutput,
+        prepared: PreparedStep,
+        staged: StagedDraws | None,
+        hooks: StepHooks | None,
+    ) -> ModelRunnerOutput:
+        """Run a step that is no graph, to its end."""
+        rows, sampler = prepared.rows[prepared.sampling], self._device_sampler
+        reader = self._drafts.reader if self._drafts else None
+        tap = None if reader is None else StreamTap(reader.aux_layers)
+        is_wave_over = self._begin(step, prepared.num_tokens)
+        hidden_before: Tensor | None = None
+        if self._link is not None and self._receives:
+            num_rows = self._model.hidden_rows(prepared.num_tokens)
+            hidden_before = self._link.recv(num_rows, self._hidden_size)
+        started_s = time.perf_counter()
+        self.began_s = time.monotonic()
+        hidden = self._model.forward(prepared.inputs, self._kv_layers, hooks, hidden_before, tap)
+        if self._sends:
+            assert self._link is not None
+            self._device.synchronize()
+            self._link.send(hidden)
+            return ModelRunnerOutput(step_id=step.step_id)
+        prompt_logprobs = self._described.take(prepared, hidden)
+        pooled = self._pooler.take(prepared, hidden)
+        lost = not_a_number(prompt_logprobs)
+        if self._is_output:
+            lost |= not_finite(prepared, hidden)
+        logits: Tensor | None = None
+        verified: Verified | None = None
+        if len(prepared.sampling):
+            last = hidden if prepared.logit_rows is None else hidden[prepared.logit_rows]
+            logits = self._model.logits(last)
+        if logits is not None and sampler is not None and staged is not None:
+            verified = single(sampler.take(sampler.give(logits, *sampler.choose(logits), staged)))
+        else:
+            # Staged inputs may be rewritten then, and KV may leave.
+            self._device.synchronize()
+        forward_s = time.perf_counter() - started_s
+        if logits is not None and verified is None:
+            verified = self._sample(prepared, logits, rows)
+        self._observe(prepared, hidden, tap, verified.token_ids if verified else [])
+        output = ModelRunnerOutput(
+            step_id=step.step_id,
+            non_finite_ids=sorted(lost),
+            prompt_logprobs=prompt_logprobs,
+            pooled=pooled,
+            forward_s=forward_s,
+            is_wave_over=is_wave_over,
+        )
+        return (
+            self._answer(output)
+            if verified is None
+            else self._with_tokens(output, prepared, verified)
+        )
+
+    def _with_tokens(
+        self, output: ModelRunnerOutput, prepared: PreparedStep, verified: Verified
+    ) -> ModelRunnerOutput:
+        """Take what a step has sampled, and add it to what is said of the step."""
+        rows = prepared.rows[prepared.sampling]
+        request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
+        if self._link is None:
+            self._note(rows, verified.token_ids)
+            self._batch.sit_out(rows[list(verified.hindered)])
+        lost = {*output.non_finite_ids, *(request_ids[i] for i in verified.non_finite)}
+        drafts = zip(request_ids, prepared.drafts or [], strict=False)
+        output = msgspec.structs.replace(
+            output,
+            request_ids=request_ids,
+            sampled_token_ids=verified.token_ids,
+            num_drafted={request_id: len(draft) for request_id, draft in drafts if draft},
+            non_finite_ids=sorted(lost),
+            logprobs={request_ids[i]: told for i, told in verified.logprobs.items()},
+        )
+        return self._answer(without_hindered(output, verified.hindered))
 
     def _sample(self, prepared: PreparedStep, logits: Tensor, rows: NDArray[np.int64]) -> Verified:
         assert self._sampler is not None
@@ -351,18 +398,12 @@ class ModelRunner:
         """
         if self._drafts is not None:
             self._drafts.make()
-        if self._is_step_open:
-            self._is_step_open = False
-            assert self._experts is not None
-            self._experts.end_step()
+        self._experts.end()
 
     def _answer(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if not self._is_output:
             return ModelRunnerOutput(step_id=output.step_id)
-        if self._experts is None or self._experts.balance is self._told_balance:
-            return output
-        self._told_balance = self._experts.balance
-        return msgspec.structs.replace(output, experts=self._told_balance)
+        return self._experts.told_in(output)
 
     def _run_empty(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """A step without tokens: nothing, but in a wave the layers shared with other engines."""
@@ -374,29 +415,9 @@ class ModelRunner:
         return self._answer(ModelRunnerOutput(step_id=step.step_id, is_wave_over=is_wave_over))
 
     def _begin(self, step: SchedulerOutput, num_tokens: int) -> bool:
-        """Tell the experts how many tokens come, from which engine; is the step's wave over?"""
+        """Begin a step's forward; is its wave over?"""
         self.finish_step()
-        if step.wave is None:
-            if self._experts is not None:
-                if self._dp.size > 1:
-                    raise InternalError(
-                        f"step {step.step_id} is in no wave: its experts are shared by "
-                        f"{self._dp.size} engines"
-                    )
-                self._begin_experts(self._experts, [num_tokens])
-            return False
-        engines = self._dp.gather_ints([num_tokens, step.wave.is_unfinished])
-        if self._experts is not None:
-            self._begin_experts(self._experts, [num for num, _ in engines])
-        return not any(is_unfinished for _, is_unfinished in engines)
-
-    def _begin_experts(self, experts: ExpertParallel, num_tokens: list[int]) -> None:
-        experts.begin_step(num_tokens)
-        self._is_step_open = True
-
-    def _receive(self, num_tokens: int) -> Tensor:
-        assert self._link is not None
-        return self._link.recv(self._model.hidden_rows(num_tokens), self._hidden_size)
+        return self._experts.begin(step, num_tokens)
 
     def _apply(self, step: SchedulerOutput) -> None:
         for request_id in step.gone_request_ids:
@@ -423,19 +444,6 @@ class ModelRunner:
         self._sampler.add(row, request.sampling, request.prompt_token_ids, request.output_token_ids)
         self._pooler.add(request)
         self._described.add(request)
-
-    def _non_finite(self, prepared: PreparedStep, hidden: Tensor) -> set[RequestId]:
-        """Requests of which a token that does not sample has final states that are not finite.
-
-        A token attends to itself, so its states tell of its KV in every layer. The logits tell
-        of those that sample, which are all tokens of most steps. Drafts are nobody's tokens yet.
-        """
-        if prepared.logit_rows is None or not self._is_output:
-            return set()
-        sums = hidden.sum(-1, dtype=torch.float32).cpu().numpy()
-        tokens = np.setdiff1d(np.flatnonzero(~np.isfinite(sums)), prepared.draft_tokens)
-        requests = np.searchsorted(prepared.query_start, tokens, side="right") - 1
-        return {prepared.request_ids[i] for i in requests.tolist()}
 
     def _whole(self, logits: Tensor) -> Tensor | None:
         """`[M, vocab_size]` on the rank that answers, None on the others of its stage."""

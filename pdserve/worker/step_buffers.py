@@ -14,6 +14,7 @@ import itertools
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from pdserve.kernels.reference.sampling import Draws
@@ -41,6 +42,8 @@ class StepFields(Generic[T]):
         query_start: `[R + 1]` int32.
         context_lens: `[R]` int32.
         logit_rows: `[L]` int64, tokens whose logits are wanted.
+        fed_tokens, fed_from: `[R]` int64, tokens that the step before sampled, by their place in
+            this step, and there.
         drawn_rows, scale, min_p, top_k, top_p, uniform: `[R]`, as `Draws` names them.
         token_ids, positions, slot_mapping: `[T]` int64.
         block_tables: `[R * table_width]` int32. Last, as it is copied only as far as it is used.
@@ -49,6 +52,8 @@ class StepFields(Generic[T]):
     query_start: T
     context_lens: T
     logit_rows: T
+    fed_tokens: T
+    fed_from: T
     drawn_rows: T
     scale: T
     min_p: T
@@ -81,11 +86,14 @@ class StepBuffers:
         max_drafted: int = 0,
     ) -> None:
         self._device = device
+        self._num_rows = num_rows
         self._max_width = -(-max_blocks // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
         sizes = StepFields(
             query_start=(torch.int32, num_rows + 1),
             context_lens=(torch.int32, num_rows),
             logit_rows=(torch.int64, num_rows * (1 + max_drafted)),
+            fed_tokens=(torch.int64, num_rows),
+            fed_from=(torch.int64, num_rows),
             drawn_rows=(torch.int32, num_rows),
             scale=(torch.float32, num_rows),
             min_p=(torch.float32, num_rows),
@@ -150,6 +158,45 @@ class StepBuffers:
         end = self._tables_at + num_rows * self._max_width * torch.int32.itemsize
         self._device.copy(self._memory[:end], self._host[self._turn][:end])
         self._copied[self._turn].record()
+
+    def feed(self, num: int, sampled: Tensor) -> None:
+        """Put `num` tokens in that the step before has sampled, behind the upload of this one.
+
+        Args:
+            sampled: On the device; what is no token, and ends its request, becomes the first one.
+        """
+        there = self._there
+        taken = sampled.index_select(0, there.fed_from[:num]).clamp_(min=0)
+        there.token_ids.index_copy_(0, there.fed_tokens[:num], taken)
+
+    def rehearse(self, num_requests: int, num_tokens: int) -> StepInputs:
+        """Bring a step to the device that stores nothing, over prompts of equal length.
+
+        Args:
+            num_requests: At least as many as hold the tokens.
+            num_tokens: Of all of them together.
+        """
+        arrays, width = self.begin(), self._max_width
+        ends = np.arange(1, num_requests + 1) * num_tokens // num_requests
+        arrays.token_ids[:num_tokens] = 0
+        arrays.positions[:num_tokens] = 0
+        arrays.slot_mapping[:num_tokens] = -1
+        arrays.query_start[0] = 0
+        arrays.query_start[1 : num_requests + 1] = ends
+        arrays.context_lens[:num_requests] = np.diff(ends, prepend=0)
+        arrays.block_tables[: num_requests * width] = 0
+        self.upload(num_requests)
+        return self.inputs(num_tokens, num_requests, width)
+
+    def stage_padding(self) -> None:
+        """Bring rows to the device that compute nothing, as many as there are at most."""
+        self.begin()
+        self.pad(0, self._num_rows)
+        self.upload(self._num_rows)
+
+    def decode_inputs(self, num_rows: int) -> StepInputs:
+        """What the device reads in a step of so many rows of one token each."""
+        return self.inputs(num_rows, num_rows, self._max_width)
 
     def inputs(self, num_tokens: int, num_rows: int, table_width: int) -> StepInputs:
         """What the device reads, as the kernels take it; the next upload overwrites it."""

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import EngineId, Incarnation, RequestId
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
+    from pdserve.worker.replays import LaunchedStep
 
 _ALL_CAME: Final = 1 << 62
 
@@ -88,6 +89,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._connector: KVConnectorWorker | None = None
         self._slices: StepSlices | None = None
+        self._began_s = 0.0
         self._world: World | None = None
         self._grammars: GrammarPool | None = None
 
@@ -226,11 +228,35 @@ class Worker:
         Raises:
             InternalError: The step is not legal.
         """
+        return self.collect(self.launch(step))
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the device may have a step while the one before it is not collected."""
+        runner, _ = self._started()
+        return runner.runs_ahead
+
+    def may_follow(self, step: SchedulerOutput) -> bool:
+        """Tell whether `step` may be launched before the one before it is collected."""
+        runner, _ = self._started()
+        return runner.may_follow(step)
+
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        """Begin one step, or run it: see `ModelRunner.launch`.
+
+        Raises:
+            InternalError: The step is not legal.
+        """
         runner, connector = self._started()
-        began_s = time.monotonic()
+        self._began_s = time.monotonic()
         if step.connector_metadata is not None:
             connector.start_load_kv(step.connector_metadata)
-        output = runner.execute(step)
+        return runner.launch(step)
+
+    def collect(self, launched: LaunchedStep) -> ModelRunnerOutput:
+        """Return the results of the oldest step that was launched, once they are there."""
+        runner, connector = self._started()
+        step, output = launched.step, runner.collect(launched)
         if step.num_scheduled_tokens:
             failed = connector.wait_for_save()
             if step.loading_request_ids:
@@ -238,7 +264,7 @@ class Worker:
                 failed_loads = failed_anywhere(self._world, step.loading_request_ids, failed)
                 output = msgspec.structs.replace(output, failed_loads=failed_loads)
             if self._slices is not None:
-                self._slices.add(step, began_s, runner.began_s, time.monotonic())
+                self._slices.add(step, self._began_s, runner.began_s, time.monotonic())
         return output
 
     def finish_step(self) -> None:

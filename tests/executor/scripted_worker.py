@@ -16,6 +16,9 @@ What it does is written where a model's name and a step's gone requests would be
     "meet"          at start, every rank checks where its world meets
     "posted a b_c"  in a step, every rank raises if it was not posted just "a" and "b c" so far
     "stuck 1"       at close, rank 1 never ends
+    "ahead"         at start, steps may be launched before those before them are collected
+    "busy path"     in a step, the device is not through until there is a file of that name
+    "alone"         a step that is launched once the one before it is collected
     "chatter 1"     at close, rank 1 says more than anybody has room for
 
 What is posted is a line too: "report 0 x", "raise 1", "kill 1" and "sleep 1 0.2" do at once
@@ -30,6 +33,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -61,6 +65,18 @@ _LAYOUT = KVLayout(
     dtype="float32",
     dtype_bytes=4,
 )
+
+
+@dataclass
+class ScriptedStep:
+    """A step of which the device is through once there are these files."""
+
+    output: ModelRunnerOutput
+    paths: list[str]
+
+    @property
+    def is_over(self) -> bool:
+        return all(map(os.path.exists, self.paths))
 
 
 class ScriptedWorker:
@@ -107,6 +123,22 @@ class ScriptedWorker:
             device="cpu",
             num_threads=1,
         )
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._start == "ahead"
+
+    def may_follow(self, step: SchedulerOutput) -> bool:
+        return "alone" not in step.gone_request_ids
+
+    def launch(self, step: SchedulerOutput) -> ScriptedStep:
+        paths = [line.split()[1] for line in step.gone_request_ids if line.startswith("busy ")]
+        return ScriptedStep(self.execute(step), paths)
+
+    def collect(self, launched: ScriptedStep) -> ModelRunnerOutput:
+        for path in launched.paths:
+            _wait_for(path)
+        return launched.output
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         assert self._last_step is None or step.step_id == self._last_step + 1
@@ -158,7 +190,7 @@ class ScriptedWorker:
         if what == "posted":
             assert self._posted == rest, self._posted
             return
-        if not rest or int(rest[0]) != self._rank:
+        if what == "busy" or not rest or int(rest[0]) != self._rank:
             return
         match what:
             case "config":

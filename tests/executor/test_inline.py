@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from pdserve.config.schema import EngineConfig, ModelConfig
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdserve.executor.inline import InlineExecutor
+    from pdserve.wire.step import ModelRunnerOutput
+    from tests.executor.scripted_worker import ScriptedStep
 
 
 @pytest.fixture
@@ -119,7 +122,7 @@ def test_steps_run_on_the_thread_that_the_worker_was_started_on(
 
         monkeypatch.setattr(ScriptedWorker, name, spy)
 
-    on_the_step_thread = ("start", "execute", "finish_step", "close")
+    on_the_step_thread = ("start", "launch", "collect", "execute", "finish_step", "close")
     for name in (*on_the_step_thread, "post", "poll"):
         spy_on(name)
     executor = make()
@@ -235,3 +238,76 @@ def test_a_core_of_a_shared_world_must_be_told_where_it_meets(
 ) -> None:
     with pytest.raises(InternalError, match="core 1 of 2 has no rendezvous"):
         make(CorePlace(index=1, num_cores=2))
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the worker is asked for from now on, with the ids of steps."""
+    story: list[str] = []
+    launch, collect_step = ScriptedWorker.launch, ScriptedWorker.collect
+
+    def spy_launch(self: ScriptedWorker, asked: SchedulerOutput) -> ScriptedStep:
+        story.append(f"launch {asked.step_id}")
+        return launch(self, asked)
+
+    def spy_collect(self: ScriptedWorker, launched: ScriptedStep) -> ModelRunnerOutput:
+        story.append(f"collect {launched.output.step_id}")
+        return collect_step(self, launched)
+
+    monkeypatch.setattr(ScriptedWorker, "launch", spy_launch)
+    monkeypatch.setattr(ScriptedWorker, "collect", spy_collect)
+    return story
+
+
+def test_a_step_is_launched_while_the_device_is_busy_with_the_one_before(
+    make: Callable[..., InlineExecutor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    story = spied(monkeypatch)
+    executor = make(script="ahead")
+    executor.start()
+    executor.submit(step(f"busy {tmp_path}/end"))
+    assert executor.max_in_flight == 2
+    executor.submit(step("later 0 launched", step_id=1))
+    wait_report(executor)
+    assert story[:2] == ["launch 0", "launch 1"]
+    assert executor.poll_result() is None
+    (tmp_path / "end").touch()
+    assert [collect(executor).step_id for _ in range(2)] == [0, 1]
+    assert story == ["launch 0", "launch 1", "collect 0", "collect 1"]
+
+
+def test_a_step_that_needs_the_one_before_is_launched_once_that_is_collected(
+    make: Callable[..., InlineExecutor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    story = spied(monkeypatch)
+    executor = make(script="ahead")
+    executor.start()
+    executor.submit(step(f"busy {tmp_path}/end"))
+    executor.submit(step("alone", step_id=1))
+    (tmp_path / "end").touch()
+    assert [collect(executor).step_id for _ in range(2)] == [0, 1]
+    assert story == ["launch 0", "collect 0", "launch 1", "collect 1"]
+
+
+def test_what_is_launched_is_collected_before_the_worker_closes(
+    make: Callable[..., InlineExecutor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    story = spied(monkeypatch)
+    executor = make(script="ahead")
+    executor.start()
+    executor.submit(step("later 0 launched", f"busy {tmp_path}/end"))
+    wait_report(executor)
+    threading.Timer(0.05, (tmp_path / "end").touch).start()
+    executor.close(5.0)
+    assert story == ["launch 0", "collect 0"]
+
+
+def test_nothing_is_planned_behind_a_prompt_nor_where_the_host_computes(
+    make: Callable[..., InlineExecutor],
+) -> None:
+    for script, num_tokens, max_in_flight in (("ahead", 1, 2), ("ahead", 2, 1), ("nothing", 1, 1)):
+        executor = make(script=script)
+        executor.start()
+        asked = msgspec.structs.replace(step(), num_scheduled_tokens={RequestId("r"): num_tokens})
+        executor.submit(asked)
+        assert executor.max_in_flight == max_in_flight
+        collect(executor)

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pdserve.worker.device_sampler import StagedDraws
-    from pdserve.worker.sampler import Sampled
+    from pdserve.worker.device_sampler import ComingTokens, StagedDraws
 
 pytestmark = pytest.mark.gpu
 
@@ -69,15 +68,15 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Driver]]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Logits of every step, as they were chosen from."""
     logits: list[Tensor] = []
-    take = DeviceSampler.take
+    give = DeviceSampler.give
 
     def spy(
         self: DeviceSampler, rows: Tensor, tokens: Tensor, peaks: Tensor, staged: StagedDraws
-    ) -> Sampled:
+    ) -> ComingTokens:
         logits.append(rows.clone())
-        return take(self, rows, tokens, peaks, staged)
+        return give(self, rows, tokens, peaks, staged)
 
-    monkeypatch.setattr(DeviceSampler, "take", spy)
+    monkeypatch.setattr(DeviceSampler, "give", spy)
     return logits
 
 
@@ -102,13 +101,13 @@ def test_replayed_steps_have_the_bits_of_launched_ones(
     replayed = start(dtype)
     runner = replayed.worker._runner
     assert runner is not None
-    assert runner._graphs is not None, "the log says what cannot be captured"
+    assert runner.runs_ahead, "the log says what cannot be captured"
     tokens, logits = play(replayed), list(seen)
     seen.clear()
     launched = start(dtype)
     runner = launched.worker._runner
     assert runner is not None
-    runner._graphs = None
+    runner._replays = None
     assert play(launched) == tokens
     assert all(torch.equal(a, b) for a, b in zip(logits, seen, strict=True))
     assert len({*map(tuple, tokens.values())}) == len(ASKED)

@@ -108,6 +108,19 @@ class Driver:
         Args:
             rows: For drafts behind them.
         """
+        output = self.worker.execute(self.plan(num_tokens, rows))
+        for name, num in num_tokens.items():
+            self._num_computed[name] += num - (name in output.unready_ids)
+        for name, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
+            self.tokens[name] += tokens
+            self.outputs[name] += tokens
+            self._num_computed[name] += len(tokens) - 1
+        return output
+
+    def plan(
+        self, num_tokens: dict[str, int], rows: dict[str, int] | None = None
+    ) -> SchedulerOutput:
+        """Return the step that computes so many tokens of each request."""
         rows = rows or {}
         new, known = [], []
         for name, num in num_tokens.items():
@@ -131,27 +144,18 @@ class Driver:
                 known.append((RequestId(name), fresh, self._num_computed[name]))
         gone, self._gone = self._gone, []
         self._step_id += 1
-        output = self.worker.execute(
-            SchedulerOutput(
-                step_id=self._step_id,
-                new_requests=new,
-                known_requests=KnownRequests(
-                    request_ids=[k[0] for k in known],
-                    new_block_ids=[k[1] for k in known],
-                    num_computed_tokens=[k[2] for k in known],
-                ),
-                num_scheduled_tokens={RequestId(n): t for n, t in num_tokens.items()},
-                num_draft_rows={RequestId(n): t for n, t in rows.items()},
-                gone_request_ids=gone,
-            )
+        return SchedulerOutput(
+            step_id=self._step_id,
+            new_requests=new,
+            known_requests=KnownRequests(
+                request_ids=[k[0] for k in known],
+                new_block_ids=[k[1] for k in known],
+                num_computed_tokens=[k[2] for k in known],
+            ),
+            num_scheduled_tokens={RequestId(n): t for n, t in num_tokens.items()},
+            num_draft_rows={RequestId(n): t for n, t in rows.items()},
+            gone_request_ids=gone,
         )
-        for name, num in num_tokens.items():
-            self._num_computed[name] += num - (name in output.unready_ids)
-        for name, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
-            self.tokens[name] += tokens
-            self.outputs[name] += tokens
-            self._num_computed[name] += len(tokens) - 1
-        return output
 
     def take_back(self, name: str) -> None:
         """A request has sampled nothing: its last token is computed again."""

@@ -121,6 +121,9 @@ class RecordedEvent:
         left = [copy for copy in pending if copy not in self._behind]
         self._device.complete(len(pending) - len(left))
 
+    def has_passed(self) -> bool:
+        return not any(copy in self._behind for copy in self._device._pending)
+
 
 class _Copy:
     def __init__(self, target: Tensor, source: Tensor, *, leaves: bool) -> None:

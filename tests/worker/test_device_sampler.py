@@ -50,7 +50,7 @@ class Bench:
         staged = self.there.stage(at, index)
         self.buffers.upload(ROWS)
         mine = logits.clone()
-        found = self.there.take(mine, *self.there.choose(mine), staged)
+        found = self.there.take(self.there.give(mine, *self.there.choose(mine), staged))
         return found, self.host.sample(logits.clone(), at, index)
 
 

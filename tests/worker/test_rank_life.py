@@ -315,7 +315,7 @@ def _wave(world: World, config: EngineConfig) -> tuple[list[str], list[bool], li
     assert runner is not None
     assert rank._world is not None
     experts = RecordingExperts()
-    runner._experts = experts  # type: ignore[assignment]
+    runner._experts._experts = experts  # type: ignore[assignment]
     forward, idle = runner._model.forward, runner._model.idle_forward
 
     def spy(*args: Any) -> torch.Tensor:
@@ -365,7 +365,7 @@ def _balance(world: World, config: EngineConfig) -> tuple[list[str], list[int | 
     assert rank._runner is not None
     experts = RecordingExperts()
     experts.changes = [7, 9]
-    rank._runner._experts = experts  # type: ignore[assignment]
+    rank._runner._experts._experts = experts  # type: ignore[assignment]
     driver = Driver(rank, info)
     driver.add("r", [1, 2, 3])
     told: list[int | None] = []
@@ -412,7 +412,7 @@ def test_ranks_of_an_engine_without_tokens_take_part_and_its_output_rank_tells(
 def _outside(world: World, config: EngineConfig) -> str:
     rank, info, _ = start_rank(world, config)
     assert rank._runner is not None
-    rank._runner._experts = RecordingExperts()  # type: ignore[assignment]
+    rank._runner._experts._experts = RecordingExperts()  # type: ignore[assignment]
     driver = Driver(rank, info)
     driver.add("r", [1, 2, 3])
     with pytest.raises(InternalError) as raised:
@@ -430,7 +430,7 @@ def test_experts_of_one_engine_are_told_its_tokens(directory: Path) -> None:
     rank, info, _ = start_rank(World.alone(), config_of(directory, MeshShape()))
     assert rank._runner is not None
     experts = RecordingExperts()
-    rank._runner._experts = experts  # type: ignore[assignment]
+    rank._runner._experts._experts = experts  # type: ignore[assignment]
     driver = Driver(rank, info)
     driver.add("r", [1, 2, 3])
     driver.step({"r": 3})

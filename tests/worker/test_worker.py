@@ -16,7 +16,7 @@ from pdserve.connectors import registry
 from pdserve.connectors.base import Capabilities, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError
 from pdserve.wire.ids import RequestId
-from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
+from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.transfer import (
     ConnectorMetadata,
     ConnectorReport,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
+    from pdserve.worker.replays import LaunchedStep
     from tests.worker.driver import Driver
 
 MIB = 1 << 20
@@ -133,13 +134,13 @@ def test_what_belongs_to_a_step_is_told_before_the_forward(
     driver = make_driver()
     runner = driver.worker._runner
     assert runner is not None
-    execute = runner.execute
+    launch = runner.launch
 
-    def spy(step: SchedulerOutput) -> ModelRunnerOutput:
+    def spy(step: SchedulerOutput) -> LaunchedStep:
         connector.calls.append("forward")
-        return execute(step)
+        return launch(step)
 
-    monkeypatch.setattr(runner, "execute", spy)
+    monkeypatch.setattr(runner, "launch", spy)
     driver.worker.execute(empty_step(b"abc"))
     assert connector.calls == ["register", "load abc", "forward"]
 

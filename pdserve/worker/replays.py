@@ -1,0 +1,171 @@
+"""Decode steps replayed as graphs, of which one may run while the host is at the one before.
+
+Their tokens are on their way to the host when the next step is launched, which takes them on the
+device. Steps of which the host has a part, as rules are its own, are waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pdserve.errors import InternalError
+from pdserve.wire.step import ModelRunnerOutput
+from pdserve.worker.device_sampler import asks_host
+from pdserve.worker.graphs import StepGraphs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from pdserve.wire.ids import RequestId
+    from pdserve.wire.step import SchedulerOutput
+    from pdserve.worker.awaited import AwaitedTokens
+    from pdserve.worker.device import Device
+    from pdserve.worker.device_sampler import ComingTokens, DeviceSampler, StagedDraws
+    from pdserve.worker.input_batch import InputBatch, PreparedStep
+    from pdserve.worker.step_buffers import StepBuffers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAhead:
+    """A replayed step that the device may still be computing.
+
+    Attributes:
+        request_ids: `[M]`, all of which sample.
+        coming: Their tokens.
+        awaited: Where those belong.
+        began_s: When it was launched, by `time.perf_counter`.
+    """
+
+    request_ids: list[RequestId]
+    coming: ComingTokens
+    awaited: AwaitedTokens
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """A step between its launch and its collection.
+
+    Attributes:
+        step: What was asked.
+        result: What became of it, or what is awaited.
+    """
+
+    step: SchedulerOutput
+    result: ModelRunnerOutput | StepAhead
+
+    @property
+    def is_over(self) -> bool:
+        """Whether collecting it waits for nothing."""
+        result = self.result
+        return isinstance(result, ModelRunnerOutput) or result.coming.came.has_passed()
+
+
+class ReplayedSteps:
+    """The graphs of one rank, and the step that is ahead of the host.
+
+    Args:
+        forward: Computes the logits of a step of so many rows over the buffers' inputs.
+
+    Attributes:
+        graphs: None until `capture`, and where a step cannot be captured.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        num_rows: int,
+        forward: Callable[[int], Tensor],
+        *,
+        sampler: DeviceSampler,
+        batch: InputBatch,
+        buffers: StepBuffers,
+    ) -> None:
+        self._forward = forward
+        self._sampler = sampler
+        self._batch = batch
+        self._buffers = buffers
+        self._all = StepGraphs(device, num_rows, self._run)
+        self.graphs: StepGraphs[tuple[Tensor, Tensor, Tensor]] | None = None
+        self._ahead: StepAhead | None = None
+        self._collected_s = 0.0
+
+    def capture(self) -> None:
+        """Capture steps of every size.
+
+        Raises:
+            RuntimeError: One cannot be captured; nothing is.
+        """
+        self._buffers.stage_padding()
+        self._all.capture()
+        self.graphs = self._all
+
+    def close(self) -> None:
+        """Give the graphs back."""
+        self._all.close()
+        self.graphs = None
+
+    def _run(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of a step of decode over the buffers' first rows, and the likeliest tokens."""
+        logits = self._forward(num_rows)
+        return logits, *self._sampler.choose(logits)
+
+    def sampled_before(self, step: SchedulerOutput) -> Tensor | None:
+        """The tokens, on the device, of the step before that is not collected; None = it is.
+
+        Raises:
+            InternalError: `step` may not follow that one.
+        """
+        if self._ahead is None:
+            return None
+        if not self.may_follow(step):
+            raise InternalError(f"step {step.step_id} was launched before the one that it needs")
+        return self._ahead.coming.tokens
+
+    def may_follow(self, step: SchedulerOutput) -> bool:
+        """Tell whether `step` may be launched before the one that the device has is collected.
+
+        What needs the host's part in the tokens before it may not, nor what takes the host long.
+        """
+        if self.graphs is None or step.num_tokens != len(step.num_scheduled_tokens):
+            return False
+        is_connected = step.connector_metadata is not None or bool(step.loading_request_ids)
+        asks = self._sampler.asks_host or any(asks_host(new.sampling) for new in step.new_requests)
+        return not is_connected and not asks
+
+    def launch(self, prepared: PreparedStep, staged: StagedDraws) -> ComingTokens:
+        """Replay a step whose inputs are uploaded, and have its tokens chosen."""
+        assert self.graphs is not None
+        assert prepared.graph_rows is not None
+        results = self.graphs.replay(prepared.graph_rows)
+        logits, tokens, peaks = (each[: len(prepared.rows)] for each in results)
+        return self._sampler.give(logits, tokens, peaks, staged)
+
+    def go_ahead(self, prepared: PreparedStep, coming: ComingTokens, began_s: float) -> StepAhead:
+        """Let the device go on with a step that was launched, and its requests without it."""
+        awaited = self._batch.wait_for(prepared.rows)
+        self._ahead = StepAhead(prepared.request_ids, coming, awaited, began_s)
+        return self._ahead
+
+    def collect(self, step_id: int, ahead: StepAhead) -> ModelRunnerOutput:
+        """Wait for the tokens of the oldest step, and write them to its requests."""
+        with torch.inference_mode():
+            sampled = self._sampler.take(ahead.coming)
+        # The device began with it when it was through with the one before.
+        began_s, self._collected_s = max(ahead.began_s, self._collected_s), time.perf_counter()
+        self._batch.settle(ahead.awaited, sampled.token_ids)
+        if self._ahead is ahead:
+            self._ahead = None
+        return ModelRunnerOutput(
+            step_id=step_id,
+            request_ids=ahead.request_ids,
+            sampled_token_ids=sampled.token_ids[:, None].tolist(),
+            non_finite_ids=sorted(ahead.request_ids[i] for i in sampled.non_finite),
+            forward_s=self._collected_s - began_s,
+        )
