@@ -12,6 +12,7 @@ Rates are those at which the best fixed layout holds about 90 % of requests with
 6   predicted where what it knows is wrong: times by 0.7 and 1.4, KV events late or lost
 9   early rejection at 1.5 times the rate
 10  a tenant that sends ten times as much as the other
+13  home roles where ten prompt tokens for an output token become ten output tokens for one
 16  decisions that follow from their records, bit for bit
 """
 
@@ -53,6 +54,10 @@ LAYOUTS: Final = {
 LIGHT: Final = 0.25
 _PREDICTED: Final = "prefix_sticky/predicted"
 _LEARNT_S: Final = 4.0
+_OWN_WORKLOAD: Final = (10, 13)
+_PROMPTS: Final = routing_work.Shape(2000, 200, per_s=20.0, seconds=90.0)
+_TOKENS: Final = routing_work.Shape(200, 2000, per_s=10.5, seconds=150.0)
+"""Ten prompt tokens for each of the answer, and one for ten: four engines are next to full."""
 _NO_GATE: Final = {"early_rejection": False}
 
 
@@ -104,7 +109,7 @@ def main() -> None:
             lambda per_s, name=name: work_of(name, per_s, args.requests, args.traces, args.seed),
         )
         for row in args.row:
-            if row == 10 and name != args.workload[0]:
+            if row in _OWN_WORKLOAD and name != args.workload[0]:
                 continue  # it has a workload of its own
             found = {"row": row, "workload": name, **ROWS[row](runs)}
             print(json.dumps(found), flush=True)
@@ -206,6 +211,42 @@ def greedy_tenant(runs: Runs) -> dict[str, Any]:
     return found | {"ratio": round(ratio, 3), "goal": 1.3}
 
 
+def homes_follow(runs: Runs) -> dict[str, Any]:
+    """Row 13: at most 2 changes, 0.9 of the best fixed homes' goodput from a minute after it on."""
+    workload = routing_work.turned(_PROMPTS, _TOKENS)
+    turn_s = _PROMPTS.seconds
+    found: dict[str, Any] = {}
+    for layout in ("4B", "1P3D", "2P2D", "3P1D"):
+        fleet = Fleet(layout_of(layout), settings_of(_PREDICTED))
+        outcomes = fleet.run(workload)
+        parts = {
+            "before": (_LEARNT_S, turn_s),
+            "first minute": (turn_s, turn_s + 60),
+            "then": (turn_s + 60, float("inf")),
+        }
+        found[layout] = {
+            name: figures(
+                [
+                    o
+                    for o, work in zip(outcomes, workload, strict=True)
+                    if start_s <= work.at_s < end_s
+                ],
+                1,
+            )["goodput"]
+            for name, (start_s, end_s) in parts.items()
+        }
+        if layout == "4B":
+            assert fleet.homes is not None
+            made = [each for each in fleet.homes.looks if each.is_made]
+            found[layout]["changes after it"] = [
+                (round(each.at_s - turn_s), each.better.told())
+                for each in made
+                if each.better is not None and each.at_s > turn_s
+            ]
+    best = max(found[each]["then"] for each in ("1P3D", "2P2D", "3P1D"))
+    return found | {"ratio": round(found["4B"]["then"] / best, 3), "goal": 0.9}
+
+
 def bit_equal(runs: Runs) -> dict[str, Any]:
     """Row 16: all of them."""
     runs.run(_PREDICTED)
@@ -228,6 +269,7 @@ ROWS: Final[dict[int, Callable[[Runs], dict[str, Any]]]] = {
     6: wrong_knowledge,
     9: early_rejection,
     10: greedy_tenant,
+    13: homes_follow,
     16: bit_equal,
 }
 

@@ -30,6 +30,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backend import Health
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.brain.fairness import OUTPUT_WEIGHT, FairPlaces
+from pdserve.proxy.brain.homes import SAMPLE_S, HomeRoles
 from pdserve.proxy.brain.index import Holder
 from pdserve.proxy.brain.model import ServiceModel
 from pdserve.proxy.brain.pairing import Pairing
@@ -433,10 +434,11 @@ class Fleet:
             config, self.backends, self.clock, metrics.prefixes, make_feed=make_feed
         )
         self._places = FairPlaces(config.max_concurrent_requests, self.clock.monotonic_s)
-        self.pairing = None
+        self.pairing = self.homes = None
         if config.split_policy == PREDICTED:
             self.pairing = Pairing(config, self.clock, metrics.route, on_change=self._places.look)
             self.pairing.model = ScaledModel(self.faults.predicted)
+            self.homes = HomeRoles(config, self.backends, self.pairing, self.clock, metrics.route)
         self._router = Router(config, self.backends, self._prefixes, self.pairing)
         before = self._places.tokens_before
         outlook = Outlook(self._router, self.backends, self._prefixes, self.pairing)
@@ -458,12 +460,19 @@ class Fleet:
             outcome = Outcome(len(work.prompt), work.num_output, work.tenant)
             outcomes.append(outcome)
             self.after(work.at_s, lambda w=work, o=outcome, n=number: self._arrive(w, o, n))
+        self._sample_homes()
         end_s = max(work.at_s for work in workload) + patience_s
         while self._queue and self._queue[0][0] <= end_s:
             at_s, _, do = heapq.heappop(self._queue)
             self.clock.now_s = max(self.clock.now_s, at_s)
             do()
         return outcomes
+
+    def _sample_homes(self) -> None:
+        """Have home roles follow the load, for as long as anything else happens."""
+        if self.homes is not None and self._queue:
+            self.homes.sample()
+            self.after(SAMPLE_S, self._sample_homes)
 
     # --- one request
 

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.routing_fleet import VOCAB_SIZE, Work, output_token
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _TRACE_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Requests of about one length each, so many a second, for so long."""
+
+    num_prompt: int
+    num_output: int
+    per_s: float
+    seconds: float
 
 
 def conversations(
@@ -134,6 +145,24 @@ def greedy(num_requests: int, per_s: float, *, times: float, seed: int = 0) -> l
             prompt = _tokens(rng, rng.randint(200, 4000))
             work.append(Work(at_s, prompt, rng.randint(20, 200), tenant))
     return sorted(work, key=lambda each: each.at_s)
+
+
+def turned(first: Shape, then: Shape, *, seed: int = 0) -> list[Work]:
+    """Requests of one shape for some time, and of another one from then on."""
+    rng = random.Random(seed)
+    work: list[Work] = []
+    begun_s = 0.0
+    for shape in (first, then):
+        at_s = begun_s + rng.expovariate(shape.per_s)
+        while at_s < begun_s + shape.seconds:
+            num_prompt, num_output = (
+                rng.randint(num // 2, num + num // 2)
+                for num in (shape.num_prompt, shape.num_output)
+            )
+            work.append(Work(at_s, _tokens(rng, num_prompt), num_output))
+            at_s += rng.expovariate(shape.per_s)
+        begun_s += shape.seconds
+    return work
 
 
 def least_computed(workload: Sequence[Work]) -> int:

@@ -32,6 +32,7 @@ from pdserve.observe.stats_log import log_stats
 from pdserve.proxy.admission import AdmissionQueue
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.boundary import Boundary, engine_headers
+from pdserve.proxy.brain.homes import HomeRoles
 from pdserve.proxy.brain.pairing import Pairing
 from pdserve.proxy.brain.prefixes import make_prefixes
 from pdserve.proxy.breakers import Breakers
@@ -141,6 +142,11 @@ class Proxy:
             if is_predicted
             else None
         )
+        self.homes = None
+        if self.pairing is not None:
+            self.homes = HomeRoles(
+                config, self.backends, self.pairing, self._clock, self.metrics.route
+            )
         router = Router(config, self.backends, self._prefixes, self.pairing)
         before = self.admission.tokens_before
         outlook = Outlook(router, self.backends, self._prefixes, self.pairing)
@@ -154,6 +160,7 @@ class Proxy:
             router=router,
             prefixes=self._prefixes,
             pairing=self.pairing,
+            homes=self.homes,
             admission=self.admission,
             gate=gate,
             bodies=self.bodies,
@@ -228,6 +235,9 @@ class Proxy:
             asyncio.create_task(log_stats(self.stats_log.read)),
         ]
         await self.checks.start()
+        if self.homes is not None:
+            self.homes.sample()
+            self._tasks.append(asyncio.create_task(self.homes.run()))
         self.dashboard.start()
         return listener.url
 

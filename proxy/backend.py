@@ -124,6 +124,7 @@ class Backend:
         is_idle: It held no request, and no KV that others may read, as of `load_s`; true where it
             does not say.
         is_draining: It is being left, or was: no request is sent there.
+        home_role: Of one that does both, what it is for first as the load is now; None: either.
         ahead_s: By how much its host's wall clock is ahead of this one's, at least; 0 where they
             agree as far as can be told.
     """
@@ -150,6 +151,7 @@ class Backend:
     snapshot: tuple[str, EngineStats] | None = None
     is_idle: bool = True
     is_draining: bool = False
+    home_role: Role | None = None
     ahead_s: float = 0.0
 
     @property
@@ -166,6 +168,11 @@ class Backend:
     def absence(self) -> str:
         """Why no request may be sent there, if it is not available."""
         return "it is drained" if self.is_draining else self.reason or "its breaker is open"
+
+    @property
+    def home(self) -> Role:
+        """What it is for first: its role, or for the time being one half of that."""
+        return self.home_role or self.role
 
     def prefills(self) -> bool:
         """Whether its role includes prefill for others."""

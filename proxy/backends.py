@@ -22,7 +22,7 @@ from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
@@ -95,13 +95,13 @@ class Backends:
         return frozenset(backend for backend in self if backend.available)
 
     def some(self, number: int, num_each: int) -> list[Backend]:
-        """Return so many engines of each role, others for another number; O(`num_each`).
+        """Return so many engines of each home role, others for another number; O(`num_each`).
 
         Numbers that follow one another take turns at all of them.
         """
         if not self._pools:
             for each in self._backends.values():
-                self._pools.setdefault(each.role, []).append(each)
+                self._pools.setdefault(each.home, []).append(each)
         places = range(number * num_each, (number + 1) * num_each)
         return [
             pool[(place * _GOLDEN & _MASK) * len(pool) >> _BITS]
@@ -118,6 +118,14 @@ class Backends:
     def get(self, url: str) -> Backend | None:
         """Return the engine at a base URL."""
         return self._backends.get(url)
+
+    def give_homes(self, homes: Mapping[str, Role]) -> None:
+        """Note which engines are for what first; those that are not named are for their role."""
+        for each in self._backends.values():
+            home = homes.get(each.url)
+            if each.home_role is not home:
+                each.home_role = home
+                self._pools.clear()
 
     # --- membership
 

@@ -51,12 +51,12 @@ class Debug:
         return json_answer({"running": running, "finished": msgspec.Raw(finished)})
 
     async def _decisions(self, request: web.Request) -> web.Response:
-        """What was learned, and the newest `?limit=N` pairs that were chosen (all that are kept).
+        """What was learned, engines' homes, and the newest `?limit=N` decisions (all that are).
 
         Those after `&after=SEQ`, or the one of `&request=ID`.
         """
-        pairing = self._services.pairing
-        if pairing is None:
+        pairing, homes = self._services.pairing, self._services.homes
+        if pairing is None or homes is None:
             raise NotFoundError(
                 "this proxy chooses no pairs: start it with --split-policy predicted"
             )
@@ -66,7 +66,8 @@ class Debug:
             decisions = pairing.log.newest(after_seq=after_seq)[: limit or None]
         else:
             decisions = [each for each in [pairing.log.of(name)] if each is not None]
-        return json_answer(pairing.shown(decisions))
+        shown = pairing.shown(decisions)
+        return json_answer(msgspec.structs.replace(shown, homes=homes.shown()))
 
     async def _trace(self, request: web.Request) -> web.Response:
         """The last `?seconds=N` of this proxy and of all engines."""

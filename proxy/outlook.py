@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdserve.config.schema import Role
 from pdserve.proxy.brain.decision import decide
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class Outlook:
         if not self._pairing.model.is_known or not prompt.num_tokens:
             return None
         by_url = {each.url: each for each in self._router.considered(prompt, None, ())}
-        prefills = [each for each in by_url.values() if each.prefills()]
-        decodes = [each for each in by_url.values() if each.decodes()]
+        prefills = [each for each in by_url.values() if each.home is not Role.DECODE]
+        decodes = [each for each in by_url.values() if each.home is not Role.PREFILL]
         known = self._prefixes.known(prompt)
         question = self._pairing.question(prompt, prefills, decodes, known)
 
@@ -57,7 +58,9 @@ class Outlook:
     @property
     def num_prefills(self) -> int:
         """Engines that prompts are for; 1 if there is none."""
-        return max(1, sum(each.available and each.prefills() for each in self._backends))
+        return max(
+            1, sum(each.available and each.home is not Role.DECODE for each in self._backends)
+        )
 
     def most_known(self, prompt: RoutePrompt) -> int:
         """Tokens of a prompt that some engine has."""
@@ -68,13 +71,13 @@ class Outlook:
         """Whether an engine has computed what it has of prompts so soon.
 
         Args:
-            at_home: Engines whose role includes prefill count alone.
+            at_home: Engines whose home role includes prefill count alone.
         """
         if self._pairing is None:
             return True
         has_able = False
         for each in self._backends:
-            if each.available and (each.prefills() or not at_home):
+            if each.available and not (at_home and each.home is Role.DECODE):
                 if self._pairing.backlog_s(each) <= limit_s:
                     return True
                 has_able = True

@@ -120,10 +120,10 @@ class Router:
         decodes = [b for b in ready if b.decodes() and (among is None or b in among)]
         if not decodes:
             return self._locally(ready, prompt, failed, "no_decode", is_outage=True)
-        prefills = [backend for backend in ready if backend.role is Role.PREFILL]
+        prefills = [backend for backend in ready if backend.home is Role.PREFILL]
         if not prefills:
-            dedicated = [backend for backend in decodes if backend.role is Role.DECODE]
-            prefills = [b for b in ready if b.role is Role.BOTH] if dedicated else []
+            dedicated = [backend for backend in decodes if backend.home is Role.DECODE]
+            prefills = [b for b in ready if b.home is Role.BOTH] if dedicated else []
             if not prefills:
                 reason = "no_prefill" if dedicated else "colocated"
                 is_outage = self._backends.has_lost_prefill
@@ -159,7 +159,7 @@ class Router:
         if self._pairing is None or self._prefixes is None:
             return None
         first = [each for each in prefills if each not in failed]
-        second = [each for each in decodes if each not in failed]
+        second = [each for each in decodes if each not in failed and each.home is not Role.PREFILL]
         by_url = {each.url: each for each in (*first, *second)}
 
         def may_pair(prefill: str, decode: str) -> bool:

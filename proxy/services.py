@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pdserve.http.bodies import Bodies
     from pdserve.proxy.admission import AdmissionQueue
     from pdserve.proxy.backends import Backends
+    from pdserve.proxy.brain.homes import HomeRoles
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
     from pdserve.proxy.breakers import Breakers
@@ -28,7 +29,7 @@ class Services:
 
     Attributes:
         prefixes: None unless a policy looks at them.
-        pairing: None unless pairs are chosen by what was learned.
+        pairing, homes: None unless pairs are chosen by what was learned.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
     """
 
@@ -40,6 +41,7 @@ class Services:
     router: Router
     prefixes: Prefixes | None
     pairing: Pairing | None
+    homes: HomeRoles | None
     admission: AdmissionQueue
     gate: Gate
     bodies: Bodies

@@ -10,6 +10,8 @@ import itertools
 import zlib
 from typing import TYPE_CHECKING, Final
 
+from pdserve.config.schema import Role
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -60,5 +62,6 @@ class Candidates:
             and each not in failed
             and (layout is None or each.layout in (None, layout))
         ]
-        is_enough = any(b.prefills() for b in found) and any(b.decodes() for b in found)
-        return found if is_enough else None
+        homes = {each.home for each in found}
+        has_prefill, has_decode = homes - {Role.DECODE}, homes - {Role.PREFILL}
+        return found if has_prefill and has_decode else None

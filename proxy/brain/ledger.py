@@ -47,6 +47,7 @@ class LedgerEntry:
             work.num_prompts += 1
             work.prompt_tokens += self._own.tokens
             work.prompt_pairs += self._own.pairs
+            ledger.asked = ledger.asked.plus(self._own)
 
     @property
     def _done(self) -> PromptWork:
@@ -95,7 +96,8 @@ class WorkLedger:
         on_change: Called when an engine has less of it.
 
     Attributes:
-        done: Prompts that engines have computed, of all time, by URL.
+        asked: Prompts that engines were sent, of all time.
+        done: Those that they have computed, by URL.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class WorkLedger:
     ) -> None:
         self.now_s = now_s
         self.on_change = on_change
+        self.asked = PromptWork()
         self.done: dict[str, PromptWork] = {}
         self._work: dict[str, EngineWork] = {}
 

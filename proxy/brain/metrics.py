@@ -141,10 +141,31 @@ class RouteMetrics:
             ["term"],
             registry=registry,
         )
+        self.home_moves = Counter(
+            "pdserve_home_moves",
+            "Engines for both that the load had change their home role, by what it became.",
+            ["to"],
+            registry=registry,
+        )
+        self._homes = Gauge(
+            "pdserve_engine_home",
+            "1 for an engine and what it is for first: its role, or the half of it that the load "
+            "asks for most. Of many engines those that come first by URL.",
+            ["engine", "role"],
+            registry=registry,
+        )
+        for role in ("prefill", "decode"):
+            self.home_moves.labels(role)
         for name in TIMES:
             self._prediction_error.labels(name)
         for name in FITS:
             self.model_error.labels(name)
+
+    def set_homes(self, homes: Mapping[str, str]) -> None:
+        """Show what engines are for first, by URL."""
+        self._homes.clear()
+        for url in heapq.nsmallest(_MAX_ENGINES, homes):
+            self._homes.labels(url, homes[url]).set(1)
 
     def compare(self, decision: PairDecision, measured: ServedTimes) -> None:
         """Count how far a decision was off."""

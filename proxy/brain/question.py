@@ -103,6 +103,8 @@ class PairCost(msgspec.Struct, frozen=True, kw_only=True):
             if value or name == "prefill"
         )
         times = f"itl {self.itl_s * 1e3:.1f} wire {self.wire_s * 1e3:.1f}"
+        if self.terms["bias"]:
+            times += ", away from home"
         off = "" if within is None else f"±{within:.2f}"
         return f"{self.way} at {self.total:.2f}{off}: ttft {total / 10:.1f} = {parts}, {times}"
 

@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from pdserve.proxy.brain.question import PairDecision
+from pdserve.proxy.brain.roles import HomesShown
 
 NUM_KEPT: Final = 1024
 
@@ -56,12 +57,14 @@ class DecisionsShown(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         decisions: The newest first.
+        homes: Of engines, as they are now.
     """
 
     is_known: bool
     mean_output_tokens: float
     model: dict[str, FitShown]
     decisions: list[DecisionRecord]
+    homes: HomesShown = HomesShown()
 
 
 class DecisionLog:

@@ -390,7 +390,7 @@ function drawWork(engines) {
     const [name, bars, text] = list.children[i].children;
     say(name, where(engine.url));
     [engine.backlog_ms, engine.itl_ms].forEach((value, row) => { bars.children[row].style.width = `${(100 * value) / tops[row]}%`; });
-    say(text, `${ms(engine.backlog_ms / 1e3)} of prompts · ${engine.num_streams} streams, ${ms(engine.itl_ms / 1e3)} each`);
+    say(text, `${{ prefill: "prompts first · ", decode: "tokens first · " }[engine.home] ?? ""}${ms(engine.backlog_ms / 1e3)} of prompts · ${engine.num_streams} streams, ${ms(engine.itl_ms / 1e3)} each`);
   });
   while (list.children.length > engines.length) list.lastChild.remove();
   const lag = (of) => Math.max(0, ...of.map((engine) => engine.lag_ms ?? 0));

@@ -34,12 +34,14 @@ class WorkShown(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine has to do for this proxy, in the time that it will take.
 
     Attributes:
+        home: Of one that does both, what it is for first, if that is said; else empty.
         backlog_ms: Until its prompts are computed.
         itl_ms: Between two tokens of each stream; 0 without streams.
         lag_ms: Since its KV events were heard; None if it does not tell of its KV.
     """
 
     url: str
+    home: str
     backlog_ms: float
     itl_ms: float
     num_prompts: int
@@ -89,6 +91,7 @@ def _work(pairing: Pairing, engine: Backend, lag_s: float | None) -> WorkShown:
     itl_s = times.step_s(work.num_streams, work.kv_tokens) if work.num_streams else 0.0
     return WorkShown(
         url=engine.url,
+        home=engine.home_role.value if engine.home_role is not None else "",
         backlog_ms=round(pairing.backlog_s(engine) * 1e3, 1),
         itl_ms=round(itl_s * 1e3, 2),
         num_prompts=work.num_prompts,
