@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdserve.scheduler.drafts import RARELY, TRIAL_INTERVAL, DraftWish, RowBudget
+from pdserve.scheduler.drafts import RARELY, DraftWish, RowBudget
 from pdserve.scheduler.plan import Candidate, Room, plan_admission, plan_running
 from pdserve.scheduler.states import State
 
@@ -129,13 +129,16 @@ class Batcher:
             num_requests=len(filling.num_tokens),
         )
         num_left = max_rows
-        trial = int(self._state.steps.num_built % TRIAL_INTERVAL == 0)
+        num_built = self._state.steps.num_built
         for request, share in zip(able, shares, strict=True):
+            trial = int(num_built % request.drafts.trial_interval == 0)
             wanted = min(share or trial, num_left)
             num = self._room_for_drafts(request, wanted, filling) if wanted else 0
             if num:
                 filling.num_draft_rows[request.request_id] = num
                 num_left -= num
+                if not share:
+                    request.drafts.begin_trial()
         return max_rows - num_left
 
     def _max_draft_rows(self, request: Request) -> int:

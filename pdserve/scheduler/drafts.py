@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 
 _MEMORY: Final = 0.9
 """What of a record is left after a draft: the last ten count."""
+_LONG_MEMORY: Final = 0.97
+"""The same for all requests of an engine together: the last thirty count."""
+_HOPE: Final = 0.75
+"""Acceptance that drafts are taken to have until some were verified."""
 _FOUND_WEIGHT: Final = 0.125
 _LEVELS: Final = 32
 """Acceptances that are told apart."""
 TRIAL_INTERVAL: Final = 32
-"""From one step to the next in which requests that get no rows otherwise are given one."""
+"""From one step to the next in which a request that gets no rows otherwise is given one."""
+_MAX_TRIAL_INTERVAL: Final = 1024
 RARELY: Final = 0.1
 """Share of its steps in which there was a draft for a request that rarely has one."""
 _MAX_TABLE: Final = 1 << 14
@@ -36,33 +41,88 @@ DEFAULT_COSTS: Final = ((1, 1.0), (4, 1.05), (16, 1.14), (32, 1.39), (64, 2.0))
 class DraftRecord:
     """How a request's drafts have done. Lasts as long as the request.
 
+    Args:
+        acceptance: What is expected of them before any was verified.
+        memory: What is left of earlier drafts after each one.
+        is_predicted: They are made of what its client predicts.
+
     Attributes:
+        is_predicted: As given.
         found: Running share of the steps with rows for which there was a draft.
         num_drafted, num_accepted: Draft tokens verified in all; of these, right.
+        trial_interval: Steps from one trial to the next, in which it is given a row although that
+            does not pay. It doubles with each trial that fails, and begins anew with a draft that
+            was right.
     """
 
-    __slots__ = ("_right", "_tried", "found", "num_accepted", "num_drafted")
+    __slots__ = (
+        "_is_on_trial",
+        "_memory",
+        "_right",
+        "_tried",
+        "found",
+        "is_predicted",
+        "num_accepted",
+        "num_drafted",
+        "trial_interval",
+    )
 
-    def __init__(self) -> None:
+    def __init__(
+        self, acceptance: float = _HOPE, memory: float = _MEMORY, *, is_predicted: bool = False
+    ) -> None:
+        self.is_predicted = is_predicted
         self.found = 1.0
         self.num_drafted = self.num_accepted = 0
-        self._right, self._tried = 1.5, 2.0
+        self.trial_interval = TRIAL_INTERVAL
+        self._is_on_trial = False
+        self._memory = memory
+        self._right, self._tried = 2.0 * acceptance, 2.0
 
     @property
     def acceptance(self) -> float:
         """How often the next token of a draft is right if those before it are, by the last few."""
         return self._right / self._tried
 
+    def begin_trial(self) -> None:
+        """Note that the next step is one."""
+        self._is_on_trial = True
+
     def note(self, num_drafted: int, num_accepted: int) -> None:
         """Note a step in which it had rows; without a draft, that says nothing of others."""
+        was_on_trial, self._is_on_trial = self._is_on_trial, False
         if not num_drafted:
             self.found -= self.found * _FOUND_WEIGHT
             return
         self.found += (1.0 - self.found) * _FOUND_WEIGHT
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        self._right = self._right * _MEMORY + num_accepted
-        self._tried = self._tried * _MEMORY + num_accepted + (num_accepted < num_drafted)
+        self._right = self._right * self._memory + num_accepted
+        self._tried = self._tried * self._memory + num_accepted + (num_accepted < num_drafted)
+        if num_accepted:
+            self.trial_interval = TRIAL_INTERVAL
+        elif was_on_trial:
+            self.trial_interval = min(2 * self.trial_interval, _MAX_TRIAL_INTERVAL)
+
+
+class DraftHistory:
+    """How the drafts of an engine's requests have done lately: what a request begins with.
+
+    What clients predict says nothing of the drafts of others.
+    """
+
+    def __init__(self) -> None:
+        self._record = DraftRecord(memory=_LONG_MEMORY)
+
+    def begin(self, *, has_prediction: bool) -> DraftRecord:
+        """Return the record of a request."""
+        expected = _HOPE if has_prediction else self._record.acceptance
+        return DraftRecord(expected, is_predicted=has_prediction)
+
+    def note(self, record: DraftRecord, num_drafted: int, num_accepted: int) -> None:
+        """Note a step in which the request of `record` had rows."""
+        record.note(num_drafted, num_accepted)
+        if num_drafted and not record.is_predicted:
+            self._record.note(num_drafted, num_accepted)
 
 
 class DraftWish(NamedTuple):

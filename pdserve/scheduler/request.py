@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import KVSource
 from pdserve.errors import InternalError
-from pdserve.scheduler.drafts import DraftRecord
 from pdserve.scheduler.states import LEGAL_MOVES, OVER, State
 from pdserve.scheduler.timeline import Timeline
 from pdserve.wire.request import FinishReason
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import Hold, HoldKey
     from pdserve.kvcache.lease import Holding
     from pdserve.kvcache.manager import HashChain, SharedPrompt
+    from pdserve.scheduler.drafts import DraftRecord
     from pdserve.scheduler.states import Wait
     from pdserve.wire.ids import BlockHash
     from pdserve.wire.outputs import TokenLogprobs
@@ -49,8 +49,7 @@ class Request:
         finish_reason: How it has ended.
         waits_for: While it is CLOSING.
         num_overtaken: Requests with KV that started in its place, while its own was planned.
-        num_budgeted: Prompt tokens that the recompute budget was charged for it, until it
-            starts; None if it is none of that budget's requests.
+        num_budgeted: Prompt tokens charged to the recompute budget until it starts; None: none are.
         kv_mode: How its KV came from another engine, if it did.
         source_id: What that engine called it; empty if its KV came from none.
         prompt_logprobs: From the second prompt token on; they leave with the first output token.
@@ -103,6 +102,7 @@ class Request:
         chain: HashChain,
         shared: SharedPrompt,
         *,
+        drafts: DraftRecord,
         rank: tuple[int, int],
         now_s: float,
     ) -> None:
@@ -135,7 +135,7 @@ class Request:
         self.first_logprobs: list[TokenLogprobs] | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.num_cached_tokens = self.num_external_tokens = self.num_preemptions = 0
-        self.drafts = DraftRecord()
+        self.drafts = drafts
         self.load_failures: list[str] = []
         self.times = Timeline(queued_s=now_s)
         self._story: list[tuple[float, str]] = []

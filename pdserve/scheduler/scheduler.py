@@ -114,6 +114,7 @@ class Scheduler:
             wire,
             self.kv.chain(wire.cache_salt, shared),
             shared,
+            drafts=self.state.drafts.begin(has_prediction=bool(wire.prediction_token_ids)),
             rank=(wire.priority if self._is_by_priority else 0, self._num_arrivals),
             now_s=now_s,
         )
@@ -219,8 +220,7 @@ class Scheduler:
         now_s = self._clock.monotonic_s()
         step = self.state.steps.retire(result.step_id, now_s)
         num_tokens = step.num_prefill_tokens + step.num_decode_tokens
-        if result.num_drafted:
-            num_tokens += sum(result.num_drafted.values())
+        num_tokens += sum(result.num_drafted.values())
         self._counters.step(num_tokens, result.forward_s)
         self.telemetry.step(step, result.forward_s, now_s)
         if result.experts is not None:
@@ -368,7 +368,7 @@ class Scheduler:
                 continue
             num_drafted = result.num_drafted.get(request_id, 0)
             num_accepted = num_sampled[request_id] - 1
-            request.drafts.note(num_drafted, num_accepted)
+            self.state.drafts.note(request.drafts, num_drafted, num_accepted)
             if num_drafted:
                 self._counters.draft(num_drafted, num_accepted)
 

@@ -18,6 +18,7 @@ from pdserve.kvcache.lease import BlockUser
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
 from pdserve.observe.trace import Recorder
 from pdserve.scheduler.counts import Counters
+from pdserve.scheduler.drafts import DraftHistory
 from pdserve.scheduler.ladder import Ladder
 from pdserve.scheduler.outputs import OutputBuffer
 from pdserve.scheduler.queue import WaitingQueue
@@ -70,6 +71,7 @@ class SchedulerState:
         kv: The blocks, and the prefix cache.
         ladder: Decides about requests whose KV did not come, within the recompute budget.
         steps: Those in flight, and what the workers know.
+        drafts: How those of its requests have done lately.
         outputs: For clients, until they are fetched.
         recorder: What traces are made from.
         requests: All of them, by id.
@@ -104,6 +106,7 @@ class SchedulerState:
         )
         self.counters = Counters(max_drafted=dimensions.max_drafted)
         self.steps = StepQueue(is_pipelined=dimensions.num_stages > 1)
+        self.drafts = DraftHistory()
         self.outputs = OutputBuffer()
         self.recorder = Recorder()
         self.requests: dict[RequestId, Request] = {}

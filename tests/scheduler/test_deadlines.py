@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.kvcache.manager import SharedPrompt
+from pdserve.scheduler.drafts import DraftRecord
 from pdserve.scheduler.queue import Deadlines
 from pdserve.scheduler.request import Request
 from pdserve.wire.ids import RequestId
@@ -85,7 +86,7 @@ def test_entries_of_requests_that_are_over_are_swept() -> None:
     for order in range(5000):
         wire = make_request("same", PROMPT, deadline_s=1e9)
         request = requests[wire.request_id] = Request(
-            wire, chain, SharedPrompt(), rank=(0, order), now_s=0.0
+            wire, chain, SharedPrompt(), drafts=DraftRecord(), rank=(0, order), now_s=0.0
         )
         deadlines.add(request)
     assert len(deadlines) <= 1025

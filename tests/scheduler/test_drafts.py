@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.executor.toy import expected_output
-from pdserve.scheduler.drafts import TRIAL_INTERVAL, DraftRecord, DraftWish, RowBudget
+from pdserve.scheduler.drafts import (
+    TRIAL_INTERVAL,
+    DraftHistory,
+    DraftRecord,
+    DraftWish,
+    RowBudget,
+)
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason
 from tests.scheduler.scripted import Engine, make_request
@@ -241,13 +247,25 @@ class TestDraftRecord:
         for step in range(1, 401):
             wish = DraftWish(record.acceptance, record.found, 7)
             (share,) = budget.share([wish], num_rows=1, num_requests=1)
-            num = share or int(step % TRIAL_INTERVAL == 0)
+            num = share
+            if not share and step % record.trial_interval == 0:
+                record.begin_trial()
+                num = 1
             rows.append(num)
             if num:
                 record.note(num, 0)
         assert rows[0] == 7
-        assert sum(rows[40:]) <= 360 // 32 + 1
-        assert max(rows[40:]) == 1
+        assert [step for step, num in enumerate(rows[24:], 25) if num] == [32, 64, 128, 256]
+        assert max(rows[24:]) == 1
+
+    def test_a_draft_that_was_right_is_soon_followed_by_the_next_trial(self) -> None:
+        record = DraftRecord()
+        for _ in range(20):
+            record.begin_trial()
+            record.note(1, 0)
+        assert record.trial_interval == 1024
+        record.note(1, 1)
+        assert record.trial_interval == TRIAL_INTERVAL
 
     def test_a_request_whose_drafts_are_right_again_gets_its_rows_back(self) -> None:
         record = DraftRecord()
@@ -265,3 +283,27 @@ class TestDraftRecord:
             record.note(0, 0)
         assert record.acceptance == before
         assert record.found < 0.1
+
+
+class TestDraftHistory:
+    def test_a_request_of_an_engine_whose_drafts_fail_begins_without_rows(self) -> None:
+        history, budget = DraftHistory(), RowBudget(COSTS)
+        begun = []
+        for _ in range(20):
+            record = history.begin(has_prediction=False)
+            wish = DraftWish(record.acceptance, record.found, 7)
+            begun += budget.share([wish], num_rows=1, num_requests=1)
+            for _ in range(3):
+                history.note(record, 1, 0)
+        assert begun[0] == 7
+        assert begun[-1] == 0
+
+    def test_what_a_client_predicts_and_what_is_guessed_say_nothing_of_one_another(self) -> None:
+        history = DraftHistory()
+        for _ in range(100):
+            history.note(history.begin(has_prediction=True), 7, 0)
+        assert history.begin(has_prediction=False).acceptance == DraftRecord().acceptance
+        for _ in range(100):
+            history.note(history.begin(has_prediction=False), 7, 0)
+        assert history.begin(has_prediction=False).acceptance < 0.1
+        assert history.begin(has_prediction=True).acceptance == DraftRecord().acceptance

@@ -14,6 +14,7 @@ from pdserve.executor.toy import expected_output
 from pdserve.kvcache.manager import SharedPrompt
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.queue import WaitingQueue
+from pdserve.scheduler.drafts import DraftRecord
 from pdserve.scheduler.request import Request
 from pdserve.scheduler.states import State
 from pdserve.wire.ids import RequestId
@@ -367,7 +368,14 @@ def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue
     chain = Pair().decode.scheduler.kv.chain("")
     queue = WaitingQueue()
     first, second = (
-        Request(make_request(f"r{order}", 8), chain, SharedPrompt(), rank=(0, order), now_s=0.0)
+        Request(
+            make_request(f"r{order}", 8),
+            chain,
+            SharedPrompt(),
+            drafts=DraftRecord(),
+            rank=(0, order),
+            now_s=0.0,
+        )
         for order in range(2)
     )
     queue.push(first)
@@ -384,7 +392,9 @@ def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue
 def test_an_illegal_move_is_refused_with_the_story() -> None:
     pair = Pair()
     chain = pair.decode.scheduler.kv.chain("")
-    request = Request(make_request("r", 8), chain, SharedPrompt(), rank=(0, 0), now_s=0.0)
+    request = Request(
+        make_request("r", 8), chain, SharedPrompt(), drafts=DraftRecord(), rank=(0, 0), now_s=0.0
+    )
     with pytest.raises(InternalError, match=r"waiting -> leased(.|\n)*queued prompt=20"):
         request.move(State.LEASED, 1.0, "by mistake")
     assert request.state is State.WAITING
