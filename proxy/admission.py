@@ -57,7 +57,7 @@ class AdmissionQueue:
         try:
             yield place
         finally:
-            self._places.release(claim, place.cost)
+            self._places.take_back(claim, place.cost)
 
     def require_room(self, tenant: str = "") -> None:
         """Check that one more request of a tenant may run or wait.
@@ -124,7 +124,7 @@ class AdmissionQueue:
     def _give_up(self, claim: Claim) -> None:
         """Leave the queue; pass on a place that was granted in the same moment."""
         if claim.is_running:
-            self._places.release(claim, 0.0)
+            self._places.take_back(claim, 0.0)
         elif claim.is_waiting:
             self._places.withdraw(claim)
 

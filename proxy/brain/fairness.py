@@ -119,7 +119,7 @@ class FairPlaces:
         self._leave(claim)
         self.look()
 
-    def release(self, claim: Claim, cost: float | None = None) -> None:
+    def take_back(self, claim: Claim, cost: float | None = None) -> None:
         """Take a place back.
 
         Args:

@@ -45,7 +45,7 @@ class Service:
         self.served.append(claim.tenant)
 
     def end(self, cost: float | None = None) -> None:
-        self.places.release(self.running.pop(0), cost)
+        self.places.take_back(self.running.pop(0), cost)
 
 
 @given(
