@@ -14,14 +14,9 @@ from pdserve.http.protocol import ChatRequest
 from pdserve.http.tools import named_tool, strict_tools, tools_by_name
 from pdserve.server.account import serving
 from pdserve.server.form import AnswerForm, stream_answer
-from pdserve.server.intake import (
-    created_s,
-    cut_prompts,
-    encode_prompts,
-    make_job,
-    read_request,
-)
+from pdserve.server.intake import created_s, cut_prompts, encode_prompts, read_request
 from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
+from pdserve.server.plan import make_job
 from pdserve.server.reply import finish_name, send_json
 from pdserve.server.sampling import AnswerReading, Asked
 from pdserve.server.service import SERVICE

@@ -16,7 +16,8 @@ from pdserve.errors import BadRequestError, InternalError
 from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from pdserve.http.protocol import CompletionRequest, prompts_of
 from pdserve.server.account import serving
-from pdserve.server.intake import cut_prompts, encode_prompts, make_job, read_request
+from pdserve.server.intake import cut_prompts, encode_prompts, read_request
+from pdserve.server.plan import make_job
 from pdserve.server.reply import send_json
 from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE

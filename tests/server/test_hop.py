@@ -15,7 +15,7 @@ from pdserve.http.protocol import CompletionRequest
 from pdserve.observe.clock import ManualClock
 from pdserve.server.app import build_app
 from pdserve.server.hop import PrefillHop
-from pdserve.server.intake import choices_of
+from pdserve.server.plan import choices_of
 from pdserve.server.service import SERVICE
 from pdserve.server.text_request import TextRequest
 from pdserve.text.chat import ChatTemplate
