@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.text.answer.following import CallTelling
 from pdserve.text.answer.formats import first_of
+from pdserve.text.answer.open_call import OpenCall, overlap
 from pdserve.text.answer.pieces import (
     Content,
     MalformedCallError,
@@ -26,11 +27,10 @@ from pdserve.text.answer.pieces import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from pdserve.text.answer.following import CallFollower
     from pdserve.text.answer.formats import CallFormat, ReasoningFormat
-    from pdserve.text.answer.pieces import ToolCall, ToolUse
+    from pdserve.text.answer.pieces import CallPiece, ToolCall, ToolUse
 
 _MAX_BEGINNING_CHARS = 128
 """By then it is clear whether a text without an opening marker may be a call."""
@@ -111,13 +111,8 @@ class AnswerMachine:
         self._noise = ""
         self._held = ""
         self._may_begin = calls is not None and calls.may_begin is not None
-        self._opening = ""
-        self._body: list[str] = []
-        self._num_searched = 0
-        self._tail = ""
-        self._follower: CallFollower | None = None
+        self._call: OpenCall | None = None
         self._telling = CallTelling(is_parallel=use.is_parallel)
-        self._unfollowed = ""
         self._has_calls = False
         self._watches: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._pieces: list[Piece] = []
@@ -167,7 +162,8 @@ class AnswerMachine:
         """
         match self._state:
             case _State.CALL:
-                self._finish_call(is_cut=is_cut)
+                assert self._call is not None
+                self._finish_call(self._call, is_cut=is_cut)
             case _State.SECTION if not is_cut:
                 self._leave_section()
             case _:
@@ -215,8 +211,8 @@ class AnswerMachine:
     def _read(self, text: str) -> None:
         """Take text, and what is behind each marker in it."""
         while text:
-            if self._state is _State.CALL:
-                text = self._read_call(text)
+            if self._call is not None:
+                text = self._read_call(self._call, text)
                 continue
             text = self._held + text
             self._held = ""
@@ -231,7 +227,7 @@ class AnswerMachine:
             _, written = self._watched()
             found = first_of(text, written) if written else None
             if found is None:
-                keep = max((_overlap(text, marker) for marker in written), default=0)
+                keep = overlap(text, written)
                 self._pass(text[: len(text) - keep])
                 self._held = text[len(text) - keep :]
                 return
@@ -259,13 +255,11 @@ class AnswerMachine:
 
     def _meet(self, marker: str) -> None:
         """Do what a watched marker asks for."""
-        if self._state is _State.CALL:
-            body = "".join(self._body)
-            self._follow(body, len(body))
-            if not self._close(body, marker):
-                self._body = [body, marker]
-                self._unfollowed = marker
-                self._num_searched = len(body) + len(marker)
+        if self._call is not None:
+            body = self._call.text
+            self._tell(self._call.follow(len(body)))
+            if not self._close(self._call, body, marker):
+                self._call.take(marker)
             return
         self._pass(self._held)
         self._held = ""
@@ -298,60 +292,32 @@ class AnswerMachine:
             self._pass(noise)
 
     def _open(self, marker: str) -> None:
-        self._state, self._opening = _State.CALL, marker
-        self._body, self._num_searched, self._tail = [], 0, ""
         assert self._calls is not None
-        self._follower = self._calls.follow(marker, self._use.tools)
-        self._unfollowed = ""
+        self._state = _State.CALL
+        self._call = OpenCall(self._calls, marker, self._use.tools)
 
-    def _read_call(self, text: str) -> str:
+    def _read_call(self, call: OpenCall, text: str) -> str:
         """Take text of an open call; return what is behind its end."""
-        self._body.append(text)
-        self._unfollowed += text
         _, written = self._watched()
-        window = self._tail + text
-        self._tail = window[-max(map(len, written), default=1) :]
-        if not self._opening and len(self._body) <= _MAX_BEGINNING_CHARS:
-            body = "".join(self._body)
+        call.add(text, written)
+        if not call.opening and call.num_parts <= _MAX_BEGINNING_CHARS:
+            body = call.text
             if not self._may_still_be_call(body):
-                self._state, self._may_begin, self._body = _State.CONTENT, False, []
+                self._end_call()
+                self._may_begin = False
                 return body
-        if first_of(window, written) is None:
-            self._follow_certain(written)
-            return ""
-        body = "".join(self._body)
-        self._body = [body]
-        while (found := first_of(body, written, self._num_searched)) is not None:
+        while (found := call.next_closing(written)) is not None:
             at, marker = found
-            self._num_searched = at + len(marker)
-            self._follow(body, at)
-            if self._close(body[:at], marker):
+            self._tell(call.follow(at))
+            body = call.text
+            if self._close(call, body[:at], marker):
                 return body[at + len(marker) :]
-        self._follow_certain(written)
+        self._tell(call.follow(call.num_certain(written)))
         return ""
 
-    def _follow(self, body: str, end: int) -> None:
-        """Have the call followed as far as a place in its text."""
-        start = len(body) - len(self._unfollowed)
-        if end > start:
-            self._tell(self._unfollowed[: end - start])
-            self._unfollowed = self._unfollowed[end - start :]
-
-    def _follow_certain(self, written: tuple[str, ...]) -> None:
-        """Have the call followed as far as its text does not end in what may be a closing."""
-        assert self._calls is not None
-        text = self._unfollowed
-        for closing in self._calls.closings:  # that was none may yet be one, at the end of all
-            text = text.rstrip().removesuffix(closing) if text.rstrip().endswith(closing) else text
-        keep = max((_overlap(text, marker) for marker in written), default=0)
-        keep += len(self._unfollowed) - len(text)
-        self._tell(self._unfollowed[: len(self._unfollowed) - keep])
-        self._unfollowed = self._unfollowed[len(self._unfollowed) - keep :]
-
-    def _tell(self, text: str) -> None:
+    def _tell(self, pieces: Sequence[CallPiece]) -> None:
         """Give out what more text of the call makes certain of it."""
-        assert self._follower is not None
-        self._pieces += self._telling.tell(self._follower.push(text))
+        self._pieces += self._telling.tell(pieces)
 
     def _may_still_be_call(self, text: str) -> bool:
         """Whether what has no opening may be a call."""
@@ -359,45 +325,44 @@ class AnswerMachine:
         assert self._calls.may_begin is not None
         return self._calls.may_begin(text.lstrip()[:_MAX_BEGINNING_CHARS])
 
-    def _close(self, body: str, marker: str) -> bool:
+    def _close(self, call: OpenCall, body: str, marker: str) -> bool:
         """End a call at a closing marker; tell whether it was the end."""
         assert self._calls is not None
         try:
-            calls = self._calls.parse(self._opening, body, self._use.tools, is_last=False)
-            self._give(calls)
+            self._give(self._calls.parse(call.opening, body, self._use.tools, is_last=False))
         except UnfinishedCallError:
             return False
         except MalformedCallError:
             ends_only = marker not in self._calls.openings
             self._end_call()
-            self._give_up(self._opening + body + (marker if ends_only else ""))
+            self._give_up(call.opening + body + (marker if ends_only else ""))
         else:
             self._end_call()
         if marker in self._calls.openings:
             self._open(marker)
         return True
 
-    def _finish_call(self, *, is_cut: bool) -> None:
+    def _finish_call(self, call: OpenCall, *, is_cut: bool) -> None:
         """End a call at the end of the text."""
         assert self._calls is not None
-        body = text = "".join(self._body)
+        body = text = call.text
         is_closed = False
         for closing in self._calls.closings:
             if body.rstrip().endswith(closing):
                 body, is_closed = body.rstrip().removesuffix(closing), True
-        self._follow(text, len(body))
+        self._tell(call.follow(len(body)))
         try:
             if is_cut and self._calls.has_closings:
                 raise UnfinishedCallError
-            calls = self._calls.parse(self._opening, body, self._use.tools, is_last=is_closed)
-            self._give(calls)
+            self._give(self._calls.parse(call.opening, body, self._use.tools, is_last=is_closed))
         except (UnfinishedCallError, MalformedCallError):
-            self._state = _State.CONTENT
-            self._give_up("" if is_cut and self._opening else self._opening + text)
+            self._section_end = ""
+            self._end_call()
+            self._give_up("" if is_cut and call.opening else call.opening + text)
 
     def _end_call(self) -> None:
         self._state = _State.SECTION if self._section_end else _State.CONTENT
-        self._body = []
+        self._call = None
 
     def _give(self, calls: list[ToolCall]) -> None:
         """Give out what is left of calls.
@@ -412,11 +377,3 @@ class AnswerMachine:
         """Show what is no call after all."""
         self._pieces += self._telling.drop()
         self._pass(text)
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `marker`, but not all of it."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

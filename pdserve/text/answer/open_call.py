@@ -1,0 +1,110 @@
+"""The text of a tool call that has begun: which of it was searched for its end, which was followed.
+
+Each character is searched and followed once, however the text is cut. Does not know what ends a
+call: it says where a closing marker stands, and is asked again if that was none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.text.answer.formats import first_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.text.answer.formats import CallFormat
+    from pdserve.text.answer.pieces import CallPiece, Tools
+
+
+class OpenCall:
+    """See the module.
+
+    Args:
+        calls: How the model writes calls.
+        opening: The marker that opened it; empty where the format needs none.
+        tools: Those that were offered.
+
+    Attributes:
+        opening: As given.
+        num_parts: How many pieces of text it has come in.
+    """
+
+    def __init__(self, calls: CallFormat, opening: str, tools: Tools) -> None:
+        self.opening = opening
+        self._closings = calls.closings
+        self._follower = calls.follow(opening, tools)
+        self._parts: list[str] = []
+        self.num_parts = 0
+        self._num_followed = 0
+        self._unfollowed = ""
+        self._num_searched = 0
+        self._tail = ""
+        self._may_close = False
+
+    @property
+    def text(self) -> str:
+        """All of it, behind the opening."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def add(self, text: str, written: Sequence[str]) -> None:
+        """Add text.
+
+        Args:
+            written: The closing markers that are found in the text.
+        """
+        self._append(text)
+        window = self._tail + text
+        self._tail = window[-max(map(len, written), default=1) :]
+        self._may_close = first_of(window, written) is not None
+
+    def take(self, marker: str) -> None:
+        """Add a marker that has ended nothing, with all text before it."""
+        self._append(marker)
+        self._num_searched = len(self.text)
+
+    def _append(self, text: str) -> None:
+        self._parts.append(text)
+        self.num_parts += 1
+        self._unfollowed += text
+
+    def next_closing(self, written: Sequence[str]) -> tuple[int, str] | None:
+        """Return where the next closing marker stands in the text, and which one it is."""
+        if not self._may_close:
+            return None
+        found = first_of(self.text, written, self._num_searched)
+        if found is None:
+            self._may_close = False
+        else:
+            self._num_searched = found[0] + len(found[1])
+        return found
+
+    def num_certain(self, written: Sequence[str]) -> int:
+        """Return up to where the text does not end in what may be a closing."""
+        text = self._unfollowed
+        for closing in self._closings:  # that was none may yet be one, at the end of all
+            text = text.rstrip().removesuffix(closing) if text.rstrip().endswith(closing) else text
+        return self._num_followed + len(text) - overlap(text, written)
+
+    def follow(self, end: int) -> Sequence[CallPiece]:
+        """Follow the text up to a place in it; return what became certain by that."""
+        start = self._num_followed
+        if end <= start:
+            return ()
+        text, self._unfollowed = self._unfollowed[: end - start], self._unfollowed[end - start :]
+        self._num_followed = end
+        return self._follower.push(text)
+
+
+def overlap(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is a beginning of a marker, but not all of it."""
+    return max((_overlap(text, marker) for marker in markers), default=0)
+
+
+def _overlap(text: str, marker: str) -> int:
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
