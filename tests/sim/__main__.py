@@ -22,6 +22,7 @@ from tests.sim.scenario import (
     with_moves,
     with_restarts,
     with_store,
+    with_tools,
 )
 from tests.sim.world import Broken, Result, World
 
@@ -123,6 +124,7 @@ def main() -> int:
     parser.add_argument("--store", action="store_true", help="with a store behind all engines")
     parser.add_argument("--drafts", action="store_true", help="with engines that draft")
     parser.add_argument("--grammars", action="store_true", help="with outputs that are bound")
+    parser.add_argument("--tools", action="store_true", help="with chats that offer a tool")
     parser.add_argument("--brain", action="store_true", help="with pairs chosen by predictions")
     parser.add_argument("--restarts", action="store_true", help="with engines that are drained")
     parser.add_argument("--moves", action="store_true", help="with streams that are moved")
@@ -133,7 +135,8 @@ def main() -> int:
     if args.cover:
         return cover([each for each in sys.argv[1:] if each != "--cover"])
     changes = [with_store] * args.store + [with_drafts] * args.drafts
-    changes += [with_grammars] * args.grammars + [with_brain] * args.brain
+    changes += [with_grammars] * args.grammars + [with_tools] * args.tools
+    changes += [with_brain] * args.brain
     changes += [with_restarts] * args.restarts + [with_moves] * args.moves
 
     def change(scenario: Scenario) -> Scenario:

@@ -20,6 +20,7 @@ class LifeSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         leaves_after_s: The client hangs up so long after it asked; None if it stays.
         is_bound: Its output has a grammar.
+        has_tool: It is a chat that offers a tool.
     """
 
     number: int
@@ -31,6 +32,7 @@ class LifeSpec(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     leaves_after_s: float | None
     is_bound: bool = False
+    has_tool: bool = False
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,6 +253,16 @@ def with_grammars(scenario: Scenario) -> Scenario:
         msgspec.structs.replace(life, is_bound=True, ignore_eos=False)
         if rng.random() < 0.5
         else life
+        for life in scenario.lives
+    ]
+    return msgspec.structs.replace(scenario, lives=lives)
+
+
+def with_tools(scenario: Scenario) -> Scenario:
+    """The same with clients of whom some chat, and offer a tool."""
+    rng = random.Random(scenario.seed)
+    lives = [
+        msgspec.structs.replace(life, has_tool=not life.is_bound and rng.random() < 0.6)
         for life in scenario.lives
     ]
     return msgspec.structs.replace(scenario, lives=lives)

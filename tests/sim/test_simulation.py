@@ -23,6 +23,7 @@ from tests.sim.scenario import (
     with_moves,
     with_restarts,
     with_store,
+    with_tools,
     without_trouble,
 )
 from tests.sim.seeds import FAILED_ONCE, FAILED_ONCE_WITH_STORE
@@ -102,6 +103,20 @@ def test_the_same_holds_where_outputs_are_bound_by_grammars_that_are_late() -> N
     assert summary.outcomes["ok"] > num_lives * 0.7
     assert summary.reached["decode died during decode"]
     assert summary.reached["sat out"] > num_lives / 4
+
+
+@pytest.mark.slow
+def test_the_same_holds_where_chats_call_tools_and_engines_draft() -> None:
+    num_lives = 200
+    summary = simulate(
+        num_lives,
+        seed=FIRST_SEED,
+        max_failing=1,
+        change=lambda scenario: with_tools(with_drafts(scenario)),
+    )
+    assert not summary.failing
+    assert summary.outcomes["ok"] > num_lives * 0.7
+    assert summary.reached["calls"] > num_lives / 10
 
 
 @pytest.mark.slow

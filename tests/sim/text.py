@@ -1,13 +1,25 @@
-"""The toy's text side: seven tokens, a letter each."""
+"""The toy's text side: seven tokens, a letter each, of which two are around calls of a tool."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from pdserve.executor.toy import TOY_EOS, TOY_VOCAB_SIZE
+from pdserve.text.answer.formats import CallFormat
+from pdserve.text.answer.pieces import (
+    CallArguments,
+    CallBegins,
+    CallPiece,
+    Content,
+    MalformedCallError,
+    ToolCall,
+    ToolUse,
+)
+from pdserve.text.answer.style import AnswerStyle
+from pdserve.text.chat import ChatTemplate
 from pdserve.text.generation import GenerationDefaults
 from pdserve.text.load import Text
 from pdserve.text.tokenizer import Tokenizer
@@ -17,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.http.protocol import SamplingFields
+    from pdserve.text.answer.pieces import Tools
 
 BOUND = Grammar(text="[aceg]*")
 """What the toy allows under any grammar."""
@@ -29,14 +42,68 @@ def text_of(output: Sequence[int], *, ignore_eos: bool) -> str:
     return "".join(_LETTERS[each] for each in output if each != TOY_EOS or ignore_eos)
 
 
+TOOL = "look"
+_BEGIN = '{"at":"'
+
+
+def _calls_in(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
+    if not body:
+        raise MalformedCallError
+    return [ToolCall(TOOL, _BEGIN + body + '"}')]
+
+
+class _Follower:
+    def __init__(self, opening: str, tools: Tools) -> None:
+        self._has_begun = False
+
+    def push(self, text: str) -> Sequence[CallPiece]:
+        told: list[CallPiece] = [CallArguments(text)] if text else []
+        if text and not self._has_begun:
+            self._has_begun = True
+            told = [CallBegins(TOOL), CallArguments(_BEGIN), *told]
+        return told
+
+
+CALLS = CallFormat(openings=("d",), closings=("f",), parse=_calls_in, follow=_Follower)
+
+
+def answer_of(text: str, *, is_cut: bool) -> tuple[str, list[str], int]:
+    """What a client of a chat with a tool sees of an output.
+
+    Args:
+        is_cut: Its limit has ended it.
+
+    Returns:
+        Content; the arguments of each call that was begun, as far as they come in a stream; and
+        how many of the calls, from the first on, are whole.
+    """
+    machine = TEXT.answers.machine("", ToolUse({TOOL: {}}))
+    assert machine is not None
+    content, calls, num_whole = "", [], 0
+    for piece in [*machine.push(text), *machine.finish(is_cut=is_cut)]:
+        match piece:
+            case Content(more):
+                content += more
+            case CallBegins():
+                calls.append("")
+            case CallArguments(more):
+                calls[-1] += more
+            case _:
+                num_whole = len(calls) if getattr(piece, "is_whole", False) else num_whole
+    return content, calls, num_whole
+
+
 def _make() -> Text:
     vocab = {letter: index for index, letter in enumerate(_LETTERS)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.ByteLevel()
     return Text(
         tokenizer=Tokenizer(backend, {}),
         defaults=GenerationDefaults(eos_token_ids=(TOY_EOS,)),
         vocab_size=TOY_VOCAB_SIZE,
+        chat_template=ChatTemplate("{{ messages[0].content }}", {}),
+        answers=AnswerStyle(calls=CALLS),
     )
 
 

@@ -36,7 +36,7 @@ from tests.sim import virtual_time
 from tests.sim.engine import SECRET, SimEngine
 from tests.sim.net import Host, Net, Response, chunks_of
 from tests.sim.scenario import Scenario, draw
-from tests.sim.text import BOUND, text_of
+from tests.sim.text import BOUND, TOOL, answer_of, text_of
 from tests.sim.wire import SimExchange
 from tests.toy_store import STORE, ToyStore, Trouble
 
@@ -343,9 +343,14 @@ class World:
         self.happened(life.number, outcome)
 
     async def _ask(self, life: LifeSpec) -> str:
+        prompt: dict[str, object] = {"prompt": life.prompt}
+        if life.has_tool:
+            content = text_of(life.prompt, ignore_eos=True)
+            tool = {"type": "function", "function": {"name": TOOL, "parameters": {}}}
+            prompt = {"messages": [{"role": "user", "content": content}], "tools": [tool]}
         body = {
             "model": "toy",
-            "prompt": life.prompt,
+            **prompt,
             "seed": life.seed,
             "max_tokens": life.max_tokens,
             "ignore_eos": life.ignore_eos,
@@ -357,7 +362,7 @@ class World:
         try:
             async with asyncio.timeout(life.leaves_after_s):
                 response: Response = await self.net.session().post(
-                    f"{PROXY}/v1/completions",
+                    f"{PROXY}/v1/{'chat/' if life.has_tool else ''}completions",
                     data=json.dumps(body).encode(),
                     headers={"Content-Type": "application/json", "X-Request-Id": f"{life.number}"},
                 )
@@ -390,13 +395,22 @@ class World:
         )
         wanted = text_of(output, ignore_eos=life.ignore_eos)
         ended = output[-1] == TOY_EOS and not life.ignore_eos
+        reason = "stop" if ended else "length"
+        wanted_calls: list[str] = []
+        if life.has_tool:
+            wanted, wanted_calls, num_whole = answer_of(wanted, is_cut=not ended)
+            self.result.reached["calls"] += num_whole
+            reason = "tool_calls" if num_whole and ended else reason
+            if not life.stream:
+                wanted_calls = wanted_calls[:num_whole]
         try:
             answer.parse()
         except (AssertionError, ValueError, KeyError) as error:
             self._broke(Broken.CRASH, life, f"an answer that cannot be read: {error!r}")
             return "garbled"
-        if not wanted.startswith(answer.text):
-            self._broke(Broken.WRONG_TOKEN, life, f"{answer.text!r} is not {wanted!r}")
+        if not (wanted.startswith(answer.text) and _are_begun(answer.calls, wanted_calls)):
+            said = f"{answer.text!r} {answer.calls} is not {wanted!r} {wanted_calls}"
+            self._broke(Broken.WRONG_TOKEN, life, said)
             return "wrong"
         if answer.is_cut:
             return "left"
@@ -405,9 +419,10 @@ class World:
         if not answer.is_done:
             self._broke(Broken.NO_END, life, f"the stream broke off after {answer.text!r}")
             return "broken off"
-        if answer.text != wanted or answer.reason != ("stop" if ended else "length"):
-            said = f"{answer.text!r} ({answer.reason})"
-            self._broke(Broken.WRONG_TOKEN, life, f"{said} is not all of {wanted!r}")
+        if (answer.text, answer.calls, answer.reason) != (wanted, wanted_calls, reason):
+            said = f"{answer.text!r} {answer.calls} ({answer.reason})"
+            all_of_it = f"{wanted!r} {wanted_calls} ({reason})"
+            self._broke(Broken.WRONG_TOKEN, life, f"{said} is not all of {all_of_it}")
             return "wrong"
         return "ok"
 
@@ -471,6 +486,15 @@ class World:
                     self.result.rungs[f"{name} ({labels})"] += int(sample.value)
 
 
+def _are_begun(calls: list[str], wanted: list[str]) -> bool:
+    """Whether calls are the first of those that are wanted, and the last one is a part of its."""
+    return (
+        len(calls) <= len(wanted)
+        and calls[:-1] == wanted[: max(0, len(calls) - 1)]
+        and all(whole.startswith(call) for call, whole in zip(calls, wanted, strict=False))
+    )
+
+
 @dataclass
 class _Answer:
     """What a client got."""
@@ -480,6 +504,7 @@ class _Answer:
     data: bytes = b""
     is_cut: bool = False
     text: str = ""
+    calls: list[str] = field(default_factory=list)
     reason: str | None = None
     error: str | None = None
     is_done: bool = False
@@ -509,7 +534,13 @@ class _Answer:
             return
         assert not any(name.startswith("pdserve") for name in chunk), chunk
         for choice in chunk["choices"]:
-            self.text += choice["text"]
+            said = choice.get("message") or choice.get("delta") or {}
+            self.text += choice.get("text") or said.get("content") or ""
+            for index, call in enumerate(said.get("tool_calls") or ()):
+                at = call.get("index", index)
+                self.calls += [""] * (at + 1 - len(self.calls))
+                assert call["function"].get("name", TOOL) == TOOL
+                self.calls[at] += call["function"].get("arguments") or ""
             self.reason = choice["finish_reason"] or self.reason
 
 
