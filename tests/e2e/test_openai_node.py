@@ -177,6 +177,26 @@ def test_the_clients_own_accumulator_takes_the_stream(proxy: Answers) -> None:
     assert answer["content"] == answer["deltas"] == answer["whole"]["choices"][0]["text"]
 
 
+def test_an_answer_is_parsed_as_its_schema_says(proxy: Answers, serve: Answers) -> None:
+    assert proxy["chat, parsed"]["kind"] in {"small", "large"}
+    assert proxy["chat, parsed"] == serve["chat, parsed"]
+
+
+def test_a_call_that_is_forced_is_run_by_the_clients_own_runner(
+    proxy: Answers, serve: Answers
+) -> None:
+    called = proxy["chat, called"]
+    assert called["call"]["name"] == "choose"
+    assert called["given"] == [json.loads(called["call"]["arguments"])]
+    assert called == serve["chat, called"]
+
+
+def test_a_response_says_what_the_chat_says(proxy: Answers) -> None:
+    response = proxy["response"]
+    assert response["chatted"]
+    assert {*response.values()} == {response["chatted"]}
+
+
 def test_the_models_are_listed(proxy: Answers) -> None:
     assert proxy["models"] == [OPENAI_MODEL]
 

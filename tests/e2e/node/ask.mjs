@@ -97,6 +97,48 @@ async function helper() {
   return { deltas, content, whole: said(await chat({ seed: 5 })) };
 }
 
+const KIND = {
+  type: "object",
+  properties: { kind: { enum: ["small", "large"] } },
+  required: ["kind"],
+  additionalProperties: false,
+};
+
+// An object of the client's own class, as its parser makes it of the answer's text.
+async function parsed() {
+  const response_format = {
+    ...{ type: "json_schema", json_schema: { name: "kind", strict: true, schema: KIND } },
+    ...{ $brand: "auto-parseable-response-format", $parseRaw: JSON.parse },
+  };
+  const answer = await client.chat.completions.parse({ model, messages, seed: 5, response_format });
+  return answer.choices[0].message.parsed;
+}
+
+// A call that has to be made, run by the client's own runner.
+async function called() {
+  const given = [];
+  const tool = {
+    type: "function",
+    function: { name: "choose", parameters: KIND, parse: JSON.parse, function: (args) => given.push(args) },
+  };
+  const tool_choice = { type: "function", function: { name: "choose" } };
+  const runner = client.chat.completions.runTools({
+    ...{ model, messages, seed: 5, stream: true, tools: [tool], tool_choice },
+  });
+  const call = await runner.finalFunctionToolCall();
+  return { given, call };
+}
+
+async function response() {
+  const asked = { model, input: prompt, max_output_tokens: max_tokens, temperature: 0 };
+  const stream = client.responses.stream(asked);
+  let deltas = "";
+  stream.on("response.output_text.delta", (event) => (deltas += event.delta));
+  const { output_text } = await stream.finalResponse();
+  const chatted = said(await chat({ temperature: 0 })).choices[0].text;
+  return { deltas, streamed: output_text, whole: (await client.responses.create(asked)).output_text, chatted };
+}
+
 async function models() {
   const names = [];
   for await (const found of client.models.list()) names.push(found.id);
@@ -120,6 +162,9 @@ const questions = {
   "chat, choices": () => bothWays(chat, { seed: 7, n: 3 }),
   "chat, logprobs": () => bothWays(chat, { seed: 7, logprobs: true, top_logprobs: 2 }),
   "chat, helper": helper,
+  "chat, parsed": parsed,
+  "chat, called": called,
+  "response": response,
   "models": models,
   "bad temperature": () => refusal(complete({ temperature: -1 })),
   "bad prompt": () => refusal(complete({ prompt: "x".repeat(2000), stream: true })),
