@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -163,6 +163,7 @@ class Asker:
         max_concurrency: Requests in flight at most; None sets no limit.
         may_merge: Tokens may come together: where half a character is one, or steps are so short
             that a server has several at once.
+        schema: That outputs follow; none may come to its end.
     """
 
     def __init__(
@@ -172,11 +173,18 @@ class Asker:
         *,
         max_concurrency: int | None = None,
         may_merge: bool = False,
+        schema: dict[str, Any] | None = None,
     ) -> None:
         self._may_merge = may_merge
+        bound = {"ignore_eos": False, "structured_outputs": {"json": schema}}
         self._outcomes: list[Outcome] = []
         self._client = Client(
-            Asking(target=Target(base_url=url), ignore_eos=True, temperature=0.0),
+            Asking(
+                target=Target(base_url=url),
+                ignore_eos=True,
+                temperature=0.0,
+                extra_body=bound if schema else {},
+            ),
             Sending(id_prefix=id_prefix, max_concurrency=max_concurrency),
             on_outcome=self._outcomes.append,
         )

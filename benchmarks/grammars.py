@@ -4,7 +4,7 @@ Prints one JSON object. `batch`: requests decode together, without a grammar, an
 schema, in turns; their gaps. `beside_hostile`: the gaps of requests without one while others ask
 for outputs whose masks take tens of milliseconds each.
 
-    python benchmarks/grammars.py [--threads N] [--rounds N] [--tokens N] [--shape 135m|boxed]
+    python -m benchmarks.grammars [--threads N] [--rounds N] [--tokens N] [--shape 135m|boxed]
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ time of the first and of the second token goes. The terms are means over the mid
 requests, by what they add up to: `client` is what lies outside of the proxy, and indented terms
 (`relay.server`) are parts of the one before the dot.
 
+`with_schema`: by how much the first token, and the wait from there to the second, are longer if the
+output follows a JSON schema.
+
 `loaded`: the same hand-over while 16 streams run at the decode engine. `without_wire_ms` is the
 second token minus the first one, at the client's side of the proxy, without the bytes' transfer
 and the decode engine's own first step; `without_wire_and_step_ms` is also without the rest of
@@ -27,7 +30,7 @@ import json
 import random
 import statistics
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +53,17 @@ NUM_IN = 512
 NUM_OUT = 8
 NUM_STREAMS = 16
 _WARM_UP = 4
+SCHEMA = {
+    "type": "array",
+    "minItems": 100,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    },
+}
+"""Of outputs that are longer than those that are asked for."""
 
 
 @dataclass
@@ -58,10 +72,12 @@ class Place:
 
     Attributes:
         logs: Of all processes that a request passes, by name.
+        has_schema: Whether outputs follow one.
     """
 
     url: str
     logs: dict[str, Path]
+    has_schema: bool = False
 
 
 @dataclass
@@ -99,6 +115,7 @@ def main() -> None:
         "deployments": "serve, prefill, decode: one thread each; a proxy per mode; all at once",
         "goals": {
             "ttft_over_serve_ms_p50": "wire + 15",
+            "with_schema": {"ttft_over_ms_p50": 0.5, "second_token_over_ms_p50": 0.5},
             "loaded": {"without_wire_ms_p50": 5.0, "without_wire_ms_p99": 15.0},
         },
         "models": models,
@@ -113,8 +130,14 @@ async def _run(args: argparse.Namespace, model: str, directory: Path) -> dict[st
     async with processes(directory) as started:
         places = await _deploy(started, model, directory, modes)
         await _ask(rng, prompts, places, _WARM_UP)
-        idle = await _ask(rng, prompts, places, args.rounds)
-        found: dict[str, Any] = {"idle": _idle(idle)}
+        bound = {f"{mode} with a schema": replace(places[mode], has_schema=True) for mode in modes}
+        await _ask(rng, prompts, bound, _WARM_UP)
+        idle = await _ask(rng, prompts, places | bound, args.rounds)
+        with_schema = {mode: idle.pop(f"{mode} with a schema") for mode in modes}
+        found: dict[str, Any] = {
+            "idle": _idle(idle),
+            "with_schema": {mode: _over(with_schema[mode], idle[mode]) for mode in modes},
+        }
         num_out = 1500
         if args.loaded:
             by_proxy = {mode: places[mode] for mode in modes}
@@ -167,7 +190,12 @@ async def _ask(
     """Ask every place once a round, in another order each time, one request at a time."""
     run_id = f"{rng.getrandbits(48):012x}"
     askers = {
-        name: Asker(place.url, f"{name}-{run_id}-", may_merge=True)
+        name: Asker(
+            place.url,
+            f"{name.replace(' ', '-')}-{run_id}-",
+            may_merge=True,
+            schema=SCHEMA if place.has_schema else None,
+        )
         for name, place in places.items()
     }
     outcomes: dict[str, list[Outcome]] = {name: [] for name in places}
@@ -297,6 +325,14 @@ def _idle(asked: dict[str, list[Asked]]) -> dict[str, Any]:
             ),
         }
     return found
+
+
+def _over(asked: list[Asked], beside: list[Asked]) -> dict[str, Any]:
+    pairs = [*zip(asked, beside, strict=True)]
+    return {
+        "ttft_over_ms": _spread([a.outcome.ttft_s - b.outcome.ttft_s for a, b in pairs]),
+        "second_token_over_ms": _spread([a.second_s - b.second_s for a, b in pairs]),
+    }
 
 
 def _loaded(asked: list[Asked]) -> dict[str, Any]:

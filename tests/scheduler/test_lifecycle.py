@@ -13,8 +13,8 @@ from pdserve.errors import InternalError
 from pdserve.executor.toy import expected_output
 from pdserve.kvcache.manager import SharedPrompt
 from pdserve.observe.clock import ManualClock
-from pdserve.scheduler.queue import WaitingQueue
 from pdserve.scheduler.drafts import DraftRecord
+from pdserve.scheduler.queue import WaitingQueue
 from pdserve.scheduler.request import Request
 from pdserve.scheduler.states import State
 from pdserve.wire.ids import RequestId
