@@ -69,7 +69,7 @@ class Command:
 COMMANDS: Final = (
     Command(
         "up",
-        "start prefill, decode and proxy on this host and send one demo request",
+        "start engines and a proxy on this host and send one demo request",
         up_table,
         "pdserve.commands.up:run",
         "pdserve up --once",

@@ -1,4 +1,4 @@
-"""`pdserve up`: prefill engines, decode engines and a proxy on this host, and one request.
+"""`pdserve up`: engines of each role and a proxy on this host, and one request.
 
 Life of a deployment: check the ports, start the children, wait until they are ready, send
 the demo request through the proxy and show where its time went, serve until Ctrl-C (or,
@@ -33,7 +33,7 @@ from pdserve.commands.demo import DemoFailedError, Question, ask, wait_ready
 from pdserve.commands.findings import Grade, RunningEngine, compatible
 from pdserve.commands.running import run_until_signalled
 from pdserve.commands.segments import remove_ownerless
-from pdserve.commands.up_plan import ENGINE_ROLES, KV_SERVER, DeploymentPlan, Member, plan
+from pdserve.commands.up_plan import BOTH, ENGINE_ROLES, KV_SERVER, DeploymentPlan, Member, plan
 from pdserve.config.load import (
     Resolved,
     Table,
@@ -175,21 +175,23 @@ class Supervisor:
                 group.create_task(one(member, child))
 
     async def _require_pairs(self, session: aiohttp.ClientSession) -> None:
-        """Check that KV can go from every prefill engine to every decode engine.
+        """Check that KV can go from every engine for prompts to every other one for tokens.
 
         The proxy would serve all the same: each request on one engine.
 
         Raises:
             ConfigError: It cannot; the message names what differs.
         """
-        peers: dict[str, list[RunningEngine]] = {"prefill": [], "decode": []}
+        peers: list[RunningEngine] = []
         for member in self._members:
             if member.role in ENGINE_ROLES:
                 async with session.get(f"{member.url}{INFO_PATH}") as response:
                     engine = (await response.json())["engine"]
                 digest, layout = engine["layout_digest"], engine["layout"]
-                peers[member.role].append(RunningEngine(member.url, member.role, digest, layout))
-        for one, other in itertools.product(peers["prefill"], peers["decode"]):
+                peers.append(RunningEngine(member.url, member.role, digest, layout))
+        for one, other in itertools.combinations(peers, 2):
+            if one.role == other.role != BOTH:
+                continue
             finding = compatible(one, other)
             if finding.verdict is not Grade.OK:
                 raise ConfigError(f"{finding.text}; {finding.remedy}")
@@ -287,7 +289,7 @@ See it at work, and what it counts:
         """
         pairs = list(zip(self._members, self._children, strict=True))
         try:
-            for role in ("proxy", "decode", "prefill", KV_SERVER):
+            for role in ("proxy", "decode", BOTH, "prefill", KV_SERVER):
                 stops = (
                     child.stop(member.drain_s + _KILL_AFTER_S)
                     for member, child in pairs

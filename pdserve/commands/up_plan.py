@@ -14,6 +14,7 @@ from pdserve.commands.children import ChildSpec
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import require_free, require_tls
 from pdserve.config.boxed import BOXED
+from pdserve.config.checks import require
 from pdserve.config.connectors import check_settings
 from pdserve.config.http import ProxyConfig, ServerConfig, TlsConfig
 from pdserve.config.load import (
@@ -29,16 +30,17 @@ from pdserve.config.policies import looks_at_prefixes
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.settings import engine_table, proxy_table
 from pdserve.config.tiers import LOOPBACK, store_words
-from pdserve.config.up import UpConfig
+from pdserve.config.up import ROLES_OF_UP, UpConfig
 from pdserve.config.vllm.translate import ROLE, role_of
 from pdserve.errors import ConfigError
 
 _BY_ENVIRONMENT: Final = ("secret", "api-key", "operator-key")
 """Never on a command line, where every user of the machine can read them."""
-ENGINE_ROLES: Final = ("prefill", "decode")
+BOTH: Final = Role.BOTH.value
+ENGINE_ROLES: Final = ("prefill", "decode", BOTH)
 KV_SERVER: Final = "kv-server"
 """Role of the member that keeps KV for the engines."""
-_CHOSEN_HERE: Final = ("host", "port", "model", "prefill", "decode", "proxy")
+_CHOSEN_HERE: Final = ("host", "port", "model", *ROLES_OF_UP)
 """Settings of the children that have another meaning on our own command line."""
 
 
@@ -93,13 +95,12 @@ def plan(
     """
     written = str(resolved["model"].value)
     model = str(model_directory(written))
-    num_ranks = sum(
-        replicas * _num_ranks(role, resolved)
-        for role, replicas in (
-            ("prefill", config.prefill_replicas),
-            ("decode", config.decode_replicas),
-        )
+    replicas = (
+        ("prefill", config.prefill_port, config.prefill_replicas),
+        ("decode", config.decode_port, config.decode_replicas),
+        (BOTH, config.both_port, config.both_replicas),
     )
+    num_ranks = sum(count * _num_ranks(role, resolved) for role, _, count in replicas if count)
     looks = _looks_at_prefixes(resolved)
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     told_here = (ENVIRONMENT_PREFIX, "VLLM_")  # children are told what it means
@@ -124,7 +125,7 @@ def plan(
         spec = ChildSpec(
             name=name,
             arguments=[
-                role,
+                command_of(role),
                 *arguments,
                 "--host",
                 config.host,
@@ -149,21 +150,18 @@ def plan(
             )
         )
 
-    store: list[str] = []
+    connector = ["--kv-transfer-config.kv-connector", "nixl"]
     if config.kv_tiers:
         claim("kv", LOOPBACK, config.kv_port, "kv-port")
         claim("kv", LOOPBACK, config.kv_http_port, "kv-http-port")
         members.append(_kv_server(config, resolved, inherited))
-        store = store_words("nixl", members[0].url, f"http://{LOOPBACK}:{config.kv_http_port}")
-    for role, first_port, count in (
-        ("prefill", config.prefill_port, config.prefill_replicas),
-        ("decode", config.decode_port, config.decode_replicas),
-    ):
+        connector = store_words("nixl", members[0].url, f"http://{LOOPBACK}:{config.kv_http_port}")
+    for role, first_port, count in replicas:
         for index in range(count):
             name = role if count == 1 else f"{role}{index}"
             # All are on this host, whoever else reaches the proxy.
             kv_host = ["--kv-transfer-config.host", LOOPBACK]
-            arguments = [model, "--engine-id", name, *kv_host, *store]
+            arguments = [model, "--engine-id", name, *kv_host, *connector]
             if not resolved["served-model-name"].value:
                 arguments += ["--served-model-name", written]
             if looks and _caches_prefixes(role, resolved):
@@ -174,7 +172,7 @@ def plan(
     engines = [
         word
         for role in ("prefill", "decode")
-        for word in (f"--{role}", *(member.url for member in members if member.role == role))
+        for word in (f"--{role}", *(each.url for each in members if each.role in (role, BOTH)))
     ]
     if looks:
         engines += ["--tokenizer", model]
@@ -204,8 +202,13 @@ def _kv_server(
     return Member(spec, KV_SERVER, f"tcp://{LOOPBACK}:{config.kv_port}")
 
 
+def command_of(role: str) -> str:
+    """Return the name of the command that runs a member of `role`."""
+    return "serve" if role == BOTH else role
+
+
 def arguments_of(role: str, resolved: Mapping[str, Resolved]) -> list[str]:
-    """Return, as words of `role`'s command line, what somebody set for it."""
+    """Return, as words of its command line, what somebody set for `role`."""
     given = _given(role, resolved)
     if role == "proxy" and _proxy_log_level(resolved) != "debug":
         # Its line about the demo request is wanted at any level; the rest is left out here.
@@ -280,7 +283,8 @@ def _check(role: str, given: Mapping[str, Resolved]) -> TlsConfig:
     else:
         table = engine_table(Role(role))
         values = resolve(table, command_line={"model": BOXED, **flags}, environ={})
-        role_of(Role(role), str(values[ROLE].value))
+        is_for = role_of(Role(role), str(values[ROLE].value))
+        require(is_for is Role(role), ROLE, values[ROLE].value, f"use --{is_for.value}-replicas")
         transfer = build("engine", EngineConfig, table, values).transfer
         check_settings(transfer.kv_connector, transfer.settings)
         tls = build("server", ServerConfig, table, values).tls

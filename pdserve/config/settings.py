@@ -27,7 +27,7 @@ from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse_object
 from pdserve.config.tiers import KV_SERVER_SETTINGS
 from pdserve.config.trace import TRACE_SETTINGS
-from pdserve.config.up import UP_SETTINGS
+from pdserve.config.up import ROLES_OF_UP, UP_SETTINGS
 from pdserve.config.vllm import translate
 from pdserve.config.vllm.answers import absent_bench_flags, absent_flags
 from pdserve.config.vllm.flags import SHORT as SHORT_FORMS
@@ -353,9 +353,6 @@ def proxy_table() -> Table:
 SHORT: Final = {"output": "-o"} | {flag: f"-{short}" for short, flag in SHORT_FORMS.items()}
 """Flags that have a short name too, on the command line only."""
 
-ROLES_OF_UP: Final = ("prefill", "decode", "proxy")
-"""The commands `pdserve up` runs, and the prefixes of the settings meant for one of them."""
-
 
 def up_table() -> Table:
     """The settings of `pdserve up`: its own, the engines', and one command's under its name."""
@@ -369,15 +366,15 @@ def up_table() -> Table:
         dataclasses.replace(setting, flag=f"{role}.{setting.flag}", default=None, hidden=True)
         for role, table in below.items()
         for setting in table.settings
-        if setting.flag not in own | {"model"}  # both roles serve the same one
+        if setting.flag not in own | {"model"}  # all roles serve the same one
     )
     return Table(
         (*UP_SETTINGS, *shared, *per_role),
         (
             *_engine_shorthands(),
             *(
-                _object(role, f"settings for {role} only; also --{role}.FLAG VALUE", "deployment")
-                for role in ROLES_OF_UP
+                _object(role, f"settings for {whom} only; also --{role}.FLAG VALUE", "deployment")
+                for role, whom in ROLES_OF_UP.items()
             ),
             *(_below(role, item) for role, table in below.items() for item in table.shorthands),
         ),

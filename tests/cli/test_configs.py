@@ -7,11 +7,11 @@ import pytest
 
 from pdserve.cli import make_parser, settings_of
 from pdserve.commands.catalogue import COMMANDS
-from pdserve.commands.up_plan import arguments_of
+from pdserve.commands.up_plan import arguments_of, command_of
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.load import Source, build
 from pdserve.config.schema import EngineConfig
-from pdserve.config.up import UpConfig
+from pdserve.config.up import ROLES_OF_UP, UpConfig
 from tests.cli.process import ROOT
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -43,9 +43,10 @@ def test_a_deployment_is_what_the_command_in_its_header_takes(
         ):
             build(root, struct, table, resolved)
     if command.name == "up":
-        for role in ("prefill", "decode", "proxy"):
-            words = [role, *arguments_of(role, resolved)]
-            child = next(each for each in COMMANDS if each.name == role)
+        for role in ROLES_OF_UP:
+            name = command_of(role)
+            words = [name, *arguments_of(role, resolved)]
+            child = next(each for each in COMMANDS if each.name == name)
             settings_of(child.table(), _flags(words), {})
 
 

@@ -31,8 +31,8 @@ class Up:
     """`pdserve up` as a process, and what it has written so far."""
 
     def __init__(self, model: Path, folder: Path, *arguments: str) -> None:
-        self.ports = free_ports(3)
-        names = ("--port", "--prefill-port", "--decode-port")
+        names = ("--port", "--prefill-port", "--decode-port", "--both-port")
+        self.ports = free_ports(len(names))
         flags = [word for pair in zip(names, map(str, self.ports), strict=True) for word in pair]
         self._out = folder / "out"
         self._err = folder / "err"

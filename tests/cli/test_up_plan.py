@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.commands.up_plan import DeploymentPlan, plan
 from pdserve.config.boxed import BOXED
 from pdserve.config.load import build, resolve
 from pdserve.config.settings import up_table
 from pdserve.config.up import UpConfig
+from pdserve.errors import ConfigError
 from tests.cli.process import free_ports
 
-PORTS = ("port", "prefill-port", "decode-port", "kv-port", "kv-http-port")
+PORTS = ("port", "prefill-port", "decode-port", "both-port", "kv-port", "kv-http-port")
+FOR_BOTH = {"prefill-replicas": 0, "decode-replicas": 0, "both-replicas": 3}
 
 
 def planned(given: dict[str, object]) -> DeploymentPlan:
@@ -29,3 +33,43 @@ def test_a_store_logs_as_the_others_do() -> None:
     store, *_ = planned({"kv-tiers": "cpu:64MiB", "log-format": "json"}).members
     assert store.role == "kv-server"
     assert "--log-format=json" in store.spec.arguments
+
+
+def test_engines_for_both_exchange_kv_and_stand_in_both_of_the_proxys_lists() -> None:
+    *engines, proxy = planned(
+        {**FOR_BOTH, "both.max-num-seqs": 5, "decode.max-num-seqs": 6}
+    ).members
+    assert [(each.role, each.spec.name) for each in engines] == [
+        ("both", f"both{index}") for index in range(3)
+    ]
+    for each in engines:
+        words = each.spec.arguments
+        assert words[0] == "serve"
+        assert words[words.index("--kv-transfer-config.kv-connector") + 1] == "nixl"
+        assert "--max-num-seqs=5" in words
+    urls, words = [each.url for each in engines], proxy.spec.arguments
+    for flag in ("--prefill", "--decode"):
+        begin = words.index(flag) + 1
+        assert words[begin : begin + 4] == [*urls, words[begin + 3]]
+        assert words[begin + 3].startswith("--")
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"prefill-replicas": 0}, "prefill-replicas"),
+        ({"decode-replicas": 0}, "decode-replicas"),
+        ({"decode-replicas": -1, "both-replicas": 1}, "decode-replicas"),
+        ({"both-replicas": -1}, "both-replicas"),
+        (
+            {**FOR_BOTH, "both.kv-transfer-config.kv-role": "kv_producer"},
+            "kv-transfer-config.kv-role",
+        ),
+    ],
+)
+def test_a_deployment_where_nobody_does_a_part_of_the_work_is_refused(
+    given: dict[str, object], flag: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        planned(given)
+    assert refused.value.param == flag
