@@ -44,9 +44,11 @@ from pdserve.kernels.reference import (
     moe,
     norm,
     rope,
+    rules,
     sampling,
 )
 from pdserve.kernels.reference.moe import RoutingRule
+from pdserve.kernels.reference.rules import Ruled, RuleTables
 from pdserve.kernels.reference.sampling import Draws
 
 
@@ -98,9 +100,20 @@ class DrawTokens(Protocol):
         """Write the tokens of the drawn rows."""
 
 
+class RuleLogits(Protocol):
+    """Rules rows of logits, as `reference.rules.rule`, whose arguments these are."""
+
+    def __call__(
+        self, logits: Tensor, tables: RuleTables, ruled: Ruled, *, by_bias: bool, avoids: bool
+    ) -> None:
+        """Change the ruled rows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOps:
     """How tokens are chosen where logits lie, on a device with memory of its own."""
 
     largest: Callable[[Tensor], tuple[Tensor, Tensor]] = sampling.largest
     draw: DrawTokens = sampling.draw
+    rule: RuleLogits = rules.rule
+    note: Callable[[Tensor, Tensor, Tensor, Tensor], None] = rules.note

@@ -31,6 +31,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         norm,
         rope,
         router,
+        rules,
         sampling,
     )
 
@@ -48,7 +49,9 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         kv_digests=digest.kv_digests,
         linear=linear.CudaLinear,
         heads=linear.CudaHeads,
-        sampling=SamplingOps(largest=sampling.largest, draw=sampling.draw),
+        sampling=SamplingOps(
+            largest=sampling.largest, draw=sampling.draw, rule=rules.rule, note=rules.note
+        ),
         experts=moe.CudaExperts,
         mlp=halves.make_mlp,
     )

@@ -78,7 +78,7 @@ class InlineExecutor:
         self._submitted: queue.SimpleQueue[SchedulerOutput | None] = queue.SimpleQueue()
         self._done: deque[ModelRunnerOutput] = deque()
         self._runs_ahead = False
-        self._is_decode = False
+        self._is_decode = True
         self._info: WorkerInfo | None = None
         self._error: Exception | None = None
         self._has_started = threading.Event()
@@ -88,7 +88,11 @@ class InlineExecutor:
 
     @property
     def max_in_flight(self) -> int:
-        """See `Executor`. Behind a prompt nothing is planned: what arrives would wait for it."""
+        """See `Executor`.
+
+        Behind a prompt nothing is planned: what arrives would wait for it. Nor behind drafts: how
+        far they bring a request decides what it computes next.
+        """
         return 2 if self._runs_ahead and self._is_decode else 1
 
     @property
@@ -107,7 +111,8 @@ class InlineExecutor:
     def submit(self, step: SchedulerOutput) -> None:
         """See `Executor`."""
         self._refuse_if_broken()
-        self._is_decode = step.num_tokens == len(step.num_scheduled_tokens)
+        is_single = step.num_tokens == len(step.num_scheduled_tokens)
+        self._is_decode = is_single and not step.num_draft_rows
         self._submitted.put(step)
 
     def post(self, metadata: ConnectorMetadata) -> None:

@@ -143,6 +143,7 @@ class EagleHead:
         has_fc_bias: bool = False,
     ) -> None:
         layer = arch.layer
+        self.hidden_size = layer.hidden_size
         table = cos_sin_table(layer.rope, layer.head_dim, max_positions).to(placement.device)
         self._fc = Linear(
             2 * layer.hidden_size, {"fc": layer.hidden_size}, placement, bias=has_fc_bias
@@ -198,7 +199,7 @@ class Eagle3Head:
         offsets: Tensor | None,
     ) -> None:
         layer = arch.layer
-        size = layer.hidden_size
+        size = self.hidden_size = layer.hidden_size
         table = cos_sin_table(layer.rope, layer.head_dim, max_positions).to(placement.device)
         self.aux_layers = arch.aux_layers
         self._prefix = prefix
@@ -212,7 +213,8 @@ class Eagle3Head:
             size, {"lm_head": arch.draft_vocab_size}, placement, out_dtype=torch.float32
         )
         self._rms_norm, self._eps = placement.kernels.rms_norm, layer.rms_norm_eps
-        self._embed, self._offsets = embed, offsets
+        self._embed = embed
+        self._offsets = None if offsets is None else offsets.to(placement.device)
 
     def slots(self) -> dict[str, Slot]:
         """See `DraftHead`."""

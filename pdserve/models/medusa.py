@@ -102,7 +102,7 @@ class MedusaHeads:
 
     Attributes:
         num_heads: How many there are.
-        hidden_size, dtype: Of what they read.
+        hidden_size, dtype, device: Of what they read.
         vocab: Rows of the output heads that are here, of `vocab_size`.
         token_ids: `[vocab_size]`, the model's token for each row; None: the same.
         num_weights: Elements that are read here for a guess, if all heads guess.
@@ -122,6 +122,7 @@ class MedusaHeads:
         tensors = _Tensors(directory, arch)
         self.num_heads = arch.num_heads
         self.hidden_size, self.dtype = arch.hidden_size, placement.dtype
+        self.device = placement.device
         self.vocab = vocab_rows(arch.draft_vocab_size, placement.world.tp)
         self.vocab_size = arch.draft_vocab_size
         self.token_ids = tensors.token_ids

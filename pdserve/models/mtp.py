@@ -57,6 +57,7 @@ class MtpHead:
     ) -> None:
         arch = _with_one_layer_more(target.arch)
         moe, size = arch.moe, arch.hidden_size
+        self.hidden_size = size
         placement = Placement(device, target.dtype, kernels)
         if moe is not None:
             experts = SlicedExperts(moe.num_experts, placement.world.tp)

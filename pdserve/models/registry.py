@@ -103,9 +103,11 @@ class DraftHead(Protocol):
 
     Attributes:
         aux_layers: Layers of the model before which it reads the stream, rising.
+        hidden_size: Of the model's states.
     """
 
     aux_layers: tuple[int, ...]
+    hidden_size: int
 
     def slots(self) -> dict[str, Slot]:
         """How each tensor of its checkpoint is loaded, by name."""

@@ -1,8 +1,9 @@
-"""Decode steps captured as graphs, one for each of a few numbers of rows.
+"""Decode steps captured as graphs, one for each of a few numbers of rows, which are tokens.
 
 A step of decode is some hundreds of short kernels, and launching them one by one takes the host
-about as long as running them takes the device. So a step in which every request computes one token
-is replayed, with rows behind its own that compute nothing, up to the next captured number.
+about as long as running them takes the device. So a step in which every request computes one token,
+and those of a draft behind it, is replayed, with tokens behind its own that compute nothing, up to
+the next captured number. Which tokens are of one request is among the inputs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ def graph_sizes(max_num_rows: int) -> list[int]:
     """
     sizes = [*_SMALL, *range(_SMALL[-1] + _STRIDE, max_num_rows, _STRIDE)]
     return [size for size in sizes if size < max_num_rows] + [max_num_rows]
+
+
+def num_graph_rows(max_num_seqs: int, max_drafted: int) -> int:
+    """Rows of the largest graph: a token of each request, and of its draft while those are few."""
+    return max(max_num_seqs, min(_SMALL[-1], max_num_seqs * (1 + max_drafted)))
 
 
 def rehearsed_steps(

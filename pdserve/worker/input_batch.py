@@ -10,13 +10,13 @@ Knows token ids, block tables and counts; no device memory but the step's own in
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pdserve.errors import InternalError
 from pdserve.worker.awaited import AwaitedRows
+from pdserve.worker.prepared_step import PreparedStep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,50 +30,6 @@ if TYPE_CHECKING:
     from pdserve.worker.awaited import AwaitedTokens
     from pdserve.worker.graphs import StepGraphs
     from pdserve.worker.step_buffers import StepBuffers
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedStep:
-    """One step's inputs and where its results belong. R requests, M of which sample.
-
-    A request that samples wants the logits of its last token, and of its draft behind that.
-
-    Attributes:
-        inputs: Overwritten by the next step's.
-        graph_rows: Rows of the graph that runs it: R, and rows behind them that compute nothing.
-            None if it is launched kernel by kernel.
-        request_ids: `R`, in batch order.
-        rows: `[R]`, their rows.
-        start, end: `[R]`, positions computed: from `start` up to and without `end`, drafts
-            included.
-        query_start: `[R + 1]`, first token of each request in the step.
-        sampling: `[M]`, indices of those that reach the end of their tokens.
-        num_outputs: `[M]`, tokens they have put out before.
-        drafts: `M` of them, of which some are empty; None if all are.
-        draft_tokens: `[D]`, the step's tokens that are of drafts.
-        logit_rows: `[M + D]` int64 on the device, tokens whose logits are wanted; None if every
-            one's are.
-        num_fed: Requests whose last token is on the device alone.
-    """
-
-    inputs: StepInputs
-    graph_rows: int | None
-    request_ids: list[RequestId]
-    rows: NDArray[np.int64]
-    start: NDArray[np.int64]
-    end: NDArray[np.int64]
-    query_start: NDArray[np.int64]
-    sampling: NDArray[np.int64]
-    num_outputs: NDArray[np.int64]
-    drafts: list[list[int]] | None
-    draft_tokens: NDArray[np.int64]
-    logit_rows: Tensor | None
-    num_fed: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed."""
-        return int(self.query_start[-1])
 
 
 class InputBatch:
@@ -201,10 +157,11 @@ class InputBatch:
         self._num_tokens[rows] += 1
         return awaited
 
-    def settle(self, awaited: AwaitedTokens, token_ids: NDArray[np.int64]) -> None:
-        """Write tokens that have come, `[M]`, to the requests that still are there."""
+    def settle(self, awaited: AwaitedTokens, token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Write tokens that have come, `[M]`, to the requests that still are there; tell which."""
         is_there = self._awaited.end(awaited)
         self._token_ids[awaited.rows[is_there], awaited.positions[is_there]] = token_ids[is_there]
+        return is_there
 
     def _append_blocks(self, row: int, block_ids: list[BlockId]) -> None:
         have = self._num_blocks[row]
@@ -220,7 +177,7 @@ class InputBatch:
         """Cut a step's inputs; they are the device's once they are uploaded.
 
         Args:
-            graphs: May run it, if each request computes one token and samples the next.
+            graphs: May run it, if each request computes its last token, and a draft behind that.
             drafts: Computed behind the last tokens of their requests; none is empty.
 
         Raises:
@@ -242,34 +199,30 @@ class InputBatch:
             end += num_drafted
             num_tokens = num_tokens + num_drafted
         self._check(request_ids, rows, start, end, num_tokens)
-        query_start, width = self._fill(self._buffers, rows, start, end)
-        total = int(query_start[-1])
-        arrays = self._buffers.arrays
-
         sampling = np.flatnonzero(end == num_tokens)
-        num_logits = len(sampling)
+        num_wanted = num_drafted[sampling] + 1
+        num_logits, total = int(num_wanted.sum()), int((end - start).sum())
+        does_all_sample = num_logits == total
+        query_start, width = self._fill(self._buffers, rows, start, end)
+        arrays = self._buffers.arrays
         draft_tokens = np.zeros(0, dtype=np.int64)
         if drafts:
-            num_wanted = num_drafted[sampling] + 1
-            num_logits = int(num_wanted.sum())
             ends = np.cumsum(num_wanted)
             wanted = np.arange(num_logits) + np.repeat(query_start[1:][sampling] - ends, num_wanted)
             draft_tokens = np.delete(wanted, ends - num_wanted)
         else:
             wanted = query_start[1:][sampling] - 1
-        does_all_sample = num_logits == total
         if not does_all_sample:
             arrays.logit_rows[:num_logits] = wanted
         fed_from = self._awaited.index_of(rows)
         fed = np.flatnonzero(fed_from >= 0)
         arrays.fed_from[: len(fed)] = fed_from[fed]
         arrays.fed_tokens[: len(fed)] = query_start[1:][fed] - 1
-        may_replay = does_all_sample and not drafts
-        padded = graphs.size_for(num_requests) if graphs and may_replay else None
+        padded = graphs.size_for(total) if graphs and does_all_sample else None
         if padded is not None:
-            self._buffers.pad(num_requests, padded)
+            self._buffers.pad(num_requests, total, padded)
         return PreparedStep(
-            inputs=self._buffers.inputs(padded or total, padded or num_requests, width),
+            inputs=self._buffers.inputs(total, num_requests, width),
             graph_rows=padded,
             request_ids=request_ids,
             rows=rows,
@@ -405,7 +358,8 @@ class InputBatch:
         Args:
             sampled: `[M]` int64 there, the tokens that `wait_for` was last told of.
         """
-        self._buffers.upload(prepared.graph_rows or len(prepared.rows))
+        num_padding = (prepared.graph_rows or prepared.num_tokens) - prepared.num_tokens
+        self._buffers.upload(len(prepared.rows) + num_padding)
         if prepared.num_fed:
             assert sampled is not None
             self._buffers.feed(prepared.num_fed, sampled)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.wire.ids import RequestId
-    from pdserve.worker.input_batch import PreparedStep
+    from pdserve.worker.prepared_step import PreparedStep
 
 
 Alternatives = int | tuple[int, ...]

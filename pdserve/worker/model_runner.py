@@ -21,8 +21,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-import numpy as np
 import torch
 
 from pdserve.models.decoder import LayerHooks, StreamTap
@@ -34,24 +32,22 @@ from pdserve.worker.drafting.costs import measure_rows
 from pdserve.worker.drafting.drafts import drafts_of
 from pdserve.worker.drafting.forced import ForcedTokens
 from pdserve.worker.drafting.loading import drafter_of
-from pdserve.worker.drafting.states import states_of
 from pdserve.worker.expert_steps import ExpertSteps
-from pdserve.worker.graphs import rehearsed_steps
-from pdserve.worker.input_batch import InputBatch, PreparedStep
+from pdserve.worker.graphs import num_graph_rows, rehearsed_steps
+from pdserve.worker.input_batch import InputBatch
 from pdserve.worker.logprobs import not_a_number, not_finite
+from pdserve.worker.prepared_step import PreparedStep
 from pdserve.worker.prompt_logprobs import PromptLogprobs
 from pdserve.worker.prompt_pooler import PromptPooler
 from pdserve.worker.replays import LaunchedStep, ReplayedSteps, StepAhead
-from pdserve.worker.sampler import Sampler
-from pdserve.worker.spread_sampler import SpreadSampler
 from pdserve.worker.step_buffers import StepBuffers
-from pdserve.worker.verifying import single, verify, without_hindered
+from pdserve.worker.step_sampler import sampler_of
+from pdserve.worker.verifying import told_of
 from pdserve.worker.vocabulary import SpreadVocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from pdserve.config.schema import EngineConfig
@@ -61,7 +57,8 @@ if TYPE_CHECKING:
     from pdserve.worker.device import Device
     from pdserve.worker.device_sampler import StagedDraws
     from pdserve.worker.grammar import GrammarPool
-    from pdserve.worker.verifying import RowSampler, Verified
+    from pdserve.worker.step_sampler import StepSampler
+    from pdserve.worker.verifying import Verified
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +101,7 @@ class ModelRunner:
         self._hooks = hooks
         scheduler, max_drafted = config.scheduler, config.speculative.max_drafted
         num_rows, block_size = scheduler.max_num_seqs, kv.shape[-2]
+        max_graph_rows = num_graph_rows(num_rows, max_drafted)
         max_num_tokens = max(
             scheduler.max_num_batched_tokens,
             0 if scheduler.enable_chunked_prefill else loaded.max_model_len,
@@ -111,10 +109,10 @@ class ModelRunner:
         self._rehearsed = rehearsed_steps(num_rows, max_num_tokens, loaded.max_model_len)
         buffers = self._buffers = StepBuffers(
             device,
-            num_rows=num_rows,
+            num_rows=max_graph_rows,
             max_blocks=-(-loaded.max_model_len // block_size),
             max_num_tokens=max_num_tokens,
-            max_drafted=max_drafted,
+            max_logits=num_rows * (1 + max_drafted),
         )
         self._batch = InputBatch(
             num_rows=num_rows,
@@ -128,29 +126,26 @@ class ModelRunner:
         self._is_output = pp.is_last and tp.is_first
         # The ranks of the last stage share out the vocabulary.
         self._vocabulary: SpreadVocabulary | None = None
-        self._sampler: RowSampler | None = None
-        self._device_sampler: DeviceSampler | None = None
-        if pp.is_last and tp.size == 1 and not device.shares_memory:
-            self._sampler = self._device_sampler = DeviceSampler(
-                num_rows,
-                self._vocab_size,
-                device=device,
-                buffers=buffers,
-                ops=loaded.sampling,
-                grammars=grammars,
-            )
-        elif pp.is_last and tp.size == 1:
-            self._sampler = Sampler(num_rows, self._vocab_size, device.torch, grammars)
-        elif pp.is_last:
+        if pp.is_last and tp.size > 1:
             self._vocabulary = SpreadVocabulary(
                 tp, loaded.vocab, vocab_size=self._vocab_size, device=device.torch
             )
-            self._sampler = SpreadSampler(
-                self._vocabulary, num_rows, self._vocab_size, device.torch, grammars
+        self._steps: StepSampler | None = None
+        if pp.is_last:
+            self._steps = sampler_of(
+                device,
+                loaded,
+                num_rows,
+                vocabulary=self._vocabulary,
+                buffers=buffers,
+                grammars=grammars,
             )
+        self._sampler = None if self._steps is None else self._steps.rows
+        on_device = self._sampler if isinstance(self._sampler, DeviceSampler) else None
+        self._device_sampler = on_device
         forced = None if self._sampler is None else ForcedTokens(self._sampler.forced, tp)
-        by_model = drafter_of(config, loaded, self._batch, device, world, num_blocks=len(kv))
-        self._drafts = drafts_of(config.speculative, self._vocab_size, forced, by_model, pp)
+        self._by_model = drafter_of(config, loaded, self._batch, device, world, num_blocks=len(kv))
+        self._drafts = drafts_of(config.speculative, self._vocab_size, forced, self._by_model, pp)
         self._described = PromptLogprobs(
             self._batch,
             lambda hidden: self._whole(self._model.logits(hidden)),
@@ -162,12 +157,12 @@ class ModelRunner:
         is_alone = world.dp.size == pp.size == tp.size == 1
         self._rehearses = is_alone and isinstance(loaded.experts, SlicedExperts | None)
         self._replays: ReplayedSteps | None = None
-        if device.has_graphs and self._rehearses and self._device_sampler is not None:
+        if device.has_graphs and self._rehearses and on_device is not None:
             self._replays = ReplayedSteps(
                 device,
-                num_rows,
-                self._decode_logits,
-                sampler=self._device_sampler,
+                max_graph_rows,
+                self._decode,
+                sampler=on_device,
                 batch=self._batch,
                 buffers=buffers,
             )
@@ -189,6 +184,8 @@ class ModelRunner:
             for num_requests, num_tokens in self._rehearsed:
                 inputs = self._buffers.rehearse(num_requests, num_tokens)
                 self._model.forward(inputs, self._kv_layers)
+            if self._by_model is not None:
+                self._by_model.warm_up(self._rehearsed)
         if self._replays is None:
             return
         progress("capturing decode steps as graphs")
@@ -209,17 +206,27 @@ class ModelRunner:
         dtype, size = self._kv_layers[0].dtype, self._hidden_size
         hidden = torch.zeros(128, size, dtype=dtype, device=self._device.torch)
         with torch.inference_mode():
-            return measure_rows(lambda rows: self._model.logits(hidden[:rows]))
+            return measure_rows(partial(self._product, hidden))
+
+    def _product(self, hidden: Tensor, num_rows: int) -> None:
+        self._model.logits(hidden[:num_rows])
+        self._device.synchronize()
 
     def close(self) -> None:
         """Give the graphs back."""
         if self._replays is not None:
             self._replays.close()
 
-    def _decode_logits(self, num_rows: int) -> Tensor:
-        """Logits of a step of decode over the buffers' first rows."""
-        inputs = self._buffers.decode_inputs(num_rows)
-        return self._model.logits(self._model.forward(inputs, self._kv_layers))
+    def _decode(self, num_rows: int) -> tuple[Tensor, ...]:
+        """Logits of a step of decode over the buffers' first rows, and what a drafter reads."""
+        inputs, tap = self._buffers.decode_inputs(num_rows), self._tap()
+        hidden = self._model.forward(inputs, self._kv_layers, tap=tap)
+        read = () if tap is None else (hidden, *tap.states)
+        return self._model.logits(hidden), *read
+
+    def _tap(self) -> StreamTap | None:
+        reader = self._drafts.reader if self._drafts else None
+        return None if reader is None else StreamTap(reader.aux_layers)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Launch one step, and collect it."""
@@ -227,12 +234,13 @@ class ModelRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether any step may follow another one."""
-        return self._replays is not None and self._replays.graphs is not None
+        """Whether any step may follow another one: what drafts by a model reads every token."""
+        waits = self._drafts is not None and self._drafts.is_by_model
+        return self._replays is not None and self._replays.graphs is not None and not waits
 
     def may_follow(self, step: SchedulerOutput) -> bool:
         """See `ReplayedSteps`."""
-        return self._replays is not None and self._replays.may_follow(step)
+        return self._replays is not None and self.runs_ahead and self._replays.may_follow(step)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Run one step; if it is a graph's, and only its tokens are asked for, begin it.
@@ -256,7 +264,7 @@ class ModelRunner:
         if not isinstance(result, StepAhead):
             return result
         assert self._replays is not None
-        return self._replays.collect(launched.step.step_id, result)
+        return self._replays.collect(launched.step.step_id, result, self._drafts)
 
     def _launch(self, step: SchedulerOutput, ahead: Tensor | None) -> ModelRunnerOutput | StepAhead:
         if self._drafts is not None:
@@ -272,18 +280,32 @@ class ModelRunner:
         graphs = None if replays is None else replays.graphs
         drafts = self._drafts.take(step.num_draft_rows) if self._drafts else None
         prepared = self._batch.prepare(step.num_scheduled_tokens, graphs, drafts)
-        rows, sampler = prepared.rows[prepared.sampling], self._device_sampler
-        staged = None if sampler is None else sampler.stage(rows, prepared.num_outputs)
+        staged = None if self._steps is None else self._steps.stage(prepared)
         self._batch.upload(prepared, ahead)
-        if replays is None or prepared.graph_rows is None or sampler is None or staged is None:
+        if replays is None or prepared.graph_rows is None or staged is None:
             return self._run(step, prepared, staged, hooks)
+        return self._replay(step, prepared, staged, replays)
+
+    def _replay(
+        self,
+        step: SchedulerOutput,
+        prepared: PreparedStep,
+        staged: StagedDraws,
+        replays: ReplayedSteps,
+    ) -> ModelRunnerOutput | StepAhead:
+        """Run a step that is a graph, to its end if the host has a part in it."""
+        assert self._device_sampler is not None
         self._begin(step, prepared.num_tokens)
         began_s = time.perf_counter()
-        coming = replays.launch(prepared, staged)
-        if not staged.asks_host:
+        coming, read = replays.launch(prepared, staged)
+        if not staged.asks_host and self.runs_ahead:
             return replays.go_ahead(prepared, coming, began_s)
-        verified = single(sampler.take(coming))
+        verified = self._device_sampler.verified(coming)
         forward_s = time.perf_counter() - began_s
+        if read and self._drafts is not None:
+            # Until the next replay, and what reads it may keep it.
+            hidden, *aux = (each.clone() for each in read)
+            self._drafts.observe(prepared, hidden, aux, verified.token_ids)
         output = ModelRunnerOutput(step_id=step.step_id, forward_s=forward_s)
         return self._with_tokens(output, prepared, verified)
 
@@ -295,9 +317,7 @@ class ModelRunner:
         hooks: StepHooks | None,
     ) -> ModelRunnerOutput:
         """Run a step that is no graph, to its end."""
-        rows, sampler = prepared.rows[prepared.sampling], self._device_sampler
-        reader = self._drafts.reader if self._drafts else None
-        tap = None if reader is None else StreamTap(reader.aux_layers)
+        tap = self._tap()
         is_wave_over = self._begin(step, prepared.num_tokens)
         hidden_before: Tensor | None = None
         if self._link is not None and self._receives:
@@ -316,20 +336,18 @@ class ModelRunner:
         lost = not_a_number(prompt_logprobs)
         if self._is_output:
             lost |= not_finite(prepared, hidden)
-        logits: Tensor | None = None
-        verified: Verified | None = None
+        choosing: Callable[[], Verified] | None = None
         if len(prepared.sampling):
+            assert self._steps is not None
             last = hidden if prepared.logit_rows is None else hidden[prepared.logit_rows]
-            logits = self._model.logits(last)
-        if logits is not None and sampler is not None and staged is not None:
-            verified = single(sampler.take(sampler.give(logits, *sampler.choose(logits), staged)))
-        else:
-            # Staged inputs may be rewritten then, and KV may leave.
-            self._device.synchronize()
+            choosing = self._steps.begin(self._model.logits(last), prepared, staged)
+        # Staged inputs may be rewritten then, and KV may leave.
+        self._device.synchronize()
         forward_s = time.perf_counter() - started_s
-        if logits is not None and verified is None:
-            verified = self._sample(prepared, logits, rows)
-        self._observe(prepared, hidden, tap, verified.token_ids if verified else [])
+        verified = None if choosing is None else choosing()
+        if tap is not None and self._drafts is not None:
+            token_ids = verified.token_ids if verified else []
+            self._drafts.observe(prepared, hidden, tap.states, token_ids)
         output = ModelRunnerOutput(
             step_id=step.step_id,
             non_finite_ids=sorted(lost),
@@ -338,11 +356,9 @@ class ModelRunner:
             forward_s=forward_s,
             is_wave_over=is_wave_over,
         )
-        return (
-            self._answer(output)
-            if verified is None
-            else self._with_tokens(output, prepared, verified)
-        )
+        if verified is None:
+            return self._answer(output)
+        return self._with_tokens(output, prepared, verified)
 
     def _with_tokens(
         self, output: ModelRunnerOutput, prepared: PreparedStep, verified: Verified
@@ -351,43 +367,11 @@ class ModelRunner:
         rows = prepared.rows[prepared.sampling]
         request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
         if self._link is None:
-            self._note(rows, verified.token_ids)
+            self._batch.extend(rows, verified.token_ids)
+            if self._drafts is not None:
+                self._drafts.note(rows.tolist(), verified.token_ids)
             self._batch.sit_out(rows[list(verified.hindered)])
-        lost = {*output.non_finite_ids, *(request_ids[i] for i in verified.non_finite)}
-        drafts = zip(request_ids, prepared.drafts or [], strict=False)
-        output = msgspec.structs.replace(
-            output,
-            request_ids=request_ids,
-            sampled_token_ids=verified.token_ids,
-            num_drafted={request_id: len(draft) for request_id, draft in drafts if draft},
-            non_finite_ids=sorted(lost),
-            logprobs={request_ids[i]: told for i, told in verified.logprobs.items()},
-        )
-        return self._answer(without_hindered(output, verified.hindered))
-
-    def _sample(self, prepared: PreparedStep, logits: Tensor, rows: NDArray[np.int64]) -> Verified:
-        assert self._sampler is not None
-        if prepared.drafts is None:
-            return single(self._sampler.sample(logits, rows, prepared.num_outputs))
-        return verify(self._sampler, logits, rows, prepared.num_outputs, prepared.drafts)
-
-    def _note(self, rows: NDArray[np.int64], token_ids: list[list[int]]) -> None:
-        """Take tokens that requests have sampled."""
-        self._batch.extend(rows, token_ids)
-        if self._drafts is not None:
-            self._drafts.note(rows.tolist(), token_ids)
-
-    def _observe(
-        self,
-        prepared: PreparedStep,
-        hidden: Tensor | None,
-        tap: StreamTap | None,
-        token_ids: list[list[int]],
-    ) -> None:
-        """Keep what the step has computed, if a drafter asks for it."""
-        if tap is not None and hidden is not None:
-            assert self._drafts is not None
-            self._drafts.observe(partial(states_of, prepared, hidden, tap.states, token_ids))
+        return self._answer(told_of(output, request_ids, verified, prepared.drafts))
 
     def finish_step(self) -> None:
         """Do what the step's answer need not wait for: drafts are made, experts may be moved.

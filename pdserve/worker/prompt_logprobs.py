@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import RequestId
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.step import NewRequest
-    from pdserve.worker.input_batch import InputBatch, PreparedStep
+    from pdserve.worker.input_batch import InputBatch
+    from pdserve.worker.prepared_step import PreparedStep
 
 _LOGITS_CHUNK_BYTES: Final = 64 << 20
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pdserve.wire.ids import RequestId
     from pdserve.wire.step import NewRequest
-    from pdserve.worker.input_batch import PreparedStep
+    from pdserve.worker.prepared_step import PreparedStep
 
 
 class PromptPooler:

@@ -1,7 +1,7 @@
 """Decode steps replayed as graphs, of which one may run while the host is at the one before.
 
 Their tokens are on their way to the host when the next step is launched, which takes them on the
-device. Steps of which the host has a part, as rules are its own, are waited for.
+device. Steps that the host has a part in, as grammars are its own, or drafts, are waited for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from pdserve.worker.awaited import AwaitedTokens
     from pdserve.worker.device import Device
     from pdserve.worker.device_sampler import ComingTokens, DeviceSampler, StagedDraws
-    from pdserve.worker.input_batch import InputBatch, PreparedStep
+    from pdserve.worker.drafting.drafts import Drafts
+    from pdserve.worker.input_batch import InputBatch
+    from pdserve.worker.prepared_step import PreparedStep
     from pdserve.worker.step_buffers import StepBuffers
 
 
@@ -71,7 +73,8 @@ class ReplayedSteps:
     """The graphs of one rank, and the step that is ahead of the host.
 
     Args:
-        forward: Computes the logits of a step of so many rows over the buffers' inputs.
+        forward: Computes a step of so many rows over the buffers' inputs: its logits, and what
+            else is read of it, a row each.
 
     Attributes:
         graphs: None until `capture`, and where a step cannot be captured.
@@ -81,7 +84,7 @@ class ReplayedSteps:
         self,
         device: Device,
         num_rows: int,
-        forward: Callable[[int], Tensor],
+        forward: Callable[[int], tuple[Tensor, ...]],
         *,
         sampler: DeviceSampler,
         batch: InputBatch,
@@ -92,7 +95,7 @@ class ReplayedSteps:
         self._batch = batch
         self._buffers = buffers
         self._all = StepGraphs(device, num_rows, self._run)
-        self.graphs: StepGraphs[tuple[Tensor, Tensor, Tensor]] | None = None
+        self.graphs: StepGraphs[tuple[Tensor, ...]] | None = None
         self._ahead: StepAhead | None = None
         self._collected_s = 0.0
 
@@ -111,10 +114,10 @@ class ReplayedSteps:
         self._all.close()
         self.graphs = None
 
-    def _run(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits of a step of decode over the buffers' first rows, and the likeliest tokens."""
-        logits = self._forward(num_rows)
-        return logits, *self._sampler.choose(logits)
+    def _run(self, num_rows: int) -> tuple[Tensor, ...]:
+        """A step of decode over the buffers' first rows, and the likeliest tokens."""
+        logits, *read = self._forward(num_rows)
+        return logits, *self._sampler.choose(logits), *read
 
     def sampled_before(self, step: SchedulerOutput) -> Tensor | None:
         """The tokens, on the device, of the step before that is not collected; None = it is.
@@ -131,21 +134,30 @@ class ReplayedSteps:
     def may_follow(self, step: SchedulerOutput) -> bool:
         """Tell whether `step` may be launched before the one that the device has is collected.
 
-        What needs the host's part in the tokens before it may not, nor what takes the host long.
+        What needs the host's part in the tokens before it may not, nor what takes the host long,
+        nor what may have drafts: those go on from tokens that the host knows.
         """
         if self.graphs is None or step.num_tokens != len(step.num_scheduled_tokens):
+            return False
+        if step.num_draft_rows:
             return False
         is_connected = step.connector_metadata is not None or bool(step.loading_request_ids)
         asks = self._sampler.asks_host or any(asks_host(new.sampling) for new in step.new_requests)
         return not is_connected and not asks
 
-    def launch(self, prepared: PreparedStep, staged: StagedDraws) -> ComingTokens:
-        """Replay a step whose inputs are uploaded, and have its tokens chosen."""
+    def launch(
+        self, prepared: PreparedStep, staged: StagedDraws
+    ) -> tuple[ComingTokens, list[Tensor]]:
+        """Replay a step whose inputs are uploaded, and have its tokens chosen.
+
+        Returns:
+            The tokens, and what else is read of the step, both until the next replay.
+        """
         assert self.graphs is not None
         assert prepared.graph_rows is not None
         results = self.graphs.replay(prepared.graph_rows)
-        logits, tokens, peaks = (each[: len(prepared.rows)] for each in results)
-        return self._sampler.give(logits, tokens, peaks, staged)
+        logits, tokens, peaks, *read = (each[: prepared.num_tokens] for each in results)
+        return self._sampler.give(logits, tokens, peaks, staged), read
 
     def go_ahead(self, prepared: PreparedStep, coming: ComingTokens, began_s: float) -> StepAhead:
         """Let the device go on with a step that was launched, and its requests without it."""
@@ -153,19 +165,25 @@ class ReplayedSteps:
         self._ahead = StepAhead(prepared.request_ids, coming, awaited, began_s)
         return self._ahead
 
-    def collect(self, step_id: int, ahead: StepAhead) -> ModelRunnerOutput:
-        """Wait for the tokens of the oldest step, and write them to its requests."""
+    def collect(self, step_id: int, ahead: StepAhead, drafts: Drafts | None) -> ModelRunnerOutput:
+        """Wait for the tokens of the oldest step; its requests get them, and what drafts."""
         with torch.inference_mode():
             sampled = self._sampler.take(ahead.coming)
         # The device began with it when it was through with the one before.
         began_s, self._collected_s = max(ahead.began_s, self._collected_s), time.perf_counter()
-        self._batch.settle(ahead.awaited, sampled.token_ids)
+        is_there = self._batch.settle(ahead.awaited, sampled.token_ids)
+        token_ids: list[list[int]] = sampled.token_ids[:, None].tolist()
+        if drafts is not None:
+            rows = ahead.awaited.rows.tolist()
+            for row, told, has_request in zip(rows, token_ids, is_there, strict=True):
+                if has_request:
+                    drafts.note([row], [told])
         if self._ahead is ahead:
             self._ahead = None
         return ModelRunnerOutput(
             step_id=step_id,
             request_ids=ahead.request_ids,
-            sampled_token_ids=sampled.token_ids[:, None].tolist(),
+            sampled_token_ids=token_ids,
             non_finite_ids=sorted(ahead.request_ids[i] for i in sampled.non_finite),
             forward_s=self._collected_s - began_s,
         )

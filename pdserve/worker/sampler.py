@@ -102,16 +102,21 @@ class Sampler:
         if params.temperature >= _GREEDY_BELOW:
             self._random.add(row)
         if LogitRules.needed(params):
-            self._rules[row] = LogitRules(
-                params,
-                prompt,
-                outputs,
-                vocab_size=self._vocab_size,
-                device=self._device,
-                grammars=self._grammars,
-            )
+            self._add_rules(row, params, prompt, outputs)
         if params.logprobs is not None:
             self._alternatives[row] = params.logprob_token_ids or params.logprobs
+
+    def _add_rules(
+        self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        self._rules[row] = LogitRules(
+            params,
+            prompt,
+            outputs,
+            vocab_size=self._vocab_size,
+            device=self._device,
+            grammars=self._grammars,
+        )
 
     def remove(self, row: int) -> None:
         """Free `row`: its request is gone."""

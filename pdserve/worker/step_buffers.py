@@ -36,7 +36,7 @@ _TABLE_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class StepFields(Generic[T]):
-    """Flat fields of a step of at most T tokens of R requests, each as large as it may get.
+    """Flat fields of a step of at most T tokens of R rows, each as large as it may get.
 
     Attributes:
         query_start: `[R + 1]` int32.
@@ -44,7 +44,7 @@ class StepFields(Generic[T]):
         logit_rows: `[L]` int64, tokens whose logits are wanted.
         fed_tokens, fed_from: `[R]` int64, tokens that the step before sampled, by their place in
             this step, and there.
-        drawn_rows, scale, min_p, top_k, top_p, uniform: `[R]`, as `Draws` names them.
+        drawn_rows, scale, min_p, top_k, top_p, uniform: `[L]`, as `Draws` names them.
         token_ids, positions, slot_mapping: `[T]` int64.
         block_tables: `[R * table_width]` int32. Last, as it is copied only as far as it is used.
     """
@@ -70,10 +70,13 @@ class StepBuffers:
     """The inputs of the step that is prepared, and of the one that runs.
 
     Args:
-        num_rows: Requests of one step, at most.
+        num_rows: Requests of one step, at most, or rows of a graph.
         max_blocks: Of one request, at most.
         max_num_tokens: Of one step, at most.
-        max_drafted: Tokens of a request, at most, whose logits are wanted beside its last one's.
+        max_logits: Rows of logits of one step, at most; 0: one for each of `num_rows`.
+
+    Attributes:
+        max_num_tokens, max_logits: Likewise.
     """
 
     def __init__(
@@ -83,23 +86,25 @@ class StepBuffers:
         num_rows: int,
         max_blocks: int,
         max_num_tokens: int,
-        max_drafted: int = 0,
+        max_logits: int = 0,
     ) -> None:
         self._device = device
         self._num_rows = num_rows
+        self.max_num_tokens = max_num_tokens
+        self.max_logits = max_logits = max_logits or num_rows
         self._max_width = -(-max_blocks // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
         sizes = StepFields(
             query_start=(torch.int32, num_rows + 1),
             context_lens=(torch.int32, num_rows),
-            logit_rows=(torch.int64, num_rows * (1 + max_drafted)),
+            logit_rows=(torch.int64, max_logits),
             fed_tokens=(torch.int64, num_rows),
             fed_from=(torch.int64, num_rows),
-            drawn_rows=(torch.int32, num_rows),
-            scale=(torch.float32, num_rows),
-            min_p=(torch.float32, num_rows),
-            top_k=(torch.int32, num_rows),
-            top_p=(torch.int64, num_rows),
-            uniform=(torch.int64, num_rows),
+            drawn_rows=(torch.int32, max_logits),
+            scale=(torch.float32, max_logits),
+            min_p=(torch.float32, max_logits),
+            top_k=(torch.int32, max_logits),
+            top_p=(torch.int64, max_logits),
+            uniform=(torch.int64, max_logits),
             token_ids=(torch.int64, max_num_tokens),
             positions=(torch.int64, max_num_tokens),
             slot_mapping=(torch.int64, max_num_tokens),
@@ -141,15 +146,21 @@ class StepBuffers:
         """
         return max_blocks if self._device.shares_memory else self._max_width
 
-    def pad(self, first: int, end: int) -> None:
-        """Make rows of the arrays, of one token each, that read no context and store nothing."""
+    def pad(self, num_requests: int, num_tokens: int, end: int) -> None:
+        """Fill a step up to `end` tokens and as many requests.
+
+        A request more for each token, which reads no context and stores nothing; those that are
+        lacking then have no token.
+        """
         arrays, width = self.arrays, self._max_width
-        arrays.token_ids[first:end] = 0
-        arrays.positions[first:end] = 0
-        arrays.slot_mapping[first:end] = -1
-        arrays.context_lens[first:end] = 0
-        arrays.query_start[first : end + 1] = range(first, end + 1)
-        arrays.block_tables[first * width : end * width] = 0
+        arrays.token_ids[num_tokens:end] = 0
+        arrays.positions[num_tokens:end] = 0
+        arrays.slot_mapping[num_tokens:end] = -1
+        last = num_requests + end - num_tokens
+        arrays.context_lens[num_requests:end] = 0
+        arrays.query_start[num_requests : last + 1] = range(num_tokens, end + 1)
+        arrays.query_start[last + 1 : end + 1] = end
+        arrays.block_tables[num_requests * width : last * width] = 0
 
     def upload(self, num_rows: int) -> None:
         """Bring the arrays over, with the tables of the first `num_rows` requests."""
@@ -191,11 +202,11 @@ class StepBuffers:
     def stage_padding(self) -> None:
         """Bring rows to the device that compute nothing, as many as there are at most."""
         self.begin()
-        self.pad(0, self._num_rows)
+        self.pad(0, 0, self._num_rows)
         self.upload(self._num_rows)
 
     def decode_inputs(self, num_rows: int) -> StepInputs:
-        """What the device reads in a step of so many rows of one token each."""
+        """What the device reads in a step of so many tokens, of as many requests or fewer."""
         return self.inputs(num_rows, num_rows, self._max_width)
 
     def inputs(self, num_tokens: int, num_rows: int, table_width: int) -> StepInputs:
@@ -212,20 +223,20 @@ class StepBuffers:
 
     def draws(self, num_draws: int) -> Draws:
         """What is drawn of a step, likewise."""
-        there = self._there
-        columns = (
-            there.drawn_rows,
-            there.scale,
-            there.min_p,
-            there.top_k,
-            there.top_p,
-            there.uniform,
-        )
-        return Draws(*(column[:num_draws] for column in columns))
+        return Draws(*_draws_of(self._there, num_draws))
+
+    def draws_to_fill(self, num_draws: int) -> list[NDArray[Any]]:
+        """Those of `arrays`, in the order of `Draws`."""
+        return _draws_of(self.arrays, num_draws)
 
     def logit_rows(self, num_rows: int) -> Tensor:
         """The first of the field, on the device, likewise."""
         return self._there.logit_rows[:num_rows]
+
+
+def _draws_of(each: StepFields[Any], num_draws: int) -> list[Any]:
+    columns = each.drawn_rows, each.scale, each.min_p, each.top_k, each.top_p, each.uniform
+    return [column[:num_draws] for column in columns]
 
 
 def _values(each: StepFields[T]) -> list[T]:

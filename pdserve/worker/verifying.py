@@ -6,11 +6,14 @@ other, each over all requests that have come so far. A token is drawn with its o
 its own rules, and only if it is put out: nothing that a sampler notes ever has to be taken back
 (Daliri, Musco, Suresh, arXiv 2408.07978, call such drafts drafter-invariant).
 
-Where a token is the largest logit and nothing else, all rows of a request are looked at together.
+Rows that say nothing of one another are sampled together, however far the draft turns out to be
+right: where a token is the largest logit and nothing else, and on a device, to which a row more is
+next to nothing, and another wave a wait.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -80,6 +83,43 @@ class Verified:
     hindered: dict[int, Hindered] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftedRows:
+    """What M requests sample in a step.
+
+    Attributes:
+        rows: `[M]`, the batch row of each.
+        num_outputs: `[M]`, tokens each has put out before.
+        drafts: `M` of them; some may be empty.
+        lengths, first: `[M]`, rows of logits of each: one, and one for each token of its draft.
+    """
+
+    rows: NDArray[np.int64]
+    num_outputs: NDArray[np.int64]
+    drafts: Sequence[Sequence[int]]
+    lengths: NDArray[np.int64] = field(init=False)
+    first: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count the rows."""
+        lengths = np.fromiter(map(len, self.drafts), np.int64, len(self.drafts)) + 1
+        object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "first", np.cumsum(lengths) - lengths)
+
+    def depth(self) -> NDArray[np.int64]:
+        """Return for each row of logits how many tokens of a draft it follows."""
+        return np.arange(self.lengths.sum()) - np.repeat(self.first, self.lengths)
+
+    def following(self) -> NDArray[np.int64]:
+        """Return for each row of logits the token of a draft that it follows, -1 where none."""
+        flat = itertools.chain.from_iterable((-1, *draft) for draft in self.drafts)
+        return np.fromiter(flat, np.int64, int(self.lengths.sum()))
+
+    def nothing(self) -> Verified:
+        """No token of any of them."""
+        return Verified([[] for _ in self.drafts])
+
+
 def single(sampled: Sampled) -> Verified:
     """Return one token of each request."""
     verified = Verified(
@@ -93,16 +133,37 @@ def single(sampled: Sampled) -> Verified:
     return verified
 
 
-def without_hindered(
-    output: ModelRunnerOutput, hindered: Mapping[int, Hindered]
+def told_of(
+    output: ModelRunnerOutput,
+    request_ids: list[RequestId],
+    verified: Verified,
+    drafts: Sequence[Sequence[int]] | None,
 ) -> ModelRunnerOutput:
+    """Return what is said of a step, with what its requests have sampled.
+
+    Args:
+        request_ids: Those that sample; who is hindered is named for that instead.
+        drafts: Theirs, if there are any.
+    """
+    lost = {*output.non_finite_ids, *(request_ids[i] for i in verified.non_finite)}
+    drafted = zip(request_ids, drafts or [], strict=False)
+    told = msgspec.structs.replace(
+        output,
+        request_ids=request_ids,
+        sampled_token_ids=verified.token_ids,
+        num_drafted={request_id: len(draft) for request_id, draft in drafted if draft},
+        non_finite_ids=sorted(lost),
+        logprobs={request_ids[i]: entries for i, entries in verified.logprobs.items()},
+    )
+    return _without(told, verified.hindered) if verified.hindered else told
+
+
+def _without(output: ModelRunnerOutput, hindered: Mapping[int, Hindered]) -> ModelRunnerOutput:
     """Return a step's results with requests that have no token named for that.
 
     Args:
         hindered: By index into the output's requests.
     """
-    if not hindered:
-        return output
     ids = output.request_ids
     having = [index for index in range(len(ids)) if index not in hindered]
 
@@ -120,40 +181,51 @@ def without_hindered(
     )
 
 
-def verify(
-    sampler: RowSampler,
-    logits: Tensor,
-    rows: NDArray[np.int64],
-    num_outputs: NDArray[np.int64],
-    drafts: Sequence[Sequence[int]],
-) -> Verified:
+def verify(sampler: RowSampler, logits: Tensor, asked: DraftedRows) -> Verified:
     """Sample M requests, each as far as its draft is right, and one token beyond.
 
     Args:
         logits: `[L, vocab_size]` fp32: for each request a row, and one for each token of its draft.
-        rows: `[M]`, the batch row of each request.
-        num_outputs: `[M]`, tokens each has put out before.
-        drafts: `M` of them; may be empty.
     """
-    lengths = np.fromiter(map(len, drafts), np.int64, len(drafts)) + 1
-    first = np.cumsum(lengths) - lengths
-    verified = Verified([[] for _ in drafts])
-    is_largest = sampler.are_largest(rows)
+    verified = asked.nothing()
+    is_largest = sampler.are_largest(asked.rows)
     largest = np.flatnonzero(is_largest)
     if len(largest):
-        num = lengths[largest]
-        at = np.repeat(first[largest] - np.cumsum(num) + num, num) + np.arange(num.sum())
+        num = asked.lengths[largest]
+        places = np.cumsum(num) - num
+        at = np.repeat(asked.first[largest] - places, num) + np.arange(num.sum())
         repeated = np.repeat(largest, num)
-        sampled = sampler.sample(_rows_of(logits, at), rows[repeated], num_outputs[repeated])
-        _take_largest(verified, sampled, largest.tolist(), drafts)
-    alive = np.flatnonzero(~is_largest)
-    depth = 0
-    while len(alive):
-        at = first[alive] + depth
-        sampled = sampler.sample(_rows_of(logits, at), rows[alive], num_outputs[alive] + depth)
-        alive = np.array(_take_wave(verified, sampled, alive.tolist(), drafts, depth), np.int64)
-        depth += 1
+        sampled = sampler.sample(
+            _rows_of(logits, at), asked.rows[repeated], asked.num_outputs[repeated]
+        )
+        take_at_once(verified, sampled, largest, places, asked.drafts)
+    verify_in_waves(verified, sampler, logits, asked, np.flatnonzero(~is_largest))
     return verified
+
+
+def verify_in_waves(
+    verified: Verified,
+    sampler: RowSampler,
+    logits: Tensor,
+    asked: DraftedRows,
+    requests: NDArray[np.int64],
+) -> None:
+    """Sample some of the requests, of which a row counts only once the one before it is known.
+
+    Args:
+        verified: Gets their tokens.
+        logits: Those of all requests.
+        requests: Their indices.
+    """
+    alive, depth = requests, 0
+    while len(alive):
+        sampled = sampler.sample(
+            _rows_of(logits, asked.first[alive] + depth),
+            asked.rows[alive],
+            asked.num_outputs[alive] + depth,
+        )
+        going_on = _take_wave(verified, sampled, alive.tolist(), asked.drafts, depth)
+        alive, depth = np.array(going_on, np.int64), depth + 1
 
 
 def _rows_of(logits: Tensor, at: NDArray[np.int64]) -> Tensor:
@@ -163,23 +235,38 @@ def _rows_of(logits: Tensor, at: NDArray[np.int64]) -> Tensor:
     return logits[torch.from_numpy(at).to(logits.device)]
 
 
-def _take_largest(
-    verified: Verified, sampled: Sampled, requests: list[int], drafts: Sequence[Sequence[int]]
+def take_at_once(
+    verified: Verified,
+    sampled: Sampled,
+    requests: NDArray[np.int64],
+    places: NDArray[np.int64],
+    drafts: Sequence[Sequence[int]],
 ) -> None:
-    """Take the tokens of requests whose rows were all sampled at once."""
+    """Take the tokens of requests all of whose rows were sampled.
+
+    Args:
+        verified: Gets them.
+        requests: Indices of the requests.
+        places: Of each, its first row in `sampled`. Whether a row has a token at all is known of
+            those without a draft alone.
+        drafts: Of all requests.
+    """
     tokens, lost = sampled.token_ids.tolist(), set(sampled.non_finite)
-    at = 0
-    for index in requests:
-        draft, taken = drafts[index], verified.token_ids[index]
-        for place, drafted in enumerate((*draft, None), at):
+    for index, first in zip(requests.tolist(), places.tolist(), strict=True):
+        if first in sampled.hindered:
+            verified.hindered[index] = sampled.hindered[first]
+            continue
+        taken = verified.token_ids[index]
+        for place, drafted in enumerate((*drafts[index], None), first):
             if place in lost and taken:
                 break
             taken.append(tokens[place])
+            if place in sampled.logprobs:
+                verified.logprobs.setdefault(index, []).append(sampled.logprobs[place])
             if place in lost:
                 verified.non_finite.add(index)
             if tokens[place] != drafted or place in lost:
                 break
-        at += len(draft) + 1
 
 
 def _take_wave(

@@ -103,12 +103,6 @@ class Worker:
         config, place = self._config, self._place
         device = _device(config.device, place)
         num_threads = _set_threads(config.parallel, place)
-        if config.speculative.method and device.type != "cpu":
-            raise ConfigError(
-                f"--speculative-config is for CPUs, and this is {device}, whose decode steps are "
-                "graphs of one token per request: leave it out, or use --device cpu",
-                param="speculative-config",
-            )
         kernels = kernels_on(device, self._progress)
         world = self._world = self._join(device)
         if world.pp.is_last and world.tp.is_first:

@@ -301,13 +301,22 @@ def test_what_is_launched_is_collected_before_the_worker_closes(
     assert story == ["launch 0", "collect 0"]
 
 
-def test_nothing_is_planned_behind_a_prompt_nor_where_the_host_computes(
+def test_nothing_is_planned_behind_a_prompt_or_drafts_nor_where_the_host_computes(
     make: Callable[..., InlineExecutor],
 ) -> None:
-    for script, num_tokens, max_in_flight in (("ahead", 1, 2), ("ahead", 2, 1), ("nothing", 1, 1)):
+    r = RequestId("r")
+    cases: list[tuple[str, int, dict[RequestId, int], int]] = [
+        ("ahead", 1, {}, 2),
+        ("ahead", 1, {r: 3}, 1),
+        ("ahead", 2, {}, 1),
+        ("nothing", 1, {}, 1),
+    ]
+    for script, num_tokens, rows, max_in_flight in cases:
         executor = make(script=script)
         executor.start()
-        asked = msgspec.structs.replace(step(), num_scheduled_tokens={RequestId("r"): num_tokens})
+        asked = msgspec.structs.replace(
+            step(), num_scheduled_tokens={r: num_tokens}, num_draft_rows=rows
+        )
         executor.submit(asked)
         assert executor.max_in_flight == max_in_flight
         collect(executor)

@@ -55,15 +55,20 @@ def _paged_attention(
             q, kv_layer, block_tables, query_start, context_lens, scale, window
         )
     assert window is None
-    num_rows, num_heads, head_dim = q.shape
+    num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
-    # [R, 2, Hkv, contexts, Dh]
-    kv = kv_layer[block_tables.long()].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
-    is_unseen = torch.arange(kv.shape[3]) >= context_lens[:, None]
-    rows = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    # Of as many requests as tokens, some may have several tokens, and others none.
+    token, last = torch.arange(num_tokens), query_start[1:].long()
+    request = torch.searchsorted(last, token, right=True)
+    seen = context_lens[request] - last[request] + token + 1
+    seen = torch.where(context_lens[request] > 0, seen, 0)
+    # [T, 2, Hkv, contexts, Dh]
+    kv = kv_layer[block_tables[request].long()].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+    is_unseen = torch.arange(kv.shape[3]) >= seen[:, None]
+    rows = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = (rows @ kv[:, 0].transpose(-1, -2)) * scale
     weights = scores.masked_fill(is_unseen[:, None, None], -torch.inf).softmax(-1)
-    weights = torch.where(context_lens[:, None, None, None] > 0, weights, 0.0)
+    weights = torch.where(seen[:, None, None, None] > 0, weights, 0.0)
     return (weights @ kv[:, 1]).flatten(1)
 
 

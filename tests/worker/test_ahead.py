@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pdserve.config.speculative import SpeculativeConfig
 from pdserve.connectors.base import KVConnectorScheduler
 from pdserve.engine.core import EngineCore
 from pdserve.errors import InternalError
@@ -47,12 +48,13 @@ class AheadExecutor:
 
     Attributes:
         num_ahead: Steps that were.
+        num_accepted: Tokens of drafts that were right.
     """
 
     def __init__(self, engine: Engine, rng: random.Random, max_in_flight: int) -> None:
         self.max_in_flight = max_in_flight
         self.wake_fds: list[int] = []
-        self.num_ahead = 0
+        self.num_ahead = self.num_accepted = 0
         self._runner, self._rng = engine.runner, rng
         self._waiting: deque[SchedulerOutput] = deque()
         self._launched: deque[LaunchedStep] = deque()
@@ -86,6 +88,7 @@ def generate(
     max_in_flight: int = 2,
     abort: str = "",
     num_blocks: int = 40,
+    speculative: SpeculativeConfig | None = None,
 ) -> tuple[dict[str, list[int]], AheadExecutor, int]:
     """Run requests that arrive at random; return their tokens, and how many were preempted."""
     rng = random.Random(5)
@@ -98,6 +101,7 @@ def generate(
         model=ModelConfig(model="m"),
         cache=CacheConfig(enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=NUM_ROWS, max_num_batched_tokens=256),
+        speculative=speculative or SpeculativeConfig(),
     )
     core = EngineCore(
         executor, KVConnectorScheduler(), ManualClock(), config=config, workers=[info]
@@ -130,7 +134,9 @@ def generate(
         core.step(take)
         core.scheduler.check()
     core.scheduler.assert_nothing_held()
-    return tokens, executor, core.scheduler.stats().num_preemptions
+    stats = core.scheduler.stats()
+    executor.num_accepted = sum(stats.accepted_by_position)
+    return tokens, executor, stats.num_preemptions
 
 
 def lasting(sampling: SamplingParams, num: int) -> SamplingParams:
@@ -202,6 +208,18 @@ def test_what_needs_the_host_is_waited_for_and_goes_ahead_without_it(tmp_path: P
     found, executor, _ = generate(Engine(tmp_path, RecordedDevice()), asked)
     assert found == wanted
     assert executor.num_ahead
+
+
+def test_rules_that_are_kept_on_the_device_do_not_hold_the_next_step_up(tmp_path: Path) -> None:
+    asked = [
+        params(max_tokens=9, temperature=0.8, seed=1, frequency_penalty=1.5),
+        params(max_tokens=9, repetition_penalty=1.4, logit_bias={7: 3.0}, bad_words=((5,),)),
+        params(max_tokens=9, min_tokens=6, stop_token_ids=tuple(range(0, 211, 2))),
+    ]
+    wanted, *_ = generate(Engine(tmp_path, HostDevice(CPU)), asked, max_in_flight=1)
+    found, executor, _ = generate(Engine(tmp_path, RecordedDevice()), asked)
+    assert found == wanted
+    assert executor.num_ahead > 5
 
 
 def test_a_step_that_may_not_follow_is_refused(tmp_path: Path) -> None:

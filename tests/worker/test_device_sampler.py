@@ -19,8 +19,11 @@ from tests.worker.driver import params
 from tests.worker.recorded_device import RecordedDevice
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from pdserve.wire.sampling import SamplingParams
     from pdserve.worker.sampler import Sampled
+    from pdserve.worker.verifying import Verified
 
 CPU = torch.device("cpu")
 VOCAB = 300
@@ -31,9 +34,15 @@ PROMPT, OUTPUTS = [3, 4, 4, 299], [5, 9, 9]
 class Bench:
     """A device's sampler and the host's, with the same rows."""
 
-    def __init__(self, *asked: SamplingParams) -> None:
+    def __init__(self, *asked: SamplingParams, num_drafted: int = 0) -> None:
         self.device = RecordedDevice()
-        self.buffers = StepBuffers(self.device, num_rows=ROWS, max_blocks=1, max_num_tokens=ROWS)
+        self.buffers = StepBuffers(
+            self.device,
+            num_rows=ROWS,
+            max_blocks=1,
+            max_num_tokens=ROWS,
+            max_logits=ROWS * (1 + num_drafted),
+        )
         self.there = DeviceSampler(
             ROWS, VOCAB, device=self.device, buffers=self.buffers, ops=SamplingOps()
         )
@@ -53,6 +62,16 @@ class Bench:
         found = self.there.take(self.there.give(mine, *self.there.choose(mine), staged))
         return found, self.host.sample(logits.clone(), at, index)
 
+    def verify(
+        self, logits: torch.Tensor, num_outputs: NDArray[np.int64], drafts: list[list[int]]
+    ) -> Verified:
+        """What a step with drafts gives all rows."""
+        self.buffers.begin()
+        staged = self.there.stage(np.arange(ROWS), num_outputs, drafts)
+        self.buffers.upload(ROWS)
+        mine = logits.clone()
+        return self.there.verified(self.there.give(mine, *self.there.choose(mine), staged))
+
 
 def random_params(rng: random.Random) -> SamplingParams:
     fields: dict[str, Any] = {"seed": rng.getrandbits(63), "temperature": rng.choice((0.0, 0.7, 2))}
@@ -65,7 +84,8 @@ def random_params(rng: random.Random) -> SamplingParams:
         "repetition_penalty": 1.3,
         "logit_bias": {7: 4.0},
         "allowed_token_ids": (1, 2, 3, 77),
-        "bad_words": ((9, 9), (11,)),
+        "bad_words": rng.choice((((9, 9), (11,)), ((7,), (11,)))),
+        "presence_penalty": -0.7,
     }
     return params(**fields, **{k: v for k, v in options.items() if rng.random() < 0.25})
 
@@ -134,6 +154,9 @@ def test_all_that_a_step_may_launch_is_warmed_up() -> None:
         VOCAB,
         device=bench.device,
         buffers=bench.buffers,
-        ops=SamplingOps(largest=spy("largest", ops.largest), draw=spy("draw", ops.draw)),
+        ops=SamplingOps(
+            **{name: spy(name, getattr(ops, name)) for name in ("largest", "draw", "rule", "note")}
+        ),
     ).warm_up()
-    assert called == ["largest", "draw", "draw by_p", "draw by_k", "draw by_k by_p"]
+    assert called[:5] == ["largest", "draw", "draw by_p", "draw by_k", "draw by_k by_p"]
+    assert called[5:] == ["rule", "rule avoids", "rule by_bias", "rule by_bias avoids", "note"]

@@ -29,6 +29,7 @@ from pdserve.worker.drafting.costs import measure_rows
 from pdserve.worker.drafting.drafts import Drafts
 from pdserve.worker.drafting.ngram import NgramDrafter
 from pdserve.worker.drafting.suffix import SuffixDrafter
+from pdserve.worker.model_runner import ModelRunner
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.worker import Worker
 from tests.worker.driver import GREEDY, TINY, Driver, params
@@ -93,10 +94,16 @@ class Recall:
         return drafts
 
 
+def runner_of(driver: Driver) -> ModelRunner:
+    """What runs the steps of a driver: its worker's, or itself."""
+    runner = driver.worker if isinstance(driver.worker, ModelRunner) else driver.worker._runner
+    assert runner is not None
+    return runner
+
+
 def drafts_by(driver: Driver, drafter: Recall) -> None:
     """Give a worker another drafter."""
-    runner = driver.worker._runner
-    assert runner is not None
+    runner = runner_of(driver)
     runner._drafts = Drafts(drafter, vocab_size=VOCAB, max_tokens=NUM_ROWS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,13 @@ from pdserve.config.schema import (
     ModelConfig,
     SchedulerConfig,
 )
+from pdserve.config.speculative import SpeculativeConfig
 from pdserve.kernels.backend import REFERENCE
 from pdserve.models.registry import load_model
 from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
 from pdserve.worker.device import HostDevice
+from pdserve.worker.drafting.loading import load_draft, load_medusa, needs_draft
 from pdserve.worker.graphs import StepGraphs, graph_sizes, rehearsed_steps
 from pdserve.worker.model_runner import ModelRunner
 from pdserve.worker.step_buffers import StepBuffers
@@ -87,34 +90,50 @@ class Engine(Driver):
         *,
         kernels: KernelBackend = CAPTURABLE,
         hooks: Hooks | None = None,
+        num_rows: int = NUM_ROWS,
+        speculative: SpeculativeConfig | None = None,
+        warms_up: bool = True,
     ) -> None:
-        (directory / "config.json").write_text(json.dumps(TINY))
-        scheduler = SchedulerConfig(max_num_seqs=NUM_ROWS, max_num_batched_tokens=256)
+        if not (directory / "model.safetensors").exists():
+            (directory / "config.json").write_text(json.dumps(TINY))
+        load_format = "auto" if (directory / "model.safetensors").exists() else "dummy"
         config = EngineConfig(
-            model=ModelConfig(model=str(directory), load_format="dummy"), scheduler=scheduler
+            model=ModelConfig(model=str(directory), load_format=load_format),
+            scheduler=SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=256),
+            speculative=speculative or SpeculativeConfig(),
         )
-        loaded = load_model(config, CPU, kernels, World.alone(), lambda _: None)
+        world = World.alone()
+        loaded = load_model(config, CPU, kernels, world, lambda _: None)
+        loaded = replace(loaded, medusa=load_medusa(config, loaded, world, CPU, kernels))
+        if needs_draft(config, world):
+            draft = load_draft(config, loaded, world.tp, CPU, kernels, lambda _: None)
+            loaded = replace(loaded, draft=draft)
         layout = kv_memory.layout_of_block(
-            loaded.arch, loaded.dtype, CacheConfig(), num_layers=2, num_kv_heads=2
+            loaded.arch,
+            loaded.dtype,
+            CacheConfig(),
+            num_layers=len(loaded.layers),
+            num_kv_heads=loaded.num_kv_heads,
         )
-        layout = msgspec.structs.replace(layout, num_blocks=40)
+        layout = msgspec.structs.replace(layout, num_blocks=80)
         self.kv = kv_memory.allocate(layout, CPU)
         self.device = device
-        self.runner = ModelRunner(
-            loaded,
-            self.kv,
-            EngineConfig(model=ModelConfig(model="m"), scheduler=scheduler),
-            device=device,
-            world=World.alone(),
-            hooks=hooks,
-        )
+        self.runner = ModelRunner(loaded, self.kv, config, device=device, world=world, hooks=hooks)
         self.told: list[str] = []
-        self.runner.warm_up(self.told.append)
+        if warms_up:
+            self.runner.warm_up(self.told.append)
         super().__init__(self.runner, SimpleNamespace(layout=layout))  # type: ignore[arg-type]
 
 
-def play(engine: Engine) -> dict[str, list[int]]:
-    """Requests come and go, in prompts, chunks of them and decode; returns their tokens."""
+def play(
+    engine: Engine, num_rows: int = 0, drafted: list[dict[str, int]] | None = None
+) -> dict[str, list[int]]:
+    """Requests come and go, in prompts, chunks of them and decode; returns their tokens.
+
+    Args:
+        num_rows: For drafts.
+        drafted: Gets how many tokens of each request were drafted in each step.
+    """
     rng = random.Random(3)
     arriving = [(f"r{i}", rng.choices(range(211), k=rng.choice((1, 9, 40)))) for i in range(9)]
     running: list[str] = []
@@ -126,10 +145,15 @@ def play(engine: Engine) -> dict[str, list[int]]:
             running.append(name)
         chosen = rng.sample(running, rng.randint(min(1, len(running)), len(running)))
         if chosen:
-            engine.step({name: min(engine.remaining(name), 17) for name in chosen})
+            num = {name: min(engine.remaining(name), 17) for name in chosen}
+            may_draft = [name for name in chosen if engine.outputs[name] and num[name] == 1]
+            rows = dict.fromkeys(may_draft, num_rows) if num_rows else {}
+            answer = engine.step(num, rows)
+            if drafted is not None:
+                drafted.append({str(name): num for name, num in answer.num_drafted.items()})
         for name in chosen:
-            if len(engine.outputs[name]) == 12:
-                done[name] = engine.outputs[name]
+            if len(engine.outputs[name]) >= 12:
+                done[name] = engine.outputs[name][:12]
                 running.remove(name)
                 engine.drop(name)
     engine.device.synchronize()
@@ -260,9 +284,9 @@ def test_padding_that_stores_in_block_0_is_seen(
 ) -> None:
     pad = StepBuffers.pad
 
-    def to_block_0(self: StepBuffers, first: int, end: int) -> None:
-        pad(self, first, end)
-        self._arrays[self._turn].slot_mapping[first:end] = 0
+    def to_block_0(self: StepBuffers, num_requests: int, num_tokens: int, end: int) -> None:
+        pad(self, num_requests, num_tokens, end)
+        self._arrays[self._turn].slot_mapping[num_tokens:end] = 0
 
     monkeypatch.setattr(StepBuffers, "pad", to_block_0)
     engine = Engine(tmp_path, RecordedDevice())

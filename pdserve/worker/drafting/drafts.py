@@ -10,16 +10,20 @@ propose anything.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdserve.worker.drafting.forced import told_by
 from pdserve.worker.drafting.heads import HeadDrafter
 from pdserve.worker.drafting.medusa import MedusaDrafter
 from pdserve.worker.drafting.ngram import NgramDrafter
+from pdserve.worker.drafting.states import states_of
 from pdserve.worker.drafting.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
 
     from pdserve.config.speculative import SpeculativeConfig
     from pdserve.parallel.group import Group
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from pdserve.worker.drafting.forced import ForcedTokens
     from pdserve.worker.drafting.model import FirstRanksDrafts
     from pdserve.worker.drafting.states import StepStates
+    from pdserve.worker.prepared_step import PreparedStep
 
 
 class Drafts:
@@ -73,6 +78,11 @@ class Drafts:
         self._ready: dict[int, list[int]] = {}
         self._states: Callable[[], StepStates] | None = None
 
+    @property
+    def is_by_model(self) -> bool:
+        """Whether a draft takes a forward pass."""
+        return self._in_step is not None
+
     def add(self, row: int, request: NewRequest) -> None:
         """Take a request."""
         sampling = request.sampling
@@ -109,13 +119,19 @@ class Drafts:
         for row, tokens in zip(rows, token_ids, strict=True):
             self._told.setdefault(row, []).extend(tokens)
 
-    def observe(self, states: Callable[[], StepStates]) -> None:
-        """Keep what a step has computed, for the reader.
+    def observe(
+        self,
+        prepared: PreparedStep,
+        hidden: Tensor,
+        aux: Sequence[Tensor],
+        token_ids: Sequence[list[int]],
+    ) -> None:
+        """Keep what a step has computed, for the reader, until the answer is on its way.
 
         Args:
-            states: Asked for it once the answer is on its way, before the next step begins.
+            hidden, aux, token_ids: See `states_of`.
         """
-        self._states = states
+        self._states = partial(states_of, prepared, hidden, aux, token_ids)
 
     def make(self) -> None:
         """Tell the drafters what they were not told yet, and make drafts, if look-ups are enough.

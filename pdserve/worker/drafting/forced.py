@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -68,10 +65,11 @@ def told_by(
         lengths: How long each may be; the same on all.
         lists: Its own; of no account elsewhere.
     """
-    told = np.zeros((len(lengths), 1 + max(lengths.values())), np.int64)
-    for place, key in enumerate(lengths):
+    width = 1 + max(lengths.values())
+    mine: list[int] = []
+    for key in lengths:
         each = lists.get(key, [])
-        told[place, : 1 + len(each)] = [len(each), *each]
-    told = group.broadcast(torch.from_numpy(told), source=source).numpy()
-    lines = zip(lengths, told.tolist(), strict=True)
+        mine += [len(each), *each, *[0] * (width - 1 - len(each))]
+    told = group.gather_ints(mine)[source]
+    lines = ((key, told[at * width : (at + 1) * width]) for at, key in enumerate(lengths))
     return {key: line[1 : 1 + line[0]] for key, line in lines if line[0]}

@@ -21,7 +21,7 @@ import torch
 
 from pdserve.worker import kv_memory
 from pdserve.worker.drafting.contents import BlockContents
-from pdserve.worker.drafting.model import drafts_of_first
+from pdserve.worker.drafting.model import drafts_of_first, rehearsed
 from pdserve.worker.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
@@ -81,6 +81,14 @@ class HeadDrafter:
         self._kept: dict[int, list[Tensor]] = {}
         self._num_kept = np.zeros(num_rows, dtype=np.int64)
         self._last: dict[int, Tensor] = {}
+
+    def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
+        """See `DraftModel`."""
+        for inputs in rehearsed(self._buffers, steps):
+            zeros = self._kv_layers[0].new_zeros(len(inputs.token_ids), self._head.hidden_size)
+            states = self._head.enter(zeros, (zeros,) * len(self.aux_layers))
+            followed = self._head.forward(inputs, states, self._kv_layers)
+            self._head.likeliest(followed[: len(inputs.context_lens)])
 
     def add(self, row: int, request: NewRequest) -> None:
         """See `Drafter`."""
@@ -147,7 +155,7 @@ class HeadDrafter:
         states = torch.cat([self._last[row] for row, _ in able])
         drafts: dict[int, list[int]] = {row: [] for row, _ in able}
         for depth in range(int(most.max())):
-            tokens = self._head.likeliest(states).numpy()
+            tokens = self._head.likeliest(states).cpu().numpy()
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
                 drafts[row].append(token)
             goes_on = most > depth + 1

@@ -24,6 +24,7 @@ from pdserve.worker import kv_memory
 from pdserve.worker.drafting.heads import HeadDrafter
 from pdserve.worker.drafting.medusa import MedusaDrafter
 from pdserve.worker.drafting.model import DraftModel, FirstRanksDrafts
+from pdserve.worker.sampler import first_largest
 from pdserve.worker.vocabulary import SpreadVocabulary
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def drafter_of(
 
 def _by_heads(heads: MedusaHeads, tp: Group) -> MedusaDrafter:
     if tp.size == 1:
-        return MedusaDrafter(heads, lambda logits: logits.numpy().argmax(-1))
+        return MedusaDrafter(heads, lambda logits: first_largest(logits)[0].cpu().numpy())
     spread = SpreadVocabulary(
         tp, heads.vocab, vocab_size=heads.vocab_size, device=torch.device("cpu")
     )

@@ -45,6 +45,15 @@ class MedusaDrafter:
         token_ids = heads.token_ids
         self._token_ids = None if token_ids is None else token_ids.numpy()
 
+    def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
+        """See `DraftModel`."""
+        heads = self._heads
+        for num_rows in dict.fromkeys(num_rows for num_rows, _ in steps):
+            states = torch.zeros(
+                num_rows, heads.hidden_size, dtype=heads.dtype, device=heads.device
+            )
+            self._largest(heads(states, heads.num_heads))
+
     def add(self, row: int, request: NewRequest) -> None:
         """See `Drafter`: nobody has seen its states here."""
 

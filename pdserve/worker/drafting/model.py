@@ -24,11 +24,12 @@ from pdserve.worker.drafting.contents import BlockContents
 from pdserve.worker.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from pdserve.connectors.base import KVLayout
+    from pdserve.kernels.step import StepInputs
     from pdserve.models.registry import LoadedModel
     from pdserve.parallel.group import Group
     from pdserve.wire.step import NewRequest
@@ -78,6 +79,12 @@ class DraftModel:
         # What is computed behind them, as it was drafted: it counts where it proved right.
         self._guessed: dict[int, list[int]] = {}
         self._behind: set[int] = set()
+
+    def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
+        """Launch what drafts may take on a device; see `rehearsed`."""
+        for inputs in rehearsed(self._buffers, steps):
+            hidden = self._model.forward(inputs, self._kv_layers)
+            self._model.logits(hidden[: len(inputs.context_lens)])
 
     def add(self, row: int, request: NewRequest) -> None:
         """See `Drafter`: what its blocks do not hold is to be computed."""
@@ -183,7 +190,7 @@ class DraftModel:
         last = query_start[1:][drafting] - 1
         if not len(last):
             return last
-        likeliest: NDArray[np.int64] = self._model.logits(hidden[last]).argmax(-1).numpy()
+        likeliest: NDArray[np.int64] = self._model.logits(hidden[last]).argmax(-1).cpu().numpy()
         return likeliest
 
 
@@ -200,6 +207,11 @@ class FirstRanksDrafts:
     def __init__(self, own: DraftModel | None, tp: Group) -> None:
         self._own = own
         self._tp = tp
+
+    def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
+        """See `DraftModel`."""
+        if self._own is not None:
+            self._own.warm_up(steps)
 
     def add(self, row: int, request: NewRequest) -> None:
         """See `Drafter`."""
@@ -220,6 +232,18 @@ class FirstRanksDrafts:
         """See `Drafter`. Every rank of the group must ask for the same."""
         drafts = {} if self._own is None else self._own.propose(wanted)
         return drafts_of_first(self._tp, wanted, drafts)
+
+
+def rehearsed(buffers: StepBuffers, steps: Sequence[tuple[int, int]]) -> Iterator[StepInputs]:
+    """Bring steps to a device that store nothing, one after the other: prompts, and single tokens.
+
+    Args:
+        steps: Requests and tokens of steps of the model; of those what fits into the buffers.
+    """
+    single = [(num_rows, num_rows) for num_rows, _ in steps]
+    for num_rows, num_tokens in dict.fromkeys([*single, *steps]):
+        if num_tokens <= buffers.max_num_tokens:
+            yield buffers.rehearse(num_rows, num_tokens)
 
 
 def drafts_of_first(

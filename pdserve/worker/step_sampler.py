@@ -1,0 +1,136 @@
+"""How the tokens of a step come of its logits: the one seam between a step and what samples.
+
+    stage -> what the tokens take goes to the device with the step's inputs
+    begin -> the device chooses, where it does; the host waits for nothing
+    and what `begin` returned -> the tokens, those of drafts as far as they are right
+
+On a host that computes itself, and where ranks share a vocabulary, tokens are chosen once the
+logits are there; on a device with memory of its own where the logits lie.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.worker.device_sampler import DeviceSampler
+from pdserve.worker.sampler import Sampler
+from pdserve.worker.spread_sampler import SpreadSampler
+from pdserve.worker.verifying import DraftedRows, single, verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from pdserve.models.registry import LoadedModel
+    from pdserve.worker.device import Device
+    from pdserve.worker.device_sampler import StagedDraws
+    from pdserve.worker.grammar import GrammarPool
+    from pdserve.worker.prepared_step import PreparedStep
+    from pdserve.worker.step_buffers import StepBuffers
+    from pdserve.worker.verifying import RowSampler, Verified
+    from pdserve.worker.vocabulary import SpreadVocabulary
+
+
+class StepSampler(Protocol):
+    """See the module.
+
+    Attributes:
+        rows: Keeps what each row of the batch is sampled by.
+    """
+
+    @property
+    def rows(self) -> RowSampler:
+        """See above."""
+        ...
+
+    def stage(self, prepared: PreparedStep) -> StagedDraws | None:
+        """Fill in what the step's tokens take, before its inputs are uploaded."""
+        ...
+
+    def begin(
+        self, logits: Tensor, prepared: PreparedStep, staged: StagedDraws | None
+    ) -> Callable[[], Verified]:
+        """Have tokens chosen; they are returned by what is returned.
+
+        Args:
+            logits: `[L, vocab_size]` fp32, or this rank's columns; the sampler's from here on.
+            staged: Of `stage`.
+        """
+        ...
+
+
+class HostSteps:
+    """Steps whose tokens are chosen once the logits are there."""
+
+    def __init__(self, rows: RowSampler) -> None:
+        self.rows = rows
+
+    def stage(self, prepared: PreparedStep) -> None:
+        """See `StepSampler`: the logits say when."""
+
+    def begin(
+        self, logits: Tensor, prepared: PreparedStep, staged: StagedDraws | None
+    ) -> Callable[[], Verified]:
+        """See `StepSampler`."""
+        return partial(self._sample, logits, prepared)
+
+    def _sample(self, logits: Tensor, prepared: PreparedStep) -> Verified:
+        rows, num_outputs = prepared.rows[prepared.sampling], prepared.num_outputs
+        if prepared.drafts is None:
+            return single(self.rows.sample(logits, rows, num_outputs))
+        return verify(self.rows, logits, DraftedRows(rows, num_outputs, prepared.drafts))
+
+
+class DeviceSteps:
+    """Steps whose tokens are chosen where their logits are."""
+
+    def __init__(self, rows: DeviceSampler) -> None:
+        self.rows = rows
+
+    def stage(self, prepared: PreparedStep) -> StagedDraws:
+        """See `StepSampler`."""
+        rows = prepared.rows[prepared.sampling]
+        return self.rows.stage(rows, prepared.num_outputs, prepared.drafts)
+
+    def begin(
+        self, logits: Tensor, prepared: PreparedStep, staged: StagedDraws | None
+    ) -> Callable[[], Verified]:
+        """See `StepSampler`."""
+        assert staged is not None
+        coming = self.rows.give(logits, *self.rows.choose(logits), staged)
+        return partial(self.rows.verified, coming)
+
+
+def sampler_of(
+    device: Device,
+    loaded: LoadedModel,
+    num_rows: int,
+    *,
+    vocabulary: SpreadVocabulary | None,
+    buffers: StepBuffers,
+    grammars: GrammarPool | None,
+) -> HostSteps | DeviceSteps:
+    """Return what samples on a rank of the last stage.
+
+    Args:
+        vocabulary: As the ranks share it; None where one has all of it.
+        buffers: Of the steps.
+        grammars: On the engine's output rank.
+    """
+    vocab_size = loaded.arch.vocab_size
+    if vocabulary is not None:
+        spread = SpreadSampler(vocabulary, num_rows, vocab_size, device.torch, grammars)
+        return HostSteps(spread)
+    if device.shares_memory:
+        return HostSteps(Sampler(num_rows, vocab_size, device.torch, grammars))
+    sampler = DeviceSampler(
+        num_rows,
+        vocab_size,
+        device=device,
+        buffers=buffers,
+        ops=loaded.sampling,
+        grammars=grammars,
+    )
+    return DeviceSteps(sampler)
