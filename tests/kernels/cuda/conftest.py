@@ -14,6 +14,7 @@ import pytest
 
 import pdserve.kernels.cuda
 from tests.interpreted_triton import CAN_INTERPRET, interpreting
+from tests.kernels.cuda.mma_model import multiply_add, multiply_add_one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,19 +34,17 @@ def _interpreted() -> Iterator[None]:
 
 
 @pytest.fixture
-def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the interpreter multiply as tensor cores do: 16 elements of k at a time, ascending.
+def hopper_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter multiply as a Hopper GPU does, bit for bit.
 
     Its own products are those of a BLAS, whose order of summation depends on the number of rows.
     """
 
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    def dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> TensorHandle:
-        found = d.data
-        for k in range(0, a.data.shape[1], 16):
-            part = a.data[:, k : k + 16].astype("f8") @ b.data[k : k + 16].astype("f8")
-            found = (found + part).astype(d.data.dtype)
-        return TensorHandle(found, d.dtype.scalar)
+    def dot(_: Any, a: Any, b: Any, c: Any, *__: Any) -> TensorHandle:
+        is_half = a.dtype.scalar.primitive_bitwidth == 16
+        product = multiply_add if is_half else multiply_add_one_by_one
+        return TensorHandle(product(a.data, b.data, c.data), c.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)

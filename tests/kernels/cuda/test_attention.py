@@ -1,4 +1,4 @@
-"""Paged attention on CUDA: its results, bits that are a row's own, what it compiles to."""
+"""Paged attention on CUDA: its results, and bits that are a row's own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pdserve.kernels.cases.case import Case
 from pdserve.kernels.cases.table import OPERATIONS
 from pdserve.kernels.cuda.attention import (
     AttentionCall,
+    AttentionTiles,
     attend,
     paged_attention,
     tiles_for,
 )
-from tests.kernels.cuda import gate
 
 CPU = torch.device("cpu")
 FP16, FP32 = torch.float16, torch.float32
@@ -75,16 +75,17 @@ def test_any_number_of_heads_shares_a_kv_head(group: int, head_dim: int) -> None
 class Prompt:
     """One request whose whole prompt is in a cache; what was never written is NaN."""
 
-    length = 42
-
     def __init__(
         self,
         block_size: int,
         *,
+        length: int = 42,
         heads: tuple[int, int] = (3, 1),
         dtype: torch.dtype = FP16,
         window: int | None = None,
+        tiles: AttentionTiles = SMALL,
     ) -> None:
+        self.length, self.tiles = length, tiles
         self.q, layer, tables, _, _, self.scale, _ = attention_inputs(
             [self.length], [self.length], heads, 32, dtype=dtype, device=CPU, block_size=block_size
         )
@@ -108,12 +109,18 @@ class Prompt:
                 self.scale,
                 self.window,
             ),
-            SMALL,
+            self.tiles,
         )
+
+    def move_blocks(self) -> None:
+        """Have every block lie elsewhere."""
+        order = torch.randperm(len(self.layer), generator=torch.Generator().manual_seed(2))
+        self.layer = self.layer[order]
+        self.table = order.argsort()[self.table]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.usefixtures("hopper_products")
 @pytest.mark.parametrize(
     ("block_size", "heads", "dtype", "window"),
     [
@@ -140,18 +147,56 @@ def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.usefixtures("hopper_products")
 def test_bits_do_not_depend_on_where_the_blocks_lie() -> None:
     prompt = Prompt(16)
     found = prompt.rows((0, 35), (41, 42))
-    order = torch.randperm(len(prompt.layer), generator=torch.Generator().manual_seed(2))
-    prompt.layer = prompt.layer[order]
-    prompt.table = order.argsort()[prompt.table]
+    prompt.move_blocks()
     assert torch.equal(prompt.rows((0, 35), (41, 42)), found)
 
 
+def shipped(length: int, window: int | None = None) -> Prompt:
+    """Return a prompt with the tiles and segments that a device has."""
+    return Prompt(64, length=length, heads=(1, 1), window=window, tiles=tiles_for(FP16, 128))
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.usefixtures("hopper_products")
+@pytest.mark.parametrize(
+    ("length", "window"),
+    [
+        (580, None),
+        pytest.param(1090, None, marks=pytest.mark.matrix),
+        pytest.param(1090, 700, marks=pytest.mark.matrix),
+    ],
+)
+def test_with_shipped_tiles_a_prompt_its_chunks_and_its_tokens_have_equal_bits(
+    length: int, window: int | None
+) -> None:
+    prompt = shipped(length, window)
+    whole = prompt.rows((0, length))
+    assert torch.equal(prompt.rows((490, 550), (550, length)), whole[490:])
+    singles = [5, 511, 512, length - 1]
+    found = prompt.rows((490, 530), *((t, t + 1) for t in singles))
+    assert torch.equal(found[40:], whole[singles])
+    prompt.move_blocks()
+    assert torch.equal(prompt.rows((length - 1, length)), whole[-1:])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper_products")
+@pytest.mark.parametrize("change", [{"segment": 256}, {"tile": 32}], ids=str)
+def test_single_tokens_of_other_segments_or_tiles_would_have_other_bits(
+    change: dict[str, int],
+) -> None:
+    prompt = shipped(580)
+    chunk = prompt.rows((540, 580))
+    prompt.tiles = replace(prompt.tiles, **change)
+    assert not torch.equal(prompt.rows((579, 580)), chunk[-1:])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper_products")
 def test_more_requests_than_tokens_may_hold_chunks_too() -> None:
     prompt = Prompt(16)
     whole = prompt.rows((0, 42))
@@ -175,7 +220,7 @@ def test_what_lies_behind_a_steps_inputs_is_not_read() -> None:
     assert torch.equal(found, paged_attention(q, kv, tables, starts, contexts, *rest))
 
 
-@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.usefixtures("hopper_products")
 def test_a_row_without_context_is_zero_and_leaves_others_alone() -> None:
     prompt = Prompt(16)
     q = prompt.q[[41, 3]]
@@ -198,61 +243,3 @@ def test_what_the_kernels_do_not_take_is_refused_before_anything_is_launched() -
     q, layer, *rest = args(torch.float16, 32)
     with pytest.raises(NotTakenError, match="strided"):
         paged_attention(q, layer.transpose(3, 4).contiguous().transpose(3, 4), *rest)
-
-
-def meta_call(
-    num_tokens: int, num_requests: int, *, block_size: int = 64, dtype: torch.dtype = torch.bfloat16
-) -> AttentionCall:
-    """A layer of Llama-3.1-8B."""
-
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device="meta")
-
-    layer = torch.empty(100, 32, 2, 8, block_size, 128, dtype=dtype, device="meta")[:, 1]
-    q = torch.empty(num_tokens, 32, 128, dtype=dtype, device="meta")
-    tables = ints(num_requests, 128)
-    return AttentionCall(
-        q, layer, tables, ints(num_requests + 1), ints(num_requests), 128**-0.5, None
-    )
-
-
-def calls() -> gate.Calls:
-    def run(call: AttentionCall) -> object:
-        return attend(call, tiles_for(call.q.dtype, call.q.shape[2]))
-
-    return {
-        "decode": lambda: run(meta_call(64, 64)),
-        "decode, small blocks": lambda: run(meta_call(64, 64, block_size=16)),
-        "prefill": lambda: run(meta_call(4096, 1)),
-        "fp32": lambda: run(meta_call(64, 64, dtype=torch.float32)),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("decode", "prefill"),
-        pytest.param(("decode, small blocks", "fp32"), marks=pytest.mark.matrix),
-    ],
-    ids=" and ".join,
-)
-def test_kernels_compile_for_hopper_without_spills(names: tuple[str, ...]) -> None:
-    for name, kernels in gate.compiled(f"{__name__}:calls", *names).items():
-        if name == "prefill":
-            (whole,) = kernels
-            assert whole.spilled <= 32  # of what is merged between segments
-            assert whole.count("HGMMA") > 0
-            assert whole.count("HMMA") == 0
-            assert whole.copies_of_16_bytes() >= 32
-            continue
-        split, merge = kernels
-        assert (split.kernel, merge.kernel) == ("attend_split", "merge")
-        assert split.spilled == merge.spilled == 0
-        if name == "fp32":
-            assert split.count("HMMA") == 0
-        else:
-            assert split.count("HMMA.16816") > 0
-            assert split.count("HGMMA") == 0
-            assert split.copies_of_16_bytes() >= 32
-            assert split.programs_per_sm() >= 2

@@ -1,7 +1,8 @@
-"""Latent attention on CUDA: its results, bits that are a row's own, what it compiles to."""
+"""Latent attention on CUDA: its results, and bits that are a row's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,6 @@ from pdserve.kernels.cases.latent import latent_inputs
 from pdserve.kernels.cases.table import OPERATIONS
 from pdserve.kernels.cuda import latent
 from pdserve.kernels.cuda.latent import latent_attention
-from tests.kernels.cuda import gate
 
 CPU = torch.device("cpu")
 OPERATION = OPERATIONS["latent_attention"]
@@ -49,8 +49,28 @@ def test_latent_attention_is_that_of_the_reference(case: Case, dtype: torch.dtyp
     )
 
 
+def prompt_of(length: int, num_heads: int) -> Callable[..., torch.Tensor]:
+    """Return what attends tokens ``[first, last)`` of one prompt, each part a request of a batch.
+
+    What was never written is NaN.
+    """
+    q, layer, table, _, _, scale, latent_dim = latent_inputs(
+        [length], [length], num_heads, (32, 16), dtype=torch.float16, device=CPU
+    )
+    layer[table[0, length // 16].long(), :, :, length % 16 :] = float("nan")
+
+    def rows(*parts: tuple[int, int]) -> torch.Tensor:
+        starts = torch.tensor([0] + [last - first for first, last in parts]).cumsum(0).int()
+        contexts = torch.tensor([last for _, last in parts], dtype=torch.int32)
+        x = torch.cat([q[first:last] for first, last in parts])
+        tables = table.expand(len(parts), -1).contiguous()
+        return latent_attention(x, layer, tables, starts, contexts, scale, latent_dim)
+
+    return rows
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.usefixtures("hopper_products")
 @pytest.mark.parametrize(
     ("num_heads", "chunks"),
     [
@@ -65,17 +85,7 @@ def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
     tiles = replace(latent.latent_tiles(torch.float16, num_heads), tile=16, segment=16)
     monkeypatch.setattr(latent, "latent_tiles", lambda *_: tiles)
     latent._cut.cache_clear()
-    q, layer, table, _, _, scale, latent_dim = latent_inputs(
-        [LENGTH], [LENGTH], num_heads, (32, 16), dtype=torch.float16, device=CPU
-    )
-    layer[table[0, LENGTH // 16].long(), :, :, LENGTH % 16 :] = float("nan")
-
-    def rows(*parts: tuple[int, int]) -> torch.Tensor:
-        starts = torch.tensor([0] + [last - first for first, last in parts]).cumsum(0).int()
-        contexts = torch.tensor([last for _, last in parts], dtype=torch.int32)
-        x = torch.cat([q[first:last] for first, last in parts])
-        tables = table.expand(len(parts), -1).contiguous()
-        return latent_attention(x, layer, tables, starts, contexts, scale, latent_dim)
+    rows = prompt_of(LENGTH, num_heads)
 
     whole = rows((0, LENGTH))
     assert whole.isfinite().all()
@@ -85,44 +95,17 @@ def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
     latent._cut.cache_clear()
 
 
+@pytest.mark.matrix
+@pytest.mark.usefixtures("hopper_products")
+@pytest.mark.parametrize("num_heads", [2, 32])
+def test_shipped_tiles_give_chunks_and_single_tokens_equal_bits(num_heads: int) -> None:
+    rows = prompt_of(1060, num_heads)
+    chunk = rows((1022, 1060))
+    singles = [1022, 1023, 1024, 1059]
+    assert torch.equal(rows(*((t, t + 1) for t in singles)), chunk[[t - 1022 for t in singles]])
+
+
 def test_wide_latents_are_refused() -> None:
     args = latent_inputs([1], [9], 2, (640, 64), dtype=torch.float16, device=CPU)
     with pytest.raises(NotTakenError, match="at most 512"):
         latent_attention(*args)
-
-
-def calls() -> gate.Calls:
-    """DeepSeek-V3's layer, with the heads of one rank of eight, and with all."""
-
-    def call(num_tokens: int, num_requests: int, num_heads: int) -> object:
-        def ints(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.int32, device="meta")
-
-        q = torch.empty(num_tokens, num_heads, 576, dtype=torch.bfloat16, device="meta")
-        layer = torch.empty(100, 61, 1, 1, 64, 576, dtype=torch.bfloat16, device="meta")[:, 1]
-        lengths = ints(num_requests + 1), ints(num_requests)
-        return latent_attention(q, layer, ints(num_requests, 128), *lengths, 0.07, 512)
-
-    return {
-        "decode": lambda: call(8, 8, 16),
-        "decode, all heads": lambda: call(8, 8, 128),
-        "prefill": lambda: call(2000, 1, 16),
-    }
-
-
-@pytest.mark.matrix
-def test_kernels_compile_for_hopper_and_keep_their_sums_in_registers() -> None:
-    decode, _ = gate.compiled(f"{__name__}:calls", "decode")["decode"]
-    assert decode.spilled == 0
-    assert decode.count("HMMA.16816") > 0
-    assert decode.copies_of_16_bytes() >= 18
-
-
-@pytest.mark.matrix
-def test_many_heads_and_prompts_compile_for_hopper() -> None:
-    found = gate.compiled(f"{__name__}:calls", "decode, all heads", "prefill")
-    every, _ = found["decode, all heads"]
-    assert every.spilled <= 8
-    assert every.count("HGMMA") > 0
-    (whole,) = found["prefill"]
-    assert whole.spilled <= 32  # of what is merged between segments

@@ -1,7 +1,6 @@
 """Linear layers and heads in the interpreter: parity, and what a row's bits may not depend on.
 
-The order in which a tensor core sums is tested on a device (`tests/gpu`): here NumPy multiplies the
-tiles.
+NumPy multiplies the tiles, or `mma_model` where the order in which a tensor core sums matters.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pdserve.kernels.cuda.descriptors import Descriptors, can_describe
 from pdserve.kernels.cuda.halves import CudaMlp, make_mlp
 from pdserve.kernels.cuda.launch import Tuning
 from pdserve.kernels.cuda.linear import CudaHeads, CudaLinear, multiply, multiply_gated
-from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
+from pdserve.kernels.cuda.tiles import ProductTile, experts_tiles, heads_tile, linear_tile
 from pdserve.kernels.reference.activation import silu_and_mul
 from pdserve.kernels.reference.halves import Mlp, MlpWeights
 from pdserve.kernels.reference.linear import linear as reference_linear
@@ -146,6 +145,49 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> No
     x[1:] = float("nan")
     for num_rows in (2, 7, 16):
         assert torch.equal(layer(x[:num_rows])[:1], alone)
+
+
+FEW_AND_MANY = (1, 16, 17, 64, 65, 200, 400, 4000)
+SHIPPED = dict.fromkeys(
+    [linear_tile(m, n, torch.float16) for m in FEW_AND_MANY for n in (64, 6144, 28672)]
+    + [heads_tile(m, torch.float16) for m in FEW_AND_MANY]
+    + [tile for m in FEW_AND_MANY for tile in experts_tiles(m, 1, torch.float16)]
+)
+"""Every tile of the tables."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper_products")
+def test_every_tile_of_the_tables_gives_equal_bits() -> None:
+    x, weight = random(3, 1, 400, dtype=torch.float16), random(1, 72, 400, dtype=torch.float16)
+    out = {tile: torch.empty(3, 1, 72) for tile in SHIPPED}
+    for tile, into in out.items():
+        multiply(x, weight, None, into, tile)
+    wanted = out[linear_tile(1, 72, torch.float16)]
+    assert [tile for tile, found in out.items() if not torch.equal(found, wanted)] == []
+    assert len(out) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper_products")
+def test_a_row_of_few_or_of_many_has_equal_bits() -> None:
+    layer = KERNELS.linear_of(random(72, 208, dtype=torch.float16))
+    x = random(150, 208, dtype=torch.float16, seed=2)
+    whole = layer(x)
+    for first, last in [(0, 1), (40, 56), (7, 71), (50, 150)]:
+        assert torch.equal(layer(x[first:last]), whole[first:last])
+
+
+@pytest.mark.usefixtures("hopper_products")
+def test_a_split_of_k_would_give_other_bits() -> None:
+    x, weight = random(3, 1, 256, dtype=torch.float16), random(1, 72, 256, dtype=torch.float16)
+    whole, first, rest = torch.empty(3, 3, 1, 72)
+    tile = linear_tile(1, 72, torch.float16)
+    multiply(x, weight, None, whole, tile)
+    multiply(x[..., :128], weight[..., :128].contiguous(), None, first, tile)
+    multiply(x[..., 128:], weight[..., 128:].contiguous(), None, rest, tile)
+    torch.testing.assert_close(first + rest, whole)
+    assert not torch.equal(first + rest, whole)
 
 
 def test_a_result_of_another_dtype_is_rounded_once() -> None:
