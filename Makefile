@@ -14,10 +14,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help up test matrix check lint types layers quick quick-front quick-core quick-rest format bench gpu chaos soak ucx fuzz readers clients board kubernetes clean
+.PHONY: help up test matrix check lint types layers quick quick-front quick-core quick-rest format bench gpu gpu-all gate chaos soak ucx fuzz readers clients board kubernetes clean
 
 help: ## This list
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 # Ctrl-C is how one ends it, and no error.
 up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve until Ctrl-C
@@ -70,6 +70,7 @@ format: $(VENV)/.installed-dev ## Let ruff format and mend what it can; write wh
 	@$(BIN)/python -m tools.module_list
 	@$(BIN)/python -m tools.vllm_names
 	@$(BIN)/python -m tools.metric_table
+	@$(BIN)/python -m tools.measured_kernels
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
@@ -79,6 +80,17 @@ bench: $(VENV)/.installed ## The benchmarks; each prints one JSON object with it
 
 gpu: $(VENV)/.installed-dev ## The tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+gpu-all: $(VENV)/.installed-dev ## On a CUDA device: its tests, compute-sanitizer, every benchmark; one file in benchmarks/results
+	@$(BIN)/python -m benchmarks.gpu --checks $(ARGS)
+
+# GPU machines with torch 2.11 have Triton 3.6.0; 3.7.1 comes with our torch.
+OTHER_TRITON := 3.6.0
+gate: $(VENV)/.installed-dev ## What kernels become on Hopper, without a GPU, under both Tritons
+	@test -d $(VENV)-triton/triton || $(PIP) --no-deps --target $(VENV)-triton "triton==$(OTHER_TRITON)"
+	@for path in "" $(abspath $(VENV)-triton); do \
+	  PYTHONPATH=$$path $(BIN)/python -m pytest -q tests/kernels/cuda/test_gate.py \
+	    tests/kernels/cuda/test_*_compiled.py $(ARGS) || exit; done
 
 chaos: $(VENV)/.installed-dev ## Every row of the failure table over every transport (needs root)
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m chaos $(ARGS)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.cuda.copy import gather_blocks, repage, scatter_blocks
-from tests.kernels.cuda import gate
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.uint8)
 
@@ -80,24 +79,3 @@ def test_what_does_not_fit_is_refused() -> None:
         repage(pool(3, 4), ids, pool(2, 6), ids, 4)
     with pytest.raises(ValueError, match="9 tokens are not in 8"):
         repage(pool(3, 4), ids, pool(2, 16), ids, 9)
-
-
-def calls() -> gate.Calls:
-    kv = torch.empty(64, 32, 2, 8, 16, 128, dtype=torch.bfloat16, device="meta")
-    large = torch.empty(64, 32, 2, 8, 64, 128, dtype=torch.bfloat16, device="meta")
-    ids = torch.empty(8, dtype=torch.int32, device="meta")
-    return {
-        "whole blocks": lambda: gather_blocks(kv, ids, kv[:8]),
-        "a layer": lambda: scatter_blocks(kv[:8, :1], kv[:, 1:2], ids),
-        "half of the heads": lambda: scatter_blocks(kv[:8, :, :, :4], kv[:, :, :, 4:], ids),
-        "another block size": lambda: repage(kv, ids, large, ids, 128),
-    }
-
-
-@pytest.mark.matrix
-def test_copies_move_16_bytes_at_once() -> None:
-    for (kernel,) in gate.compiled(f"{__name__}:calls").values():
-        assert kernel.spilled == 0
-        assert kernel.registers <= 64
-        assert kernel.count("LDG.E.128") >= 2
-        assert kernel.count("STG.E.128") == kernel.count("LDG.E.128")

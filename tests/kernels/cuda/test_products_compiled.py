@@ -45,6 +45,8 @@ ROWS = {
     "gated 64": Wanted(112, 2, HGMMA.format(64), TMA),
     "gated 2048": Wanted(240, 1, HGMMA.format(128), TMA),
     "heads 5": Wanted(80, 2, HMMA, waits=False),
+    "heads 40": Wanted(96, 2, HGMMA.format(64)),
+    "heads 2048": Wanted(120, 1, HGMMA.format(128)),
     "gate_up 1": Wanted(96, 2, HMMA, waits=False),
     "gate_up 128": Wanted(160, 1, HGMMA.format(64)),
     "gate_up 2048": Wanted(240, 1, HGMMA.format(128)),
@@ -80,6 +82,9 @@ def every_call() -> gate.Calls:
         layer = CudaLinear(28672, 4096, dtype=torch.bfloat16, device=META)
         layer.call_gated(empty(m, 4096))
 
+    def heads(m: int) -> None:
+        CudaHeads(empty(16, 512, 128))(empty(m, 16, 192)[..., :128])
+
     def experts(tokens: int) -> None:
         layer = CudaExperts(8, 4096, 14336, dtype=torch.bfloat16, device=META)
         ids, weights = empty(tokens, 2, dtype=torch.int64), empty(tokens, 2, dtype=torch.float32)
@@ -101,7 +106,9 @@ def every_call() -> gate.Calls:
         "gated 1": lambda: gated(1),
         "gated 64": lambda: gated(64),
         "gated 2048": lambda: gated(2048),
-        "heads 5": lambda: CudaHeads(empty(16, 512, 128))(empty(5, 16, 192)[..., :128]),
+        "heads 5": lambda: heads(5),
+        "heads 40": lambda: heads(40),
+        "heads 2048": lambda: heads(2048),
         "experts 1": lambda: experts(1),
         "experts 128": lambda: experts(128),
         "experts 2048": lambda: experts(2048),

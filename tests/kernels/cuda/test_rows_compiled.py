@@ -1,4 +1,4 @@
-"""Norms, activation, rotation and digests on Hopper: wide accesses, no spills."""
+"""Norms, activation, rotation, digests and copies on Hopper: wide accesses, no spills."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdserve.kernels.cuda import activation, digest, norm, rope
+from pdserve.kernels.cuda.copy import gather_blocks, repage, scatter_blocks
 from pdserve.kernels.cuda.launch import without_overlap
 from tests.kernels.cuda import gate
 
@@ -109,3 +110,24 @@ def test_a_kernel_stays_in_registers_waits_by_itself_and_moves_16_bytes_at_once(
     assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == of_a_step
     (in_turn,) = found[f"{name}, in turn"]
     assert in_turn.count("ACQBULK") == in_turn.count("PREEXIT") == 0
+
+
+def copies() -> gate.Calls:
+    kv = torch.empty(64, 32, 2, 8, 16, 128, dtype=torch.bfloat16, device="meta")
+    large = torch.empty(64, 32, 2, 8, 64, 128, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(8, dtype=torch.int32, device="meta")
+    return {
+        "whole blocks": lambda: gather_blocks(kv, ids, kv[:8]),
+        "a layer": lambda: scatter_blocks(kv[:8, :1], kv[:, 1:2], ids),
+        "half of the heads": lambda: scatter_blocks(kv[:8, :, :, :4], kv[:, :, :, 4:], ids),
+        "another block size": lambda: repage(kv, ids, large, ids, 128),
+    }
+
+
+@pytest.mark.matrix
+def test_copies_move_16_bytes_at_once() -> None:
+    for (kernel,) in gate.compiled(f"{__name__}:copies").values():
+        assert kernel.spilled == 0
+        assert kernel.registers <= 64
+        assert kernel.count("LDG.E.128") >= 2
+        assert kernel.count("STG.E.128") == kernel.count("LDG.E.128")
