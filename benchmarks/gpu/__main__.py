@@ -4,23 +4,29 @@ Each part runs in a process of its own, so that one which crashes or hangs leave
 The file is written after each part, and holds the environment that the figures belong to. Without a
 device it is a dry run, of small sizes on the CPU.
 
-    python -m benchmarks.gpu [PART ...] [--json FILE] [--limit-s N]     parts: see PARTS
+With ``--checks``, the device's tests and NVIDIA's sanitizer run first, and one file is left in
+`benchmarks/results`: the run book of a machine with a GPU.
+
+    python -m benchmarks.gpu [PART ...] [--checks] [--json FILE] [--limit-s N]     parts: see PARTS
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
 import importlib.util
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gpu import checks, targets
+from benchmarks.gpu.kernel_parts import part_hashes
 
 PARTS = ("peaks", "copies", "rows", "attention", "bits", "linear", "step")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +51,7 @@ def environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "commit": _output("git", "-C", str(_ROOT), "rev-parse", "HEAD"),
-        "kernels_sha256": kernels_hash(),
+        "kernels": part_hashes(),
         "driver": _smi("driver_version"),
         "clocks": clocks(),
     }
@@ -61,14 +67,6 @@ def environment() -> dict[str, Any]:
     else:
         found["device"] = "none: a dry run, whose figures mean nothing"
     return found
-
-
-def kernels_hash() -> str:
-    """Return one hash of all CUDA kernels and their tables: figures of another are of others."""
-    digest = hashlib.sha256()
-    for path in sorted((_ROOT / "kernels" / "cuda").glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def clocks() -> str | None:
@@ -121,13 +119,36 @@ def write(path: Path | None, report: dict[str, Any]) -> None:
     beside.replace(path)
 
 
-def main() -> None:
+def outcome(report: dict[str, Any]) -> tuple[list[str], bool]:
+    """Return what was found in lines, and whether something failed: a missed share is no failure.
+
+    What differs in a dry run tells nothing: there NumPy multiplies.
+    """
+    found = report.get("checks", {})
+    failed = [f"failed: {name}" for name in targets.errors(report)]
+    if "targets" in report:
+        failed += [f"differs: {name}" for name in targets.differences(report)]
+    lines = [checks.in_words(name, one) for name, one in found.items()] + failed
+    lines += [targets.in_words(row) for row in report.get("targets", [])]
+    return lines, bool(failed) or not all(one.get("passed", True) for one in found.values())
+
+
+def file_name(environment: dict[str, Any]) -> Path:
+    """Return where the report of a whole run is kept."""
+    device = re.sub(r"[^a-z0-9]+", "-", environment["device"].lower())
+    return _ROOT / "benchmarks" / "results" / f"{environment['date']}-{device}-gpu-all.json"
+
+
+def main() -> int:
     parts = existing_parts()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts)}; all")
     parser.add_argument("--json", type=Path, help="file for the report")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for each part")
     parser.add_argument("--here", action="store_true", help="one part, in this process")
+    parser.add_argument(
+        "--checks", action="store_true", help="first the tests that need a device, and a sanitizer"
+    )
     args = parser.parse_args()
     if unknown := set(args.parts) - set(parts):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
@@ -135,15 +156,27 @@ def main() -> None:
         (name,) = args.parts
         module = importlib.import_module(f"benchmarks.gpu.{name}")
         write(args.json, module.run(args.limit_s))
-        return
+        return 0
     report: dict[str, Any] = {"benchmark": "gpu", "environment": environment(), "parts": {}}
     print(json.dumps(report["environment"]), flush=True)
+    is_dry = "capability" not in report["environment"]
+    if args.checks:
+        if is_dry:
+            parser.error("--checks needs a CUDA device, and torch finds none")
+        args.json = args.json or file_name(report["environment"])
+        report["checks"] = checks.check()
     for name in args.parts or parts:
         report["parts"][name] = run_part(name, args.limit_s)
         write(args.json, report)
+    if not is_dry:
+        report["targets"] = targets.judged(report)
+        write(args.json, report)
     if args.json is None:
         print(json.dumps(report, default=str))
+    lines, has_failed = outcome(report)
+    print(*lines, sep="\n")
+    return int(has_failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

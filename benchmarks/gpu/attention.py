@@ -179,6 +179,7 @@ def decode(experiments: Experiments, num_requests: int, context: int) -> None:
         if result is not None:
             found[of] = result
     _best(experiments, name, found)
+    experiments.run(f"{name}: as shipped", lambda: at.ours(BASE, budget_s=0.2))
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         experiments.run(f"{name}: torch {backend.name}", lambda of=backend: at.theirs(of))
 
@@ -235,6 +236,7 @@ def prefill(experiments: Experiments) -> None:
             if result is not None:
                 found[of] = result
         _best(experiments, name, found)
+        experiments.run(f"{name}: as shipped", lambda one=at[0]: one.ours(BASE, budget_s=0.2))
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             experiments.run(
                 f"{name}: torch {backend.name}", lambda one=at[0], of=backend: one.theirs(of)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.chaos.failures import document as failures
 from tests.cli.process import ROOT
-from tools import metric_table, module_list, vllm_names
+from tools import measured_kernels, metric_table, module_list, vllm_names
 from tools.goals import PRODUCT
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
@@ -26,6 +26,12 @@ def test_the_page_of_vllms_names_is_what_the_command_says():
 def test_the_table_of_metrics_is_what_its_source_says():
     assert metric_table.DOCUMENT.read_text() == metric_table.document(), (
         "run: python -m tools.metric_table"
+    )
+
+
+def test_the_table_of_measured_kernels_is_what_figures_and_kernels_say():
+    assert measured_kernels.DOCUMENT.read_text() == measured_kernels.document(), (
+        "run: python -m tools.measured_kernels"
     )
 
 
