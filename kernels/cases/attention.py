@@ -10,6 +10,11 @@ from torch import Tensor
 from pdserve.kernels.cases.case import Case, draw
 from pdserve.kernels.digest import place_keys, word_constants
 
+GROUPS = (1, 2, 4, 5, 7, 8, 16)
+"""Query heads to a KV head."""
+
+HEAD_DIMS = (64, 128, 192, 256)
+
 
 def kv_cache(
     num_blocks: int,
@@ -131,6 +136,29 @@ def attention_inputs(
     )
 
 
+def with_nan_in_unused_slots(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Fill what of the cache is in nobody's context with NaN; arguments of ``paged_attention``."""
+    _, layer, tables, _, contexts, *_ = arguments
+    is_used = torch.zeros(len(layer), layer.shape[3], dtype=torch.bool, device=layer.device)
+    for table, context in zip(tables.long(), contexts.tolist(), strict=True):
+        at = torch.arange(context, device=layer.device)
+        is_used[table[at // layer.shape[3]], at % layer.shape[3]] = True
+    layer.movedim(3, 1)[~is_used] = torch.nan
+    return arguments
+
+
+def grouped_attention(group: int, head_dim: int) -> Case:
+    """So many query heads to a KV head: a step of decode and a chunk, and NaN where no token is."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        heads = 2 * group, 2
+        return with_nan_in_unused_slots(
+            attention_inputs([1, 3], [40, 37], heads, head_dim, dtype=dtype, device=device)
+        )
+
+    return Case(f"group_{group}_head_{head_dim}", make)
+
+
 def paged_attention() -> list[Case]:
     """The seven arguments: prefill chunks among decodes, windows, every head and block size."""
 
@@ -167,6 +195,7 @@ def paged_attention() -> list[Case]:
         case("prefill", [130], [130]),
         case("chunk", [33], [600]),
         case("mixed", [1, 40, 0, 1, 7], [65, 40, 12, 513, 135], (4, 4), 32),
+        case("empty_rows", [0, 1, 0, 4, 0], [0, 19, 5, 12, 0], (2, 1), 32),
         case("window", [50, 1], [150, 200], (4, 2), window=37),
         case("window_long", [3, 1], [1400, 1200], (2, 2), 32, window=600, block_size=64),
         case("window_of_one", [5], [70], (1, 1), 32, window=1),
@@ -174,6 +203,7 @@ def paged_attention() -> list[Case]:
         case("head_96", [20, 1], [90, 33], (3, 3), 96, block_size=32),
         case("head_128", [70], [90], (8, 2), 128, block_size=64),
         case("head_256", [20, 1], [90, 33], (8, 1), 256),
+        *(grouped_attention(group, HEAD_DIMS[i % 4]) for i, group in enumerate(GROUPS)),
     ]
 
 

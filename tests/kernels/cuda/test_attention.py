@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from pdserve.kernels.backend import NotTakenError
-from pdserve.kernels.cases.attention import attention_inputs
+from pdserve.kernels.cases.attention import (
+    GROUPS,
+    HEAD_DIMS,
+    attention_inputs,
+    grouped_attention,
+)
 from pdserve.kernels.cases.case import Case
 from pdserve.kernels.cases.table import OPERATIONS
 from pdserve.kernels.cuda.attention import (
@@ -26,12 +31,15 @@ OPERATION = OPERATIONS["paged_attention"]
 SMALL = replace(tiles_for(torch.float16, 32), tile=16, segment=32, whole_rows=32, programs_per_sm=3)
 
 
+EVERY_GROUP = [grouped_attention(group, head_dim) for group in GROUPS for head_dim in HEAD_DIMS]
+CASES = {case.name: case for case in (*OPERATION.cases(), *EVERY_GROUP)}.values()
 QUICK = {
     *((name, FP16) for name in ("empty", "first_token", "decode", "prefill", "chunk", "mixed")),
     *((name, FP16) for name in ("window", "window_long", "window_of_one")),
+    *((name, FP16) for name in ("empty_rows", "group_4_head_192")),
     ("mixed", FP32),
 }
-"""Both forms, several segments and tiles, every kind of window."""
+"""Both forms, several segments and tiles, every kind of window, what is never read."""
 
 
 @pytest.mark.slow
@@ -44,7 +52,7 @@ QUICK = {
             id=f"{case.name}-{dtype}",
             marks=[] if (case.name, dtype) in QUICK else pytest.mark.matrix,
         )
-        for case in OPERATION.cases()
+        for case in CASES
         for dtype in (FP16, FP32)
     ],
 )
@@ -58,15 +66,10 @@ def test_attention_is_that_of_the_reference(case: Case, dtype: torch.dtype) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "head_dim"),
-    [
-        (5, 24),
-        *(pytest.param(group, 32, marks=pytest.mark.matrix) for group in (1, 2, 5, 7, 16)),
-    ],
+    "group", [5, *(pytest.param(group, marks=pytest.mark.matrix) for group in (1, 2, 7, 16))]
 )
-def test_any_number_of_heads_shares_a_kv_head(group: int, head_dim: int) -> None:
-    heads = 2 * group, 2
-    args = attention_inputs([1, 3], [40, 37], heads, head_dim, dtype=torch.float32, device=CPU)
+def test_several_segments_of_any_number_of_heads_are_merged(group: int) -> None:
+    args = attention_inputs([1, 3], [40, 37], (2 * group, 2), 24, dtype=torch.float32, device=CPU)
     torch.testing.assert_close(
         attend(AttentionCall(*args), SMALL), OPERATION.reference(*args), rtol=5e-5, atol=5e-5
     )
