@@ -20,6 +20,7 @@ from pdserve.errors import InternalError
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
+from pdserve.wire.transfer import ConnectorMetadata
 from pdserve.worker.awaited import AwaitedRows
 from pdserve.worker.device import HostDevice
 from tests.worker.driver import params
@@ -230,6 +231,19 @@ def test_a_step_that_may_not_follow_is_refused(tmp_path: Path) -> None:
     engine.add("long", [1, 2])
     with pytest.raises(InternalError, match="launched before"):
         engine.runner.launch(engine.plan({"long": 2}))
+
+
+def test_a_step_that_loads_into_blocks_begins_once_the_device_is_through_with_others(
+    tmp_path: Path,
+) -> None:
+    engine = Engine(tmp_path, RecordedDevice())
+    engine.add("r", [1])
+    engine.runner.launch(engine.plan({"r": 1}))
+    engine.add("loads", [2])
+    step = engine.plan({"loads": 1})
+    assert engine.runner.may_follow(step)
+    loading = msgspec.structs.replace(step, connector_metadata=ConnectorMetadata(b"a load"))
+    assert not engine.runner.may_follow(loading)
 
 
 # ---- parts ---------------------------------------------------------------------------
