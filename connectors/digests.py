@@ -196,7 +196,7 @@ class BlockDigests:
         """Read memory: digests `[num_rows, layers, heads]` of spans as `kv_digests` takes them."""
         constants = word_constants(self._shape.block_size, _words(self._shape))
         places = torch.from_numpy(np.asarray(spans, dtype=np.int64))
-        with _beside_steps(self._kv):
+        with beside_steps(self._kv):
             sums = self._kv_digests(
                 self._memory[:, layers], places, constants, self._keys[layers], num_rows
             )
@@ -254,7 +254,7 @@ def digests_of(
     memory = byte_grid(kv, dest, mine)[
         :, _within(route.layers, mine.layers), :, _within(route.heads, mine.heads)
     ]
-    with _beside_steps(kv):
+    with beside_steps(kv):
         found = kernels_on(kv.device).kv_digests(
             memory,
             torch.from_numpy(spans),
@@ -303,11 +303,11 @@ def byte_grid(kv: Tensor, shape: KVShape, shard: Shard) -> Tensor:
     return blocks if is_hnd else blocks.transpose(3, 4)
 
 
-def _beside_steps(kv: Tensor) -> AbstractContextManager[object]:
+def beside_steps(kv: Tensor) -> AbstractContextManager[object]:
     """On CUDA, a stream of this thread's own.
 
-    A step that the model's thread has queued does not write what is digested: there is no reason
-    to wait until it is over.
+    A step that the model's thread has queued has nothing to do with the blocks that others read
+    or write beside it: there is no reason to wait until it is over.
     """
     if not kv.is_cuda:
         return nullcontext()

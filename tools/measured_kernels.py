@@ -28,7 +28,7 @@ _FIGURES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "activation": (("rows", "silu_and_mul"),),
     "rotation and cache write": (("step", "graph "), ("rows", "rope_and_cache")),
     "digests": (("rows", "kv_digests"),),
-    "copies of blocks": (("copies", "block "),),
+    "copies to and from a store": (("copies", "chunks, "),),
     "choice of tokens": (("step", "sampling "),),
     "penalties and other rules": (("step", "runner B=1 penalties"),),
     "launching": (("step", "graph "),),

@@ -1,86 +1,62 @@
-"""Copies of KV blocks: by kernels on the device, by the copy engine to and from the host.
+"""Copies between KV blocks and the host's memory: by kernels that digest them, by the copy engine.
 
-KV as of Llama-3.1-8B in bf16: a block of 16 tokens is 2 MiB, one of 64 tokens 8 MiB. Blocks are in
-random order, and a call moves far more than the L2 cache holds. Rates on the device count bytes
-read and written; those to and from the host count each byte once.
+KV as of Llama-3.1-8B in bf16: a chunk of 256 tokens is 32 MiB, in one layer 1 MiB. A save takes one
+chunk with all its layers, a load one layer of many chunks. Blocks are in random order. Rates count
+each byte once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.gpu.peaks import copied
+from benchmarks.gpu.peaks import copied as copied_by_device
 from benchmarks.gpu.timing import DEVICE, IS_DRY, Experiments, sized, time_eager
-from pdserve.kernels.cuda.copy import EVERYWHERE, gather_blocks, repage, scatter_blocks
+from pdserve.kernels.cuda.chunks import MAX_PROGRAMS, ChunkCopy, copied
+from pdserve.kernels.digest import place_keys, word_constants
+from pdserve.kernels.reference.chunks import gather_chunks
 
 LAYERS, HEADS, HEAD_DIM = sized((32, 8, 128), (2, 2, 8))
-POOL_TOKENS = sized(16384, 256)
-CALL_TOKENS = POOL_TOKENS // 4
+CHUNK = sized(256, 16)
+NUM_CHUNKS = sized(16, 2)
 HOST_BYTES = sized(256 << 20, 1 << 16)
-BOUNDS = sized((EVERYWHERE, 132 * 16, 132 * 4, 32 * 16, 16 * 16), (EVERYWHERE, 4))
-MULTIPROCESSOR_PROGRAMS = 16
+BOUNDS = sized((4, 8, 16, 32, 64, 132), (4,))
 
 
-def pool(num_tokens: int, block_size: int) -> Tensor:
-    """Return random KV memory, ``[blocks, L, 2, H, block_size, Dh]``."""
-    shape = num_tokens // block_size, LAYERS, 2, HEADS, block_size, HEAD_DIM
-    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+def chunks(block_size: int, num_chunks: int, layers: slice) -> ChunkCopy:
+    """Return arguments: some layers of chunks, and a pool of their size in pinned memory."""
+    each = CHUNK // block_size
+    shape = 4 * num_chunks * each, LAYERS, 2, HEADS, block_size, HEAD_DIM
+    kv = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)[:, layers]
+    blocks = torch.randperm(len(kv))[: num_chunks * each].view(num_chunks, each)
+    size = kv[0, :, :, 0].nbytes * each
+    starts = torch.arange(num_chunks * HEADS).view(num_chunks, HEADS) * size
+    pool = torch.zeros(num_chunks * HEADS * size, dtype=torch.uint8, pin_memory=not IS_DRY)
+    keys = place_keys(range(kv.shape[1]), 2, range(HEADS))
+    return ChunkCopy(kv, blocks, pool, starts, word_constants(CHUNK, HEAD_DIM // 2), keys)
 
 
-def shuffled(num_blocks: int, count: int) -> Tensor:
-    """Return the ids of ``count`` blocks in random order."""
-    return torch.randperm(num_blocks, device=DEVICE)[:count].to(torch.int32)
+def by_kernel(copy: ChunkCopy, max_programs: int) -> dict[str, Any]:
+    """Save chunks, and load them."""
 
+    def call(to_pool: bool) -> torch.Tensor:
+        return copied(copy, to_pool=to_pool, max_programs=max_programs)
 
-def shares(kv: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield views of the pool that are copied: everything, halves of it, a layer."""
-    yield "blocks", kv
-    yield "half of the heads", kv[:, :, :, : HEADS // 2]
-    yield "a head", kv[:, :, :, :1]
-    yield "a layer", kv[:, 1:2]
-
-
-def gathered(kv: Tensor, block_size: int, max_programs: int) -> dict[str, Any]:
-    """Gather a quarter of the blocks of a view, and scatter them."""
-    ids = shuffled(len(kv), CALL_TOKENS // block_size)
-    staging = torch.empty_like(kv[: len(ids)], memory_format=torch.contiguous_format)
-    moved = 2 * staging.nbytes
-    timing = time_eager(lambda _: gather_blocks(kv, ids, staging, max_programs=max_programs))
-    assert torch.equal(staging, kv[ids.long()]), "what was gathered is wrong"
-    back = time_eager(lambda _: scatter_blocks(staging, kv, ids, max_programs=max_programs))
-    assert torch.equal(staging, kv[ids.long()]), "what was scattered is wrong"
+    copy.pool.zero_()
+    found = call(True).cpu()
+    saved = copy.pool.clone()
+    assert torch.equal(found, gather_chunks(*copy)), "digests are wrong"
+    assert torch.equal(saved, copy.pool), "what was saved is wrong"
+    save = time_eager(lambda _: call(True))
+    load = time_eager(lambda _: call(False))
+    num_bytes = copy.pool.nbytes
     return {
-        "mib": staging.nbytes / (1 << 20),
-        "gather": timing.row(gb_per_s=timing.gb_per_s(moved)),
-        "scatter": back.row(gb_per_s=back.gb_per_s(moved)),
+        "mib": num_bytes / (1 << 20),
+        "save": save.row(gb_per_s=save.gb_per_s(num_bytes)),
+        "load": load.row(gb_per_s=load.gb_per_s(num_bytes)),
     }
-
-
-def gathered_by_torch(kv: Tensor, block_size: int) -> dict[str, Any]:
-    """The same by index_select."""
-    ids = shuffled(len(kv), CALL_TOKENS // block_size)
-    staging = torch.empty_like(kv[: len(ids)])
-    timing = time_eager(lambda _: torch.index_select(kv, 0, ids, out=staging))
-    return timing.row(gb_per_s=timing.gb_per_s(2 * staging.nbytes))
-
-
-def repaged(from_size: int, to_size: int) -> dict[str, Any]:
-    """Move tokens to blocks of another size."""
-    source, target = pool(POOL_TOKENS // 2, from_size), pool(POOL_TOKENS // 2, to_size)
-    from_ids = shuffled(len(source), CALL_TOKENS // from_size)
-    to_ids = shuffled(len(target), CALL_TOKENS // to_size)
-    timing = time_eager(lambda _: repage(source, from_ids, target, to_ids, CALL_TOKENS))
-
-    def tokens(kv: Tensor, ids: Tensor) -> Tensor:
-        return kv[:, 1, :, 1][ids.long()].movedim(2, 1).flatten(0, 1)
-
-    assert torch.equal(tokens(source, from_ids), tokens(target, to_ids)), "a token is wrong"
-    moved = 2 * source[0].nbytes * len(from_ids)
-    return timing.row(gb_per_s=timing.gb_per_s(moved))
 
 
 def by_engine(piece_bytes: int, *, to_host: bool) -> dict[str, Any]:
@@ -104,17 +80,6 @@ def by_engine(piece_bytes: int, *, to_host: bool) -> dict[str, Any]:
     return timing.row(gb_per_s=timing.gb_per_s(moved), us_each=round(timing.us / len(order), 2))
 
 
-def to_pinned(block_size: int, max_programs: int) -> dict[str, Any]:
-    """Have a kernel gather a share of the heads straight into pinned memory of the host."""
-    kv = pool(POOL_TOKENS, block_size)[:, :, :, : HEADS // 2]
-    ids = shuffled(len(kv), CALL_TOKENS // block_size // 4)
-    shape = (len(ids), *kv.shape[1:])
-    staging = torch.empty(shape, dtype=kv.dtype, pin_memory=not IS_DRY)
-    timing = time_eager(lambda _: gather_blocks(kv, ids, staging, max_programs=max_programs))
-    assert torch.equal(staging, kv[ids.long()].cpu()), "what arrived is wrong"
-    return timing.row(gb_per_s=timing.gb_per_s(staging.nbytes))
-
-
 def run(limit_s: float) -> dict[str, Any]:
     """Run the part."""
     experiments = Experiments("copies", limit_s)
@@ -122,22 +87,15 @@ def run(limit_s: float) -> dict[str, Any]:
     def each(name: str, experiment: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         experiments.run(name, lambda: experiment(*args, **kwargs))
 
-    each("copy", copied)
+    each("copy", copied_by_device)
     for size in sized((16, 64), (4, 16)):
-        kv = pool(POOL_TOKENS, size)
-        for share, view in shares(kv):
-            each(f"block {size}: {share}", gathered, view, size, EVERYWHERE)
-        each(f"block {size}: index_select", gathered_by_torch, kv, size)
-        for bound in BOUNDS[1:]:
-            each(f"block {size}: blocks, {bound} programs", gathered, kv, size, bound)
-        del kv, view
-    small, large = sized((16, 64), (4, 16))
-    each(f"repage {small} to {large}", repaged, small, large)
-    each(f"repage {large} to {small}", repaged, large, small)
+        chunk, layer = chunks(size, 1, slice(None)), chunks(size, NUM_CHUNKS, slice(1, 2))
+        for bound in BOUNDS if size == sized(64, 16) else (MAX_PROGRAMS,):
+            how = "as shipped" if bound == MAX_PROGRAMS else f"{bound} programs"
+            each(f"chunks, {how}: block {size}, one", by_kernel, chunk, bound)
+            each(f"chunks, {how}: block {size}, a layer", by_kernel, layer, bound)
     for piece in sized((64 << 10, 256 << 10, 2 << 20, 8 << 20), (4096,)):
         for to_host in (True, False):
             name = f"engine, {piece >> 10} KiB {'to' if to_host else 'from'} the host"
             each(name, by_engine, piece, to_host=to_host)
-    for bound in sized((8 * MULTIPROCESSOR_PROGRAMS, 32 * MULTIPROCESSOR_PROGRAMS), (4,)):
-        each(f"kernel to the host, {bound} programs", to_pinned, small, bound)
     return experiments.results

@@ -23,7 +23,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "activation": ("activation",),
     "rotation and cache write": ("rope",),
     "digests": ("digest",),
-    "copies of blocks": ("copy",),
+    "copies to and from a store": ("chunks",),
     "choice of tokens": ("sampling",),
     "penalties and other rules": ("rules",),
     "launching": (_COMMON,),

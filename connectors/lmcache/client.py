@@ -29,13 +29,11 @@ from pdserve.connectors.lmcache.slots import Slots
 from pdserve.errors import ConfigError, PdserveError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
+    from collections.abc import Callable, Sequence
 
     from pdserve.connectors.lmcache.messages import ChunkRange
     from pdserve.connectors.lmcache.settings import LMCacheSettings
-    from pdserve.connectors.lmcache.slots import StoreLayout
+    from pdserve.connectors.lmcache.slots import Pool, StoreLayout
 
 _SHM: Final = "/dev/shm"
 _ASK_AGAIN_S: Final = 0.002
@@ -78,6 +76,7 @@ class StoreClient:
         layout: How chunks are cut into units, and what they are called.
         engine: Begins the names of sessions; no two engines have the same.
         instance_id: Unique among the ranks of all engines.
+        reach: Has a device reach the server's memory, if KV lies on one that does not by itself.
 
     Attributes:
         chunk_tokens: Of a chunk; 0 until it was connected once.
@@ -88,7 +87,13 @@ class StoreClient:
     """
 
     def __init__(
-        self, settings: LMCacheSettings, layout: StoreLayout, *, engine: str, instance_id: int
+        self,
+        settings: LMCacheSettings,
+        layout: StoreLayout,
+        *,
+        engine: str,
+        instance_id: int,
+        reach: Callable[[Pool], None] | None = None,
     ) -> None:
         require_lmcache()
         for name, value in (*LMCACHE_SILENT.items(), ("LMCACHE_LOG_LEVEL", "ERROR")):
@@ -131,7 +136,8 @@ class StoreClient:
         self._context.setsockopt(zmq.SNDHWM, 0)
         self._context.setsockopt(zmq.LINGER, 0)
         self._client = create_request_client(settings.server_url, context=self._context)
-        self._pool: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._reach = reach
+        self._pool: Pool = np.empty(0, np.uint8)
         self.chunk_tokens = 0
 
     # --- the server
@@ -141,7 +147,7 @@ class StoreClient:
 
         Raises:
             StoreGoneError: It does not answer.
-            ConfigError: Its memory is not this machine's, or it gives none out.
+            ConfigError: Its memory is not this machine's, or the device's, or it gives none out.
         """
         chunk_tokens = int(self._answer(self._client.get_chunk_size(), "get_chunk_size"))
         if self.chunk_tokens not in (0, chunk_tokens):
@@ -157,6 +163,7 @@ class StoreClient:
         geometry = self._make_geometry(hidden_dim_size=self._slot_bytes)
         register = self._client.register_kv_cache_engine_driven_context
         told = self._answer(register(geometry), "register")
+        self._pool = np.empty(0, np.uint8)  # before there are two of them
         self._pool = self._map(str(told.shm_name).lstrip("/"), int(told.pool_size))
         self.chunk_tokens = chunk_tokens
 
@@ -176,10 +183,11 @@ class StoreClient:
         """Take leave, if it is there: then it has heard all that it was told before."""
         leaving = self._client.unregister_kv_cache_engine_driven_context(self._instance_id)
         leaving.wait(self._timeout_s if is_up else 0.0)
+        self._pool = np.empty(0, np.uint8)
         self._client.close()
         self._context.term()
 
-    def _map(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8]:
+    def _map(self, name: str, num_bytes: int) -> Pool:
         flag = "kv-transfer-config.lmcache.url"
         if not name or not num_bytes:
             raise ConfigError(
@@ -197,9 +205,12 @@ class StoreClient:
                 param=flag,
             ) from error
         try:
-            return np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
+            pool = np.frombuffer(mmap.mmap(descriptor, num_bytes), np.uint8)
         finally:
             os.close(descriptor)
+        if self._reach is not None:
+            self._reach(pool)
+        return pool
 
     # --- prompts
 

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
-from pdserve.connectors.digests import byte_grid
+from pdserve.connectors.digests import beside_steps, byte_grid
 from pdserve.connectors.slicing import shard_of
 from pdserve.kernels.digest import place_keys, word_constants
-from pdserve.kernels.registry import kernels_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,8 +32,10 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.lmcache.messages import ChunkRange
+    from pdserve.kernels.ops import Ops
     from pdserve.wire.ids import BlockId
 
+    Pool = npt.NDArray[np.uint8]
     Table = npt.NDArray[np.int64]
     Digests = npt.NDArray[np.uint64]
 
@@ -52,8 +53,8 @@ class Slots(NamedTuple):
         starts: `[chunks, units]` int64, in bytes; negative: there is none.
     """
 
-    pool: npt.NDArray[np.uint8]
-    starts: npt.NDArray[np.int64]
+    pool: Pool
+    starts: Table
 
 
 class StoreLayout:
@@ -114,12 +115,23 @@ class StoreLayout:
 class ChunkMemory:
     """Copies chunks between the blocks of one rank and slots, all of its heads at once.
 
+    A copy is over when its call returns, wherever the blocks lie: on CUDA it has a stream of the
+    calling thread's own, which is waited for.
+
     Args:
-        kv: This rank's KV memory, contiguous, on the CPU.
+        kv: This rank's KV memory, contiguous. If it lies on a CUDA device, what is handed over as
+            `Slots.pool` is memory that the driver knows.
+        kernels: For where it lies.
     """
 
     def __init__(
-        self, kv: Tensor, context: ConnectorContext, layout: StoreLayout, chunk_tokens: int
+        self,
+        kv: Tensor,
+        context: ConnectorContext,
+        layout: StoreLayout,
+        chunk_tokens: int,
+        *,
+        kernels: Ops,
     ) -> None:
         shape = context.shape
         shard = shard_of(shape, context.rank)
@@ -133,8 +145,10 @@ class ChunkMemory:
         self._layer_bytes = shape.num_planes * chunk_tokens * vector_bytes
         self._constants = word_constants(chunk_tokens, vector_bytes // _WORD_BYTES)
         self._keys = place_keys(shard.layers, shape.num_planes, shard.heads)
-        kernels = kernels_on(kv.device)
+        self._kv = kv
         self._gather, self._scatter = kernels.gather_chunks, kernels.scatter_chunks
+        if kv.is_cuda:
+            self._compile(len(shard.heads))
 
     def blocks_of(self, block_ids: Sequence[BlockId], chunks: ChunkRange) -> Table:
         """The blocks of some chunks, `[chunks, blocks]`, of a whole table."""
@@ -196,8 +210,17 @@ class ChunkMemory:
         within = self._layout.header_bytes + layers.start * self._layer_bytes
         starts = np.where(slots.starts < 0, -1, slots.starts + within)
         tables = [torch.from_numpy(each) for each in (blocks, slots.pool, starts)]
-        sums = copy(self._grid[:, layers], *tables, self._constants, self._keys[layers])
+        with beside_steps(self._kv):
+            sums = copy(self._grid[:, layers], *tables, self._constants, self._keys[layers])
         return sums.numpy().view(np.uint64)
+
+    def _compile(self, num_heads: int) -> None:
+        """Have kernels compiled by copying nothing: the first load would be late by that."""
+        pool = torch.zeros(_ALIGN, dtype=torch.uint8, pin_memory=True).numpy()
+        nowhere = Slots(pool, np.full((1, num_heads), -1, np.int64))
+        blocks = np.zeros((1, self.chunk_tokens // self.block_size), np.int64)
+        self._pass(self._gather, blocks, nowhere, slice(0, self.num_layers))
+        self._pass(self._scatter, blocks, nowhere, slice(0, 1))
 
     def _identity(self, prefix: bytes, head: int) -> bytes:
         return hashlib.sha256(prefix + self._layout.units[head].to_bytes(4, "little")).digest()

@@ -14,11 +14,13 @@ from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.lmcache.client import StoreClient
 from pdserve.connectors.lmcache.link import StoreLink
 from pdserve.connectors.lmcache.loading import LayerwiseLoad, LoadingThread
+from pdserve.connectors.lmcache.locked import reach_from
 from pdserve.connectors.lmcache.messages import read_instructions, read_loads
 from pdserve.connectors.lmcache.saving import SavingThread
 from pdserve.connectors.lmcache.slots import ChunkMemory, StoreLayout
 from pdserve.connectors.lmcache.watch import StoreWatch
 from pdserve.errors import ConfigError, InternalError
+from pdserve.kernels.registry import kernels_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,8 +50,9 @@ class _Threads:
             layout,
             engine=f"{context.engine_id}-{context.incarnation}",
             instance_id=secrets.randbits(48),
+            reach=partial(reach_from, kv.device) if kv.is_cuda else None,
         )
-        make_memory = partial(ChunkMemory, kv, context, layout)
+        make_memory = partial(ChunkMemory, kv, context, layout, kernels=kernels_on(kv.device))
         self.link = StoreLink(client, make_memory, rank=context.rank, wake=wake)
         self.watch = StoreWatch(
             self.link, settings, block_size=context.layout.block_size, tells=context.rank == 0
@@ -94,15 +97,8 @@ class LMCacheWorker(KVConnectorWorker):
         """See `KVConnectorWorker`.
 
         Raises:
-            ConfigError: LMCache is not there, its server cannot serve this engine, or the KV is
-                not in the CPU's memory.
+            ConfigError: LMCache is not there, or its server cannot serve this engine.
         """
-        if kv.device.type != "cpu":
-            raise ConfigError(
-                f"--kv-transfer-config.kv-connector is 'lmcache', and the KV is on {kv.device}: it "
-                "is built for engines on CPUs; use --device cpu",
-                param="kv-transfer-config.kv-connector",
-            )
         self._threads = threads = _Threads(
             kv,
             self._context,

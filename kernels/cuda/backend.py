@@ -23,6 +23,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
     from pdserve.kernels.cuda import (
         activation,
         attention,
+        chunks,
         digest,
         halves,
         latent,
@@ -47,6 +48,8 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         paged_attention=attention.paged_attention,
         latent_attention=latent.latent_attention,
         kv_digests=digest.kv_digests,
+        gather_chunks=chunks.gather_chunks,
+        scatter_chunks=chunks.scatter_chunks,
         linear=linear.CudaLinear,
         heads=linear.CudaHeads,
         sampling=SamplingOps(

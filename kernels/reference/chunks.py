@@ -38,8 +38,7 @@ def gather_chunks(
         TypeError: A vector is not a whole number of words.
         IndexError: A block is outside of the memory, or a chunk of the pool.
     """
-    if bool((blocks < 0).any()):
-        raise IndexError("a chunk has no block to be copied from")
+    check_chunks(kv, blocks, pool, starts, needs_blocks=True)
     out = _zeros(kv, blocks)
     for chunk, head, body in _bodies(kv, blocks, pool, starts):
         found = kv[blocks[chunk].to(kv.device), :, :, head].view(torch.uint8)
@@ -56,6 +55,7 @@ def scatter_chunks(
     Args:
         blocks: Negative ones are not written: their tokens are digested where they lie.
     """
+    check_chunks(kv, blocks, pool, starts, needs_blocks=False)
     out = _zeros(kv, blocks)
     for chunk, head, body in _bodies(kv, blocks, pool, starts):
         out[chunk, :, head] = _digests(body, constants, keys[:, :, head])
@@ -63,6 +63,31 @@ def scatter_chunks(
         found = body[:, :, wanted].permute(2, 0, 1, 3, 4).to(kv.device)
         kv[blocks[chunk, wanted].to(kv.device), :, :, head] = found.contiguous().view(kv.dtype)
     return out
+
+
+def check_chunks(
+    kv: Tensor, blocks: Tensor, pool: Tensor, starts: Tensor, *, needs_blocks: bool
+) -> None:
+    """Check the arguments of a copy that memory is read and written by.
+
+    Args:
+        needs_blocks: There are no negative ones.
+
+    Raises:
+        TypeError: A vector is not a whole number of words, or the tables do not belong together.
+        IndexError: A block is outside of the memory, or a chunk of the pool.
+    """
+    num_layers, num_planes, num_heads, block_size, head_dim = kv.shape[1:]
+    if head_dim * kv.element_size() % 4:
+        raise TypeError(f"a vector of {head_dim} {kv.dtype} is no whole number of 32-bit words")
+    if starts.shape != (len(blocks), num_heads):
+        raise TypeError(f"got starts {starts.shape} for blocks {blocks.shape} and {kv.shape}")
+    if needs_blocks and bool((blocks < 0).any()):
+        raise IndexError("a chunk has no block to be copied from")
+    size = num_layers * num_planes * blocks.shape[1] * block_size * head_dim * kv.element_size()
+    is_outside = (starts >= 0) & (starts > len(pool) - size)
+    if bool((blocks >= len(kv)).any()) or bool(is_outside.any()):
+        raise IndexError("a block is outside of the memory, or a chunk of the pool")
 
 
 def _zeros(kv: Tensor, blocks: Tensor) -> Tensor:
@@ -76,10 +101,6 @@ def _bodies(
     _, num_layers, num_planes, _, block_size, head_dim = kv.shape
     shape = (num_layers, num_planes, blocks.shape[1], block_size, head_dim * kv.element_size())
     size = torch.Size(shape).numel()
-    if shape[-1] % 4:
-        raise TypeError(f"a vector of {head_dim} {kv.dtype} is no whole number of 32-bit words")
-    if bool((blocks >= len(kv)).any()) or bool((starts > len(pool) - size).any()):
-        raise IndexError("a block is outside of the memory, or a chunk of the pool")
     for chunk, head in (starts >= 0).nonzero().tolist():
         start = int(starts[chunk, head])
         yield chunk, head, pool[start : start + size].view(shape)

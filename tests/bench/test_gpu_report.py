@@ -41,8 +41,17 @@ def test_rates_are_shares_of_the_peaks_of_the_same_run():
                 "prefill 8192: as shipped": {"tflop_per_s": 250.0},
             },
             copies={
-                "block 16: blocks": {"gather": {"gb_per_s": 990}, "scatter": {"gb_per_s": 900}},
-                "repage 16 to 64": {"error": "AssertionError: a token is wrong"},
+                "engine, 8192 KiB to the host": {"gb_per_s": 50.0},
+                "engine, 8192 KiB from the host": {"gb_per_s": 60.0},
+                "chunks, as shipped: block 64, one": {
+                    "save": {"gb_per_s": 49.0},
+                    "load": {"gb_per_s": 54.0},
+                },
+                "chunks, 4 programs: block 64, one": {
+                    "save": {"gb_per_s": 9.0},
+                    "load": {"gb_per_s": 9.0},
+                },
+                "chunks, as shipped: block 16, one": {"error": "AssertionError: wrong digests"},
             },
         )
     )
@@ -60,7 +69,8 @@ def test_every_target_finds_its_figures_in_what_a_device_left():
     best = found["parts"]["attention"]["results"]
     for name in shipped:
         best[name] = next(iter(best[name.replace("as shipped", "best")].values()))
-    assert [row["is"] for row in judged(found)].count("not measured") == 0
+    unmeasured = [row["target"] for row in judged(found) if row["is"] == "not measured"]
+    assert unmeasured == [TARGETS[-1].name]  # kernels that have not been on one
 
 
 def test_what_failed_is_told_but_not_an_error_that_is_a_figure():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -12,9 +13,14 @@ from pdserve.connectors.conformance import Engine, make_shape
 from pdserve.connectors.conformance.pull import PullConformance
 from pdserve.connectors.conformance.store import StoreConformance
 from pdserve.connectors.lmcache import LMCacheConnector
+from pdserve.connectors.lmcache.client import StoreClient
+from pdserve.connectors.lmcache.locked import lock
 from pdserve.connectors.lmcache.settings import LMCacheSettings
+from pdserve.connectors.lmcache.slots import StoreLayout
 from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.nixl import NixlConnector
+from pdserve.errors import ConfigError
+from tests.connectors.engines import context
 
 if TYPE_CHECKING:
     from pdserve.wire.transfer import KVShape
@@ -41,6 +47,60 @@ class LMCacheConformance(StoreConformance):
 @pytest.fixture(autouse=True, scope="module")
 def _server(lmcache_server: LMCacheServer) -> None:
     LMCacheConformance.url = lmcache_server.url
+
+
+class LockingRuntime:
+    """CUDA's runtime, as far as it locks memory: at most so many bytes, and none twice."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.locked: dict[int, int] = {}
+        self._max_bytes = max_bytes
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 3, "mapped, in every context"
+        if sum(self.locked.values()) + num_bytes > self._max_bytes:
+            return 2
+        self.locked[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+    def cudaGetErrorString(self, status: int) -> str:
+        return {2: "out of memory"}[status]
+
+
+def client_of(server: LMCacheServer, runtime: LockingRuntime) -> StoreClient:
+    return StoreClient(
+        LMCacheSettings(url=server.url, namespace=secrets.token_hex(4)),
+        StoreLayout(context("P"), ""),
+        engine="P",
+        instance_id=secrets.randbits(48),
+        reach=partial(lock, runtime=runtime),
+    )
+
+
+def test_a_device_reaches_the_servers_memory_until_it_is_mapped_anew_or_the_client_is_closed(
+    lmcache_server: LMCacheServer,
+) -> None:
+    num_bytes = lmcache_server.shm.stat().st_size
+    runtime = LockingRuntime(max_bytes=num_bytes)
+    client = client_of(lmcache_server, runtime)
+    for _ in range(2):  # as if the server had been away: there is no room for two
+        client.connect()
+        assert list(runtime.locked.values()) == [num_bytes]
+    client.close(is_up=True)
+    assert not runtime.locked
+
+
+def test_memory_that_the_driver_does_not_lock_is_refused_with_what_to_do(
+    lmcache_server: LMCacheServer,
+) -> None:
+    client = client_of(lmcache_server, LockingRuntime(max_bytes=1 << 20))
+    with pytest.raises(ConfigError, match=r"\(out of memory\).*`ulimit -l unlimited`.*cpu:SIZE"):
+        client.connect()
+    client.close(is_up=True)
 
 
 def test_an_engine_whose_kv_is_not_taken_for_its_stages_is_named_once(

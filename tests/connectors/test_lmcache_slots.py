@@ -7,8 +7,10 @@ import torch
 
 from pdserve.connectors.lmcache.messages import ChunkRange
 from pdserve.connectors.lmcache.slots import ChunkMemory, Slots, StoreLayout
+from pdserve.kernels.backend import KernelBackend
 from pdserve.wire.ids import BlockId, RequestId
 from tests.connectors.engines import context, layout
+from tests.kernels.builds import KERNELS
 
 CHUNK, NUM_CHUNKS, NUM_LAYERS, NUM_HEADS = 32, 3, 2, 2
 CHUNKS = ChunkRange(1, RequestId("r"), bytes(4 * CHUNK * NUM_CHUNKS), "", 0, NUM_CHUNKS)
@@ -20,11 +22,10 @@ THERE = [BlockId(31 - block) for block in HERE]
 class Stage:
     """Three chunks that were saved, and blocks to load them into."""
 
-    def __init__(self) -> None:
-        engine = context("P")
+    def __init__(self, kernels: KernelBackend = KERNELS) -> None:
         self.kv = torch.randn(32, NUM_LAYERS, 2, NUM_HEADS, 16, 8)
-        self.layout = StoreLayout(engine, "")
-        self.memory = ChunkMemory(self.kv, engine, self.layout, CHUNK)
+        self.layout = StoreLayout(context("P"), "")
+        self.memory = self.memory_of(kernels)
         size = self.layout.slot_bytes(CHUNK)
         starts = np.arange(NUM_CHUNKS * NUM_HEADS).reshape(NUM_CHUNKS, NUM_HEADS) * size
         self.slots = Slots(np.full(starts.size * size, 7, np.uint8), starts)
@@ -34,6 +35,9 @@ class Stage:
             one = slice(index, index + 1)
             saved = self.memory.save(blocks[one], Slots(self.slots.pool, starts[one]), prefix)
             assert saved == NUM_HEADS * (size - self.layout.header_bytes)
+
+    def memory_of(self, kernels: KernelBackend) -> ChunkMemory:
+        return ChunkMemory(self.kv, context("P"), self.layout, CHUNK, kernels=kernels)
 
     def load(self) -> list[int]:
         """Load all; leading chunks that are right, in the headers and in each layer."""

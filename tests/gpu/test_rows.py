@@ -98,21 +98,3 @@ def _equal_when_replayed(step: Callable[[], tuple[Tensor, ...]], inputs: list[An
     wanted = step()
     pairs = [*zip(results, wanted, strict=True), *zip(after, inputs, strict=True)]
     return all(torch.equal(found, want) for found, want in pairs)
-
-
-@pytest.mark.parametrize("max_programs", [3, 1 << 30])
-def test_blocks_are_copied_whole(cuda: torch.device, max_programs: int) -> None:
-    from pdserve.kernels.cuda.copy import gather_blocks, repage, scatter_blocks
-
-    kv = random(cuda, torch.bfloat16, 40, 3, 2, 8, 16, 128)
-    ids = torch.randperm(40, device=cuda)[:24].to(torch.int32)
-    for view in (kv, kv[:, 1:2], kv[:, :, :, 2:5]):
-        staging = torch.zeros_like(view[:24], memory_format=torch.contiguous_format)
-        gather_blocks(view, ids, staging, max_programs=max_programs)
-        assert torch.equal(staging, view[ids.long()])
-        scatter_blocks(-staging, view, ids, max_programs=max_programs)
-        assert torch.equal(-staging, view[ids.long()])
-    large = torch.zeros(6, 3, 2, 8, 64, 128, dtype=kv.dtype, device=cuda)
-    repage(kv, ids, large, torch.arange(6, device=cuda), 24 * 16, max_programs=max_programs)
-    wanted = kv[ids.long()].unflatten(0, (6, 4)).movedim(1, 4).flatten(4, 5)
-    assert torch.equal(large, wanted)
