@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from benchmarks.routing_fleet import Outcome, Work
 
 _TPOT_S = 0.030
+_WITHIN = 2.06
 _LAYOUT = re.compile(r"(?:(\d+)P)?(?:(\d+)D)?(?:(\d+)B)?")
 
 
@@ -134,6 +135,7 @@ def figures(outcomes: Sequence[Outcome], least_computed: int) -> dict[str, Any]:
         "split": round(100 * sum(each.was_split for each in outcomes) / len(outcomes), 1),
         "shed": round(100 * (len(outcomes) - len(admitted)) / len(outcomes), 1),
         "off": off_by(admitted),
+        "covered": covered(admitted),
         "unfinished": sum(each.end_s is None for each in admitted),
     }
 
@@ -141,12 +143,27 @@ def figures(outcomes: Sequence[Outcome], least_computed: int) -> dict[str, Any]:
 def off_by(outcomes: Sequence[Outcome]) -> float | None:
     """Mean error of predicted first tokens over what they were, in percent; after the first 200."""
     errors = [
-        abs(each.predicted_s - served_s) / served_s
-        for each in outcomes[200:]
-        if each.predicted_s is not None and each.ttft_s is not None
-        for served_s in [each.ttft_s - each.sent_s]
+        abs(predicted_s - served_s) / served_s for _, predicted_s, served_s in _predicted(outcomes)
     ]
     return round(100 * statistics.mean(errors), 1) if errors else None
+
+
+def covered(outcomes: Sequence[Outcome]) -> float | None:
+    """Percent of the same within what 90 % should be in: 2.06 mean errors, if they are normal."""
+    are_within = [
+        abs(predicted_s - served_s) <= _WITHIN * error * predicted_s
+        for error, predicted_s, served_s in _predicted(outcomes)
+    ]
+    return round(100 * statistics.mean(are_within), 1) if are_within else None
+
+
+def _predicted(outcomes: Sequence[Outcome]) -> list[tuple[float, float, float]]:
+    """Of each after the first 200 the fit's error, the predicted and the real first token."""
+    return [
+        (each.error, each.predicted_s, each.ttft_s - each.sent_s)
+        for each in outcomes[200:]
+        if each.predicted_s is not None and each.ttft_s is not None
+    ]
 
 
 def line(row: dict[str, Any], *, has_head: bool) -> str:

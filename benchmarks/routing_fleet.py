@@ -1,14 +1,15 @@
-"""Engines in virtual time behind the real router: what a routing policy makes of a workload.
+"""Engines in virtual time behind real routers: what a routing policy makes of a workload.
 
-Real are the router, its policies and what they look at (backends, prefix index, pending work), and
-of each engine the scheduler, the prefix cache and the KV events. A step takes the time that a
-formula gives it, KV on its way to a decode engine the time of its bytes; a hop and an event take a
-constant. There is no HTTP, no text and no model: a run of minutes takes seconds, and the same
-again each time.
+Real are the router of each proxy, its policies and what they look at (backends, prefix index,
+pending work, what engines say of others'), and of each engine the scheduler, the prefix cache and
+the KV events. A step takes the time that a formula gives it, KV on its way to a decode engine the
+time of its bytes; a hop and an event take a constant. There is no HTTP, no text and no model: a run
+of minutes takes seconds, and the same again each time.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
@@ -23,7 +24,7 @@ from pdserve.config.http import ProxyConfig
 from pdserve.config.kv_events import KVEventsConfig
 from pdserve.config.policies import PREDICTED
 from pdserve.config.schema import CacheConfig, SchedulerConfig
-from pdserve.connectors.base import KVConnectorScheduler, Match
+from pdserve.connectors.base import KVConnectorScheduler, KVSource, Match
 from pdserve.errors import OverloadedError
 from pdserve.kvcache.grains import GrainTracker
 from pdserve.observe.clock import ManualClock
@@ -139,6 +140,7 @@ class Outcome:
         was_split: Whether its prompt was computed by another engine than the rest.
         is_rejected: It was turned away as it came.
         predicted_s: To the first token, from when it was sent on; as it was `sent_s` after it came.
+        error: Mean relative error of what that was predicted by, of late.
     """
 
     num_prompt: int
@@ -150,6 +152,7 @@ class Outcome:
     was_split: bool = False
     is_rejected: bool = False
     predicted_s: float | None = None
+    error: float = 0.0
     sent_s: float = 0.0
 
     @property
@@ -167,6 +170,7 @@ class _Leg:
     request: GenerateRequest
     on_first: Callable[[EngineOutput], None]
     on_end: Callable[[], None]
+    on_wire: Callable[[int, float], None] = lambda num_tokens, seconds: None
     num_tokens: int = 0
     num_computed: int = 0
     has_begun: bool = False
@@ -178,6 +182,9 @@ class _Wire(KVConnectorScheduler):
     def __init__(self, begin: Callable[[RequestId, int], None]) -> None:
         self._begin = begin
         self.expected: dict[RequestId, int] = {}
+
+    def request_arrived(self, request: RequestView) -> KVSource:
+        return KVSource.READY if request.request_id in self.expected else KVSource.LOCAL
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         num_tokens = self.expected.get(request.request_id, 0) - num_computed_tokens
@@ -198,16 +205,16 @@ class _Wire(KVConnectorScheduler):
 class _Engine:
     """One engine: steps one after the other."""
 
-    def __init__(self, fleet: Fleet, holder: Holder | None, layout: Layout) -> None:
+    def __init__(self, fleet: Fleet, holders: Sequence[Holder], layout: Layout) -> None:
         self._fleet = fleet
-        self._holder = holder
+        self._holders = holders
         self._tracker = GrainTracker()
         self._wire = _Wire(self._load)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=layout.step_tokens),
             CacheConfig(
                 block_size=_BLOCK_TOKENS,
-                events=KVEventsConfig(enable_kv_cache_events=holder is not None),
+                events=KVEventsConfig(enable_kv_cache_events=bool(holders)),
             ),
             Dimensions(
                 num_blocks=layout.kv_tokens // _BLOCK_TOKENS,
@@ -236,8 +243,7 @@ class _Engine:
     def _load(self, request_id: RequestId, num_tokens: int) -> None:
         costs = self._fleet.costs
         seconds = costs.wire + costs.wire_token * num_tokens
-        if self._fleet.pairing is not None:
-            self._fleet.pairing.model.learn_wire(num_tokens, seconds)
+        self._legs[request_id].on_wire(num_tokens, seconds)
         self._fleet.after(seconds, lambda: self._loaded(request_id))
 
     def _loaded(self, request_id: RequestId) -> None:
@@ -316,14 +322,15 @@ class _Engine:
             leg.on_end()
 
     def _publish(self) -> None:
-        """Tell the proxy's index, a moment later, what the cache has gained and lost."""
-        holder = self._holder
-        if holder is None:
+        """Tell the proxies' indexes, a moment later, what the cache has gained and lost."""
+        if not self._holders:
             return
         faults = self._fleet.faults
         for event in self._tracker.apply(self.scheduler.take_events()):
-            if self._fleet.rng.random() >= faults.lost_events:
-                self._fleet.after(faults.event_s, lambda event=event: holder.apply(event))
+            for holder in self._holders:
+                if self._fleet.rng.random() >= faults.lost_events:
+                    apply = functools.partial(holder.apply, event)
+                    self._fleet.after(faults.event_s, apply)
 
 
 class _Told:
@@ -396,87 +403,48 @@ class ScaledModel(ServiceModel):
         )
 
 
-@dataclass
-class Fleet:
-    """A deployment under one policy.
+class VirtualProxy:
+    """One of the proxies before a fleet's engines: what decides of the real one, and no HTTP."""
 
-    Args:
-        settings: Fields of `ProxyConfig` that name the policies.
-    """
-
-    layout: Layout
-    settings: dict[str, Any]
-    costs: Costs = field(default_factory=Costs)
-    faults: Faults = field(default_factory=Faults)
-
-    def __post_init__(self) -> None:
-        layout = self.layout
-        self.clock = ManualClock(0.0)
-        self.rng = random.Random(0)
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        both = [f"http://b{i}" for i in range(layout.num_both)]
-        prefill = [f"http://p{i}" for i in range(layout.num_prefill)] + both
-        decode = [f"http://d{i}" for i in range(layout.num_decode)] + both
-        config = ProxyConfig(prefill=tuple(prefill), decode=tuple(decode), **self.settings)
-        metrics = Metrics()
-        self._breakers = Breakers(config, self.clock, metrics)
-        self.backends = Backends(config, self.clock, self._breakers)
+    def __init__(self, fleet: Fleet, config: ProxyConfig) -> None:
+        self._fleet = fleet
+        clock, metrics = fleet.clock, Metrics()
+        self._breakers = Breakers(config, clock, metrics)
+        self.backends = Backends(config, clock, self._breakers)
         for backend in self.backends:
             backend.health = Health.READY
-        feeds: list[_Told] = []
+        self.feed: _Told | None = None
 
         def make_feed(index: PrefixIndex) -> _Told:
-            feeds.append(_Told(index))
-            return feeds[0]
+            self.feed = _Told(index)
+            return self.feed
 
         self._prefixes = make_prefixes(
-            config, self.backends, self.clock, metrics.prefixes, make_feed=make_feed
+            config, self.backends, clock, metrics.prefixes, make_feed=make_feed
         )
-        self._places = FairPlaces(config.max_concurrent_requests, self.clock.monotonic_s)
+        self._places = FairPlaces(config.max_concurrent_requests, clock.monotonic_s)
         self.pairing = self.homes = None
         if config.split_policy == PREDICTED:
-            self.pairing = Pairing(config, self.clock, metrics.route, on_change=self._places.look)
-            self.pairing.model = ScaledModel(self.faults.predicted)
-            self.homes = HomeRoles(config, self.backends, self.pairing, self.clock, metrics.route)
+            self.pairing = Pairing(config, clock, metrics.route, on_change=self._places.look)
+            self.pairing.model = ScaledModel(fleet.faults.predicted)
+            self.homes = HomeRoles(config, self.backends, self.pairing, clock, metrics.route)
         self._router = Router(config, self.backends, self._prefixes, self.pairing)
         before = self._places.tokens_before
         outlook = Outlook(self._router, self.backends, self._prefixes, self.pairing)
         self._gate = Gate(config, outlook, before, self.pairing, metrics.gate)
-        self._engines = {
-            each.url: _Engine(self, feeds[0].holder(each.url) if feeds else None, layout)
-            for each in self.backends
-        }
 
-    def after(self, seconds: float, do: Callable[[], None]) -> None:
-        """Do something later."""
-        at_s = self.clock.monotonic_s() + seconds
-        heapq.heappush(self._queue, (at_s, next(self._numbers), do))
+    def hear(self) -> None:
+        """Ask every engine how much it has to do, as `HealthChecks` does."""
+        for backend in self.backends:
+            stats = self._fleet.engines[backend.url].scheduler.stats()
+            num = stats.num_running + stats.num_waiting + stats.num_receiving
+            backend.num_foreign = max(0, num - backend.in_flight)
+            backend.kv_usage, backend.load_s = stats.kv_usage, self._fleet.clock.monotonic_s()
+            if self.pairing is not None:
+                self.pairing.heard(backend, stats)
 
-    def run(self, workload: Sequence[Work], *, patience_s: float = 600.0) -> list[Outcome]:
-        """Serve a workload, until all is over or so long after its last arrival."""
-        outcomes = []
-        for number, work in enumerate(workload):
-            outcome = Outcome(len(work.prompt), work.num_output, work.tenant)
-            outcomes.append(outcome)
-            self.after(work.at_s, lambda w=work, o=outcome, n=number: self._arrive(w, o, n))
-        self._sample_homes()
-        end_s = max(work.at_s for work in workload) + patience_s
-        while self._queue and self._queue[0][0] <= end_s:
-            at_s, _, do = heapq.heappop(self._queue)
-            self.clock.now_s = max(self.clock.now_s, at_s)
-            do()
-        return outcomes
-
-    def _sample_homes(self) -> None:
-        """Have home roles follow the load, for as long as anything else happens."""
-        if self.homes is not None and self._queue:
-            self.homes.sample()
-            self.after(SAMPLE_S, self._sample_homes)
-
-    # --- one request
-
-    def _arrive(self, work: Work, outcome: Outcome, number: int) -> None:
+    def arrive(self, work: Work, outcome: Outcome, number: int) -> None:
+        """Take a request."""
         grains = tuple(grain_hashes(work.prompt, "")) if self._prefixes else ()
         known_tokens = len(work.prompt) if self._prefixes else 0
         prompt = RoutePrompt(
@@ -487,25 +455,27 @@ class Fleet:
             tenant=work.tenant,
             session=work.session,
         )
-        at_s = self.clock.monotonic_s()
+        at_s = self._fleet.clock.monotonic_s()
         try:
             self._gate.require_promising(prompt)
         except OverloadedError:
             outcome.is_rejected = True
+            self._fleet.ended()
             return
         claim = self._gate.claim(prompt)
 
         def first(output: EngineOutput) -> None:
             outcome.num_cached = output.num_cached_tokens
-            outcome.ttft_s = self.clock.monotonic_s() - at_s + self.costs.hop
+            outcome.ttft_s = self._fleet.clock.monotonic_s() - at_s + self._fleet.costs.hop
 
         def end() -> None:
-            outcome.end_s = self.clock.monotonic_s() - at_s + self.costs.hop
+            outcome.end_s = self._fleet.clock.monotonic_s() - at_s + self._fleet.costs.hop
+            self._fleet.ended()
             computed = len(work.prompt) - outcome.num_cached
             self._places.release(claim, computed + OUTPUT_WEIGHT * work.num_output)
 
         def granted() -> None:
-            outcome.sent_s = self.clock.monotonic_s() - at_s
+            outcome.sent_s = self._fleet.clock.monotonic_s() - at_s
             self._serve(work, outcome, number, prompt, (first, end))
 
         claim.grant = granted
@@ -518,6 +488,7 @@ class Fleet:
         plan = self._router.plan(prompt)
         if plan.decision is not None:
             outcome.predicted_s = plan.decision.chosen.ttft_s
+            outcome.error = plan.decision.question.times.prefill_error
         if not isinstance(plan, Disaggregate):
             request = self._request(f"{number}", work.prompt, work.num_output, number)
             self._send("local", plan.engine, prompt, _Leg(request, first, end))
@@ -537,7 +508,7 @@ class Fleet:
             self._send("decode", decode, prompt, leg, num_received=len(work.prompt))
 
         request = self._request(f"{number}p", work.prompt, 1, number)
-        leg = _Leg(request, first, lambda: self.after(self.costs.hop, hand_over))
+        leg = _Leg(request, first, lambda: self._fleet.after(self._fleet.costs.hop, hand_over))
         self._send("prefill", prefill, prompt, leg)
 
     def _send(
@@ -568,37 +539,37 @@ class Fleet:
             on_end()
 
         leg.on_end = end
-        self.after(
-            self.costs.hop,
-            lambda: self._engines[engine.url].add(leg, num_received=num_received),
+        self._fleet.after(
+            self._fleet.costs.hop,
+            lambda: self._fleet.engines[engine.url].add(leg, num_received=num_received),
         )
 
     def _learn(self, kind: str, leg: _Leg, entry: LedgerEntry, pairing: Pairing) -> None:
         """Have the model learn what the real proxy learns from a leg's account of itself."""
         on_first, on_end = leg.on_first, leg.on_end
-        sent_s, first_s = self.clock.monotonic_s(), 0.0
+        sent_s, first_s = self._fleet.clock.monotonic_s(), 0.0
 
         def first(output: EngineOutput) -> None:
             nonlocal first_s
-            first_s = self.clock.monotonic_s()
+            first_s = self._fleet.clock.monotonic_s()
             entry.computed()
             if kind != "decode":
                 num_tokens = len(leg.request.prompt_token_ids)
                 cached = output.num_cached_tokens
-                took_s = first_s - sent_s - self.costs.hop
+                took_s = first_s - sent_s - self._fleet.costs.hop
                 pairing.learn_prompt(entry, prompt_work(num_tokens, cached), took_s)
             on_first(output)
 
         def end() -> None:
             num = leg.request.sampling.max_tokens
             if kind != "prefill" and num > _MIN_GAPS:
-                gap_s = (self.clock.monotonic_s() - first_s) / (num - 1)
+                gap_s = (self._fleet.clock.monotonic_s() - first_s) / (num - 1)
                 entry.end()
                 pairing.learn_step(entry, gap_s, num)
                 pairing.model.learn_output(num)
             on_end()
 
-        leg.on_first, leg.on_end = first, end
+        leg.on_first, leg.on_end, leg.on_wire = first, end, pairing.model.learn_wire
 
     def _request(
         self, name: str, prompt: Sequence[int], num_output: int, seed: int
@@ -607,8 +578,86 @@ class Fleet:
             request_id=RequestId(name),
             prompt_token_ids=list(prompt),
             sampling=SamplingParams(max_tokens=num_output, seed=seed, ignore_eos=True),
-            arrival_s=self.clock.monotonic_s(),
+            arrival_s=self._fleet.clock.monotonic_s(),
         )
+
+
+@dataclass
+class Fleet:
+    """A deployment under one policy.
+
+    Args:
+        settings: Fields of `ProxyConfig` that name the policies.
+        num_proxies: Before the same engines; requests come to each in turn.
+        report_s: How often each asks the engines how much they have to do; as often as the real
+            one, unless told otherwise.
+    """
+
+    layout: Layout
+    settings: dict[str, Any]
+    costs: Costs = field(default_factory=Costs)
+    faults: Faults = field(default_factory=Faults)
+    num_proxies: int = 1
+    report_s: float = ProxyConfig().health_check_interval_s
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        self.clock = ManualClock(0.0)
+        self.rng = random.Random(0)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._num_left = 0
+        both = [f"http://b{i}" for i in range(layout.num_both)]
+        prefill = [f"http://p{i}" for i in range(layout.num_prefill)] + both
+        decode = [f"http://d{i}" for i in range(layout.num_decode)] + both
+        config = ProxyConfig(prefill=tuple(prefill), decode=tuple(decode), **self.settings)
+        self.proxies = [VirtualProxy(self, config) for _ in range(self.num_proxies)]
+        feeds = [proxy.feed for proxy in self.proxies if proxy.feed is not None]
+        self.engines = {
+            url: _Engine(self, [feed.holder(url) for feed in feeds], layout)
+            for url in dict.fromkeys((*prefill, *decode))
+        }
+
+    @property
+    def first(self) -> VirtualProxy:
+        """The only proxy, where there is one."""
+        return self.proxies[0]
+
+    def after(self, seconds: float, do: Callable[[], None]) -> None:
+        """Do something later."""
+        at_s = self.clock.monotonic_s() + seconds
+        heapq.heappush(self._queue, (at_s, next(self._numbers), do))
+
+    def ended(self) -> None:
+        """Note that a request is over."""
+        self._num_left -= 1
+
+    def run(self, workload: Sequence[Work], *, patience_s: float = 600.0) -> list[Outcome]:
+        """Serve a workload, until all is over or so long after its last arrival."""
+        outcomes = []
+        self._num_left = len(workload)
+        for number, work in enumerate(workload):
+            outcome = Outcome(len(work.prompt), work.num_output, work.tenant)
+            outcomes.append(outcome)
+            proxy = self.proxies[number % self.num_proxies]
+            self.after(work.at_s, functools.partial(proxy.arrive, work, outcome, number))
+        for i, proxy in enumerate(self.proxies):
+            if proxy.homes is not None:
+                self._every(SAMPLE_S, proxy.homes.sample)
+            hear = functools.partial(self._every, self.report_s, proxy.hear)
+            self.after(i * self.report_s / self.num_proxies, hear)
+        end_s = max(work.at_s for work in workload) + patience_s
+        while self._queue and self._queue[0][0] <= end_s:
+            at_s, _, do = heapq.heappop(self._queue)
+            self.clock.now_s = max(self.clock.now_s, at_s)
+            do()
+        return outcomes
+
+    def _every(self, seconds: float, do: Callable[[], None]) -> None:
+        """Do something now and again, for as long as requests are to come or are not over."""
+        if self._num_left:
+            do()
+            self.after(seconds, lambda: self._every(seconds, do))
 
 
 def output_token(seed: int, position: int) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from pdserve.config.policies import PREDICTED
+from pdserve.config.policies import PREDICTED, SHADOW
 from pdserve.errors import ConfigError
 from pdserve.http import openapi
 from pdserve.http.bodies import Bodies
@@ -121,14 +121,6 @@ class Proxy:
         headers = engine_headers(config.api_keys, {})
         self.breakers = Breakers(config, self._clock, self.metrics)
         self.backends = Backends(config, self._clock, self.breakers)
-        self.checks = HealthChecks(
-            config,
-            self.backends,
-            self._http,
-            self._clock,
-            totals=self.metrics.totals,
-            headers=headers,
-        )
         self.admission = AdmissionQueue(
             config.max_concurrent_requests, config.queue_size, config.queue_timeout_s
         )
@@ -136,17 +128,20 @@ class Proxy:
         self._prefixes = make_prefixes(
             config, self.backends, self._clock, self.metrics.prefixes, make_feed=make_feed
         )
-        is_predicted = config.split_policy == PREDICTED
-        self.pairing = (
-            Pairing(config, self._clock, self.metrics.route, on_change=self.admission.look)
-            if is_predicted
-            else None
+        self.pairing, self.homes, route = None, None, self.metrics.route
+        if config.split_policy in (PREDICTED, SHADOW):
+            self.pairing = Pairing(config, self._clock, route, on_change=self.admission.look)
+            if config.split_policy == PREDICTED:
+                self.homes = HomeRoles(config, self.backends, self.pairing, self._clock, route)
+        self.checks = HealthChecks(
+            config,
+            self.backends,
+            self._http,
+            self._clock,
+            totals=self.metrics.totals,
+            headers=headers,
+            on_load=None if self.pairing is None else self.pairing.heard,
         )
-        self.homes = None
-        if self.pairing is not None:
-            self.homes = HomeRoles(
-                config, self.backends, self.pairing, self._clock, self.metrics.route
-            )
         router = Router(config, self.backends, self._prefixes, self.pairing)
         before = self.admission.tokens_before
         outlook = Outlook(router, self.backends, self._prefixes, self.pairing)

@@ -116,6 +116,12 @@ class ClientBody:
         """Whether no more is asked for than a prefill engine samples."""
         return any(_value(self.fields.get(name)) in (0, 1) for name in _OUTPUT_LIMITS)
 
+    @property
+    def max_output(self) -> int | None:
+        """Tokens that it may have of output; None if it does not say, or says nonsense."""
+        given = [_value(self.fields.get(name)) for name in _OUTPUT_LIMITS]
+        return min((each for each in given if isinstance(each, int) and each > 0), default=None)
+
     def needs_equal_text(self) -> bool:
         """Whether what it asks for is worked out by each engine by itself: a grammar, or tools."""
         given = (self.fields.get(name) for name in _BY_TEXT)

@@ -21,7 +21,7 @@ from pdserve.proxy.reach import Reach
 from pdserve.wire.hop import INFO_PATH, EngineReport
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.client import EngineHttp, Leg
     from pdserve.proxy.totals import Totals
-    from pdserve.wire.request import EngineInfo
+    from pdserve.wire.request import EngineInfo, EngineLoad
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class HealthChecks:
     Args:
         totals: Told what each engine has counted.
         headers: Sent with every check.
+        on_load: Told what each engine has to do.
 
     Attributes:
         reach: Has engines find out whether they reach one another.
@@ -62,6 +63,7 @@ class HealthChecks:
         *,
         totals: Totals,
         headers: Mapping[str, str] | None = None,
+        on_load: Callable[[Backend, EngineLoad], None] | None = None,
     ) -> None:
         self._config = config
         self._backends = backends
@@ -69,6 +71,7 @@ class HealthChecks:
         self._clock = clock
         self._totals = totals
         self._headers = dict(headers or {})
+        self._on_load = on_load
         self.reach = Reach(backends, http)
         self._watchers: set[asyncio.Task[None]] = set()
         self._looks: dict[str, asyncio.Task[None]] = {}
@@ -231,6 +234,8 @@ class HealthChecks:
                 backend.num_foreign = max(0, total - backend.in_flight)
                 backend.kv_usage = load.kv_usage
                 backend.is_idle = not (total or load.kv_usage)
+                if self._on_load is not None:
+                    self._on_load(backend, load)
             if report.wall_s is not None:
                 self._compare_clocks(backend, asked_s, report.wall_s)
         if not backend.models:

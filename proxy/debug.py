@@ -56,9 +56,9 @@ class Debug:
         Those after `&after=SEQ`, or the one of `&request=ID`.
         """
         pairing, homes = self._services.pairing, self._services.homes
-        if pairing is None or homes is None:
+        if pairing is None:
             raise NotFoundError(
-                "this proxy chooses no pairs: start it with --split-policy predicted"
+                "this proxy chooses no pairs: start it with --split-policy shadow or predicted"
             )
         after_seq, limit = number_in(request.query, "after"), number_in(request.query, "limit")
         name = request.query.get("request")
@@ -67,7 +67,9 @@ class Debug:
         else:
             decisions = [each for each in [pairing.log.of(name)] if each is not None]
         shown = pairing.shown(decisions)
-        return json_answer(msgspec.structs.replace(shown, homes=homes.shown()))
+        if homes is not None:
+            shown = msgspec.structs.replace(shown, homes=homes.shown())
+        return json_answer(shown)
 
     async def _trace(self, request: web.Request) -> web.Response:
         """The last `?seconds=N` of this proxy and of all engines."""

@@ -185,9 +185,7 @@ class Flow:
         self._story.decision = plan.decision
         if isinstance(plan, RunLocally):
             return await self._run_locally(plan.reason, plan.engine, is_fallback=plan.is_outage)
-        undecided = "default" if self._services.pairing is None else "cold"
-        reason = undecided if plan.decision is None else plan.decision.reason
-        self._decide("disaggregated", reason)
+        self._decide("disaggregated", plan.reason)
         self._story.mode = Mode.DISAGGREGATED
         while isinstance(following := await self._attempt(plan), Disaggregate):
             plan = following

@@ -9,10 +9,10 @@ import functools
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import OverloadedError
-from pdserve.proxy.brain.decision import MIN_TTFT_SLO_S, default_ttft_slo_s
 from pdserve.proxy.brain.fairness import OUTPUT_WEIGHT, Claim, always, band_of
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN
 from pdserve.proxy.brain.rejection import rejection
+from pdserve.proxy.brain.slo import ServiceObjectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +37,8 @@ class Gate:
 
     Args:
         tokens_before: Returns what waits for a place before a request of a tenant.
-        pairing: None unless pairs are chosen by what was learned: then nobody is turned away or
-            held back, but for want of a place.
+        pairing: None unless pairs are chosen by what was learned. Without it, and in shadow, nobody
+            is turned away or held back, but for want of a place.
     """
 
     def __init__(
@@ -49,10 +49,12 @@ class Gate:
         pairing: Pairing | None,
         metrics: GateMetrics,
     ) -> None:
-        self._config = config
+        self._objectives = ServiceObjectives(config)
+        self._rejects_early = config.early_rejection
         self._outlook = outlook
         self._tokens_before = tokens_before
         self._pairing = pairing
+        self._is_obeyed = pairing is not None and not pairing.is_shadow
         self._metrics = metrics
 
     def claim(self, prompt: RoutePrompt) -> Claim:
@@ -60,7 +62,7 @@ class Gate:
         num_tokens = self._prompt_cost(prompt)
         cost = num_tokens + OUTPUT_WEIGHT * self._mean_output
         is_ready = always
-        if self._pairing is not None:
+        if self._is_obeyed:
             is_ready = functools.partial(self._is_ready, prompt)
         return Claim(prompt.tenant, band_of(prompt.priority), cost, num_tokens, is_ready)
 
@@ -70,7 +72,7 @@ class Gate:
         Raises:
             OverloadedError: It would miss them.
         """
-        outlook = self._outlook.of(prompt) if self._config.early_rejection else None
+        outlook = self._outlook.of(prompt) if self._rejects_early else None
         if outlook is None:
             return
         question, chosen = outlook
@@ -78,7 +80,9 @@ class Gate:
         if before:
             waiting_s = question.times.prompt_s(round(before), 0) / self._outlook.num_prefills
         found = rejection(question, chosen, waiting_s=waiting_s)
-        if found is not None:
+        if found is not None and not self._is_obeyed:
+            self._metrics.shadow_rejected.labels(found.reason).inc()
+        elif found is not None:
             self._metrics.rejected.labels(found.reason).inc()
             raise OverloadedError(found.told, retry_after_s=found.retry_after_s)
 
@@ -101,7 +105,7 @@ class Gate:
         self._metrics.compare(
             has_own=prompt.ttft_slo_s is not None or prompt.itl_slo_s is not None,
             keeps_ttft=ttft_s <= self._ttft_slo_s(prompt),
-            keeps_itl=itl_s <= (prompt.itl_slo_s or self._config.itl_slo_s),
+            keeps_itl=itl_s <= self._objectives.itl_s(prompt),
         )
 
     @property
@@ -109,10 +113,8 @@ class Gate:
         return _FIRST_OUTPUT if self._pairing is None else self._pairing.model.mean_output
 
     def _ttft_slo_s(self, prompt: RoutePrompt) -> float:
-        slo_s = prompt.ttft_slo_s or self._config.ttft_slo_s
-        if not slo_s and self._pairing is not None:
-            slo_s = default_ttft_slo_s(self._pairing.model.times(), prompt.num_tokens)
-        return slo_s or MIN_TTFT_SLO_S
+        times = None if self._pairing is None else self._pairing.model.times()
+        return self._objectives.ttft_s(prompt, times)
 
     def _prompt_cost(self, prompt: RoutePrompt) -> float:
         """Tokens of a prompt that have to be computed, as far as is known."""

@@ -7,10 +7,11 @@ here; which of several engines it is, by the policies.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pdserve.config.http import KVTransfer
+from pdserve.config.policies import PREDICTED, SHADOW
 from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
 from pdserve.proxy.brain.candidates import Candidates
@@ -40,12 +41,15 @@ class Disaggregate:
     Attributes:
         decode: For a push, which both engines take part in from the start; else None: a decode
             engine is chosen when the handoff is in hand.
-        decision: How the pair was found, if that was one choice.
+        reason: Why it is split.
+        decision: How the pair was found, if that was one choice; or, in shadow, what that would
+            have been.
         preferred: The decode engine of that choice.
     """
 
     prefill: Backend
     decode: Backend | None = None
+    reason: str = "default"
     decision: PairDecision | None = None
     preferred: Backend | None = None
 
@@ -56,7 +60,7 @@ class RunLocally:
 
     Attributes:
         is_outage: In place of an engine that there is, but that cannot be used now.
-        decision: How the engine was found, if by a choice of pairs.
+        decision: As of `Disaggregate`.
     """
 
     engine: Backend
@@ -87,6 +91,8 @@ class Router:
         self._prefill_policy = policy_named(config.prefill_policy, flag="prefill-policy")
         self._decode_policy = policy_named(config.decode_policy, flag="decode-policy")
         self._split = split_policy_named(config.split_policy, flag="split-policy")
+        self._is_shadow = config.split_policy == SHADOW
+        self._undecided = "cold" if config.split_policy == PREDICTED else "default"
         self._prefill_sequence = itertools.count()
         self._decode_sequence = itertools.count()
         self._split_sequence = itertools.count()
@@ -131,10 +137,23 @@ class Router:
         paired = [p for p in prefills if self._serves(p, decodes, prompt, may_push=may_push)]
         if not paired:
             return self._locally(decodes, prompt, failed, "no_pair", is_outage=True)
-        plan = self._decided(paired, decodes, prompt, failed, may_push=may_push)
-        if plan is not None:
-            return plan
-        prefill = self._choose_prefill(paired, prompt, failed)
+        decided = self._decided(paired, decodes, prompt, failed, may_push=may_push)
+        if decided is not None and not self._is_shadow:
+            return decided
+        plan = self._chosen_in_turn(paired, decodes, prompt, failed, may_push=may_push)
+        return plan if decided is None else replace(plan, decision=decided.decision)
+
+    def _chosen_in_turn(
+        self,
+        prefills: Sequence[Backend],
+        decodes: Sequence[Backend],
+        prompt: RoutePrompt,
+        failed: Collection[Backend],
+        *,
+        may_push: bool,
+    ) -> Disaggregate | RunLocally:
+        """Return what the policies say, one after the other."""
+        prefill = self._choose_prefill(prefills, prompt, failed)
         if self._split is not always:
             number = next(self._split_sequence)  # or those that are split would skip every other
             local = self._choose(self._decode_policy, number, prompt, decodes, failed)
@@ -143,8 +162,9 @@ class Router:
                 return RunLocally(local, reason)
         receivers = [d for d in decodes if may_push and self._pushes(prefill, d, prompt)]
         if receivers:
-            return Disaggregate(prefill, self._choose_decode(receivers, prompt, failed))
-        return Disaggregate(prefill)
+            decode = self._choose_decode(receivers, prompt, failed)
+            return Disaggregate(prefill, decode, self._undecided)
+        return Disaggregate(prefill, reason=self._undecided)
 
     def _decided(
         self,
@@ -175,7 +195,8 @@ class Router:
         if chosen.is_local:
             return RunLocally(decode, decision.reason, decision=decision)
         is_pushed = may_push and self._pushes(prefill, decode, prompt)
-        return Disaggregate(prefill, decode if is_pushed else None, decision, decode)
+        pushed = decode if is_pushed else None
+        return Disaggregate(prefill, pushed, decision.reason, decision, decode)
 
     def considered(
         self, prompt: RoutePrompt, layout: str | None, failed: Collection[Backend]

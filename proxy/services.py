@@ -29,7 +29,8 @@ class Services:
 
     Attributes:
         prefixes: None unless a policy looks at them.
-        pairing, homes: None unless pairs are chosen by what was learned.
+        pairing: None unless pairs are chosen by what was learned.
+        homes: None unless that is obeyed, too.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
     """
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.observe.request_log import StoredKV, kv_path, moved
+from pdserve.proxy.brain.decision import taken
 from pdserve.proxy.brain.prompt import hits_told
 from pdserve.proxy.gaps import Gaps
 from pdserve.wire.transfer import KVMode
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.proxy.brain.ledger import LedgerEntry
     from pdserve.proxy.brain.prompt import KnownPrefix, RoutePrompt
-    from pdserve.proxy.brain.question import PairDecision
+    from pdserve.proxy.brain.question import PairCost, PairDecision
     from pdserve.wire.hop import EngineStages
 
 
@@ -121,7 +122,8 @@ class Story:
         not_pushed: Why that was a pull, where a push was allowed.
         prompt, known: What routing knew of its prompt and, by leg, of what the engine had of it,
             as of the last attempt; None and empty unless a policy looks at that.
-        decision: How its engines were chosen, if that was one choice.
+        decision: How its engines were chosen, if that was one choice; or, in shadow, what that
+            would have been.
         prompt_entry, stream_entry: Its part of the work of the engine that computes its prompt,
             and of the one that gives its tokens; None unless that is counted.
         rungs: Of the ladder, as they were taken, each with its reason.
@@ -378,11 +380,19 @@ class Story:
         if self.prompt is not None:
             parts.append(hits_told(self.prompt, self.known))
         if self.decision is not None:
-            parts.append(self.decision.told(self.served_s if self.streamed else None))
+            served_s = self.served_s if self.streamed else None
+            parts.append(self.decision.told(served_s, self.taken))
         if self.rungs:
             rungs = ",".join(f"{rung.value}({reason})" for rung, reason in self.rungs)
             parts.append(f"ladder {rungs}")
         return told + "".join(f" | {part}" for part in parts)
+
+    @property
+    def taken(self) -> PairCost | None:
+        """What was predicted of the engines that it had, where that was another thing to ask."""
+        if self.decision is None or self.rungs:
+            return None
+        return taken(self.decision, self.prefill_url, self.decode_url)
 
     @property
     def served_s(self) -> float | None:

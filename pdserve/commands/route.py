@@ -119,14 +119,16 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
     lines += ["", f"objectives {slo}; a split has to be better by {decision.margin:.4f}"]
     if question.was_split is not None:
         lines.append(f"its session's last request was {'' if question.was_split else 'not '}split")
-    lines += ["", _row("engine", ["role", "has", "prompts", "to compute", "streams", "their KV"])]
+    titles = ["role", "has", "prompts", "to compute", "streams", "their KV", "of others"]
+    lines += ["", _row("engine", titles)]
     for each in question.candidates:
         role = {(True, False): "prefill", (False, True): "decode"}.get(
             (each.is_prefill, each.is_decode), "both"
         )
         work = each.work
         numbers = (work.num_prompts, work.prompt_tokens, work.num_streams, work.kv_tokens)
-        lines.append(_row(each.url, [role, str(each.hit_tokens), *map(str, numbers)]))
+        cells = map(str, (role, each.hit_tokens, *numbers, each.num_others))
+        lines.append(_row(each.url, list(cells)))
     lines += ["", *_outcome(record)]
     same = "the same, bit for bit" if is_equal else "ANOTHER ONE: is this the proxy's release?"
     return [*lines, f"decided again from its record: {same}"]
@@ -163,10 +165,14 @@ def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
 
 
 def _outcome(record: DecisionRecord) -> list[str]:
-    measured, chosen = record.measured, record.decision.chosen
+    measured, chosen = record.measured, record.taken or record.decision.chosen
     if measured is None:
         return ["what came of it is not known: it runs, failed, or its client left"]
-    lines = []
+    if record.decision.question.is_shadow and record.taken is None:
+        return ["it went to none of these engines"]
+    lines = (
+        [] if record.taken is None else [f"in shadow: it went {chosen.way} at {chosen.total:.4f}"]
+    )
     for title, was_s, predicted_s in (
         ("first token", measured.ttft_s, chosen.ttft_s),
         ("between tokens", measured.itl_s, chosen.itl_s),

@@ -15,6 +15,7 @@ from pdserve.config.checks import (
     require_url,
 )
 from pdserve.config.epp import EppConfig
+from pdserve.config.objectives import objectives_by_model
 
 
 class KVTransfer(enum.Enum):
@@ -212,6 +213,7 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
         ttft_slo_s, itl_slo_s: Objectives for the first token and for the time between two, where
             a request names none, for the split policy `predicted`. A first one of 0 is a second,
             or three times what the prompt takes alone.
+        model_slo: Objectives of requests for one model, as `objectives_by_model` reads them.
         early_rejection: With `predicted`, requests that would miss their objectives get 429.
         tenant_header: Names the header by which who is in front of the proxy says whose share a
             request is of; empty: it is its API key's, where keys are checked.
@@ -237,6 +239,7 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
     split_policy: str = "always"
     ttft_slo_s: float = 0.0
     itl_slo_s: float = 0.05
+    model_slo: tuple[str, ...] = ()
     early_rejection: bool = True
     tenant_header: str = ""
     tokenizer: str = ""
@@ -275,3 +278,4 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
             ("cb-timeout-duration-secs", self.cb_timeout_s),
         ):
             require_not_negative(flag, number)
+        objectives_by_model(self.model_slo)

@@ -24,6 +24,8 @@ SPLIT_POLICIES: Final = {
 """Whether a request is split between two engines; by name, `module:function`."""
 PREDICTED: Final = "predicted"
 """The split policy that chooses both engines at once, by what it has learned (`proxy/brain`)."""
+SHADOW: Final = "shadow"
+"""The one that has the same chosen, measures how right that was, and splits every request."""
 PREFIX_POLICIES: Final = frozenset(
     {
         "cache_aware",
@@ -34,6 +36,7 @@ PREFIX_POLICIES: Final = frozenset(
         "ppd",
         PREDICTED,
         "prefix_sticky",
+        SHADOW,
     }
 )
 """Those of both kinds that look at which engine has what of a prompt. For them the proxy tokenizes

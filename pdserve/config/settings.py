@@ -22,7 +22,7 @@ from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
 from pdserve.config.log import LOG_FORM_SETTINGS, LOG_SETTINGS
-from pdserve.config.policies import POLICIES, PREDICTED, SPLIT_POLICIES
+from pdserve.config.policies import POLICIES, PREDICTED, SHADOW, SPLIT_POLICIES
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse_object
 from pdserve.config.tiers import KV_SERVER_SETTINGS
@@ -200,7 +200,6 @@ _SERVER: Final = declare(
 )
 
 _POLICIES: Final = "|".join(POLICIES)
-_SPLIT_POLICIES: Final = "|".join((*SPLIT_POLICIES, PREDICTED))
 _PROXY: Final = (
     *declare(
         "proxy",
@@ -220,9 +219,10 @@ _PROXY: Final = (
         (
             ("prefill-policy", "prefill_policy", _POLICIES, "how a prefill engine is chosen"),
             ("decode-policy", "decode_policy", _POLICIES, "how a decode engine is chosen"),
-            ("split-policy", "split_policy", _SPLIT_POLICIES, "which requests get a prefill engine for their prompt; others are a decode engine's alone"),
+            ("split-policy", "split_policy", "|".join((*SPLIT_POLICIES, SHADOW, PREDICTED)), "which requests get a prefill engine for their prompt; others are a decode engine's alone"),
             ("ttft-slo", "ttft_slo_s", "SECONDS", "to the first token, at most, where a request does not say (slo): what predicted aims at; 0 is a second, or three times what the prompt takes alone"),
             ("itl-slo", "itl_slo_s", "SECONDS", "between two tokens, at most: the same"),
+            ("model-slo", "model_slo", "MODEL=ttft:MS|itl:MS", "the same for requests that name a model, in milliseconds; several times for several"),
             ("early-rejection", "early_rejection", "", "with predicted: requests that would miss their objectives get 429 as they come"),
             ("tenant-header", "tenant_header", "NAME", "header that says whose share a request is of; only behind a gateway that sets it; empty: its API key"),
             ("tokenizer", "tokenizer", "DIR", "the engines', for policies that look at prefixes; without one they go by a prompt's bytes"),

@@ -1,10 +1,8 @@
 """Plans a step, applies the plan, and takes the results: the one owner of every request.
 
-No clock of its own, no I/O, no tensors: a deterministic state machine. Per step it is
-called `schedule` -> (the workers run) -> `update`, with `apply_report` whenever a
-connector has news. This module has the order of
-these calls, and applies a step's results. What all parts share is in `state`; `batching` decides
-which requests a step computes, and `transfers` what happens to KV that travels.
+No clock of its own, no I/O, no tensors: a deterministic state machine. Per step it is called
+`schedule` -> (the workers run) -> `update`; `apply_report` whenever a connector has news. All parts
+share `state`; `batching` decides what a step computes, `transfers` what becomes of KV that travels.
 """
 
 from __future__ import annotations
@@ -386,8 +384,10 @@ class Scheduler:
         self._counters.generation_tokens += num_tokens
         if num_tokens > 1:
             self.state.publish_prefix(request, request.num_computed_tokens)
-        is_first = len(request.output_token_ids) == num_tokens
-        prompt_logprobs = request.take_prompt_logprobs() if is_first else None
+        prompt_logprobs = None
+        if len(request.output_token_ids) == num_tokens:  # its first
+            prompt_logprobs = request.take_prompt_logprobs()
+            self.state.prompts.discard(request.request_id)
         if finish is None and request.remote_decode and not request.num_pending_tokens:
             if not self._transfers.hand_over(request, now_s):
                 return

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.connectors.base import KVSource
 from pdserve.errors import InternalError
 from pdserve.kvcache.lease import BlockUser
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
@@ -79,6 +80,7 @@ class SchedulerState:
         running: The batch, in the order in which it is served.
         receiving: Those whose blocks are being filled.
         leased: Those that have finished here, and may be read.
+        prompts: Ids of those that have no token yet, and whose prompt no other engine computes.
         holds: By connector and id of a hold, blocks that a preempted request lost and a save still
             reads; they may be under several.
     """
@@ -114,6 +116,7 @@ class SchedulerState:
         self.running: dict[RequestId, Request] = {}
         self.receiving: dict[RequestId, Request] = {}
         self.leased: dict[RequestId, Request] = {}
+        self.prompts: set[RequestId] = set()
         self.holds: dict[HoldKey, Holding] = {}
 
     @property
@@ -168,6 +171,8 @@ class SchedulerState:
         """Take a request that waits, under an id that no other has."""
         self.requests[request.request_id] = request
         self.waiting.push(request)
+        if request.source is KVSource.LOCAL:
+            self.prompts.add(request.request_id)
 
     def move(self, request: Request, state: State, now_s: float, why: str) -> None:
         """Move a request from one place to another.
@@ -187,7 +192,7 @@ class SchedulerState:
             case State.LEASED:
                 self.leased[request.request_id] = request
             case State.CLOSING | State.DONE:
-                pass
+                self.prompts.discard(request.request_id)
 
     def _take_out(self, request: Request) -> None:
         match request.state:
@@ -294,6 +299,7 @@ class SchedulerState:
         assert not self.running
         assert not self.receiving
         assert not self.leased
+        assert not self.prompts
         assert not self.holds, f"blocks of preempted requests are held: {list(self.holds)}"
         assert not len(self.waiting)
         assert not self.steps.known
@@ -316,6 +322,8 @@ class SchedulerState:
             num_waiting += is_waiting
             assert (request.holding is None) == is_waiting, request.story()
             assert bool(request.waits_for) == (request.state is State.CLOSING), request.story()
+            is_prompt = request.request_id in self.prompts
+            assert not (is_prompt and request.output_token_ids), request.story()
             for state, place in places.items():
                 is_there = place.get(request.request_id) is request
                 assert is_there == (request.state is state), request.story()

@@ -105,6 +105,7 @@ class Telemetry:
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             num_receiving=len(state.receiving),
+            num_prompts=len(state.prompts),
             blocks=state.kv.ledger.blocks_by_state(),
             num_blocks=state.kv.pool.num_blocks,
             num_preemptions=counters.preemptions,

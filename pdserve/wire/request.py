@@ -215,6 +215,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How busy one engine core is: the part of its statistics that routing uses.
 
     Attributes:
+        num_prompts: Of all three, requests that have no token yet, and whose prompt no other engine
+            computes.
         blocks: Number of KV blocks by state: free, cached (free but findable by hash),
             held (by requests), leased (to a peer), receiving (being written by a load or
             a push), quarantined (their request is over, a transfer has not settled).
@@ -224,6 +226,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     num_receiving: int = 0
+    num_prompts: int = 0
     blocks: dict[str, int] = {}
     num_blocks: int = 0
 

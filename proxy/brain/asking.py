@@ -41,7 +41,7 @@ def tenant_of(config: ProxyConfig, headers: Mapping[str, str]) -> str:
 def as_asked(
     prompt: RoutePrompt, body: ClientBody, headers: Mapping[str, str], request_id: str
 ) -> RoutePrompt:
-    """Return a prompt with the session, the priority and the objectives that its client names.
+    """Return a prompt with what its client says: session, priority, objectives, limits.
 
     Raises:
         BadRequestError: What it says is no objective.
@@ -55,6 +55,8 @@ def as_asked(
         session=session[:MAX_NAME_CHARS],
         ttft_slo_s=None if slo.ttft_ms is None else slo.ttft_ms * _MS,
         itl_slo_s=None if slo.itl_ms is None else slo.itl_ms * _MS,
+        model=body.model,
+        max_output=body.max_output,
     )
 
 

@@ -8,7 +8,6 @@ prediction come to. Pure: the same question has the same answer, and each answer
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import TYPE_CHECKING, Final
 
@@ -48,9 +47,10 @@ def decide(question: RouteQuestion, may_pair: Callable[[str, str], bool]) -> Pai
     """
     costs = PairCosts(question)
     candidates = question.candidates
+    roomy = _with_room(question)
     prefills = _best([c for c in candidates if c.is_prefill], costs.of_prefill)
-    decodes = _best([c for c in candidates if c.is_decode], costs.of_decode)
-    local = min(candidates, key=lambda each: costs.pair(each, each).total, default=None)
+    decodes = _best([c for c in roomy if c.is_decode], costs.of_decode)
+    local = min(roomy, key=lambda each: costs.pair(each, each).total, default=None)
     if local is None:
         return None
     pairs = [(p, d) for p in prefills for d in decodes if p.url != d.url]
@@ -61,30 +61,69 @@ def decide(question: RouteQuestion, may_pair: Callable[[str, str], bool]) -> Pai
         default=None,
     )
     seen = {each.url for each in (*prefills, *decodes, local)}
-    kept = tuple(
-        msgspec.structs.replace(each, work=copy.copy(each.work))
-        for each in candidates
-        if each.url in seen
-    )
+    full = "" if len(roomy) == len(candidates) else _full(question, costs)
+    seen.add(full)
+    kept = tuple(each for each in candidates if question.is_shadow or each.url in seen)
     asked = msgspec.structs.replace(question, candidates=kept, apart=apart)
     best_local = costs.pair(local, local)
     if split is None:
-        return _decision(asked, best_local, None, MARGIN)
+        reason = "kv_room" if full else "no_pair"
+        return PairDecision(
+            chosen=best_local, other=None, reason=reason, margin=MARGIN, question=asked
+        )
     best_split = costs.pair(*split)
     gain = best_local.total - best_split.total
     margin = _margin(question, (local, local), split, gain)
     needed = margin
     if question.was_split is not None:
         needed = -2 * margin if question.was_split else 2 * margin
-    is_split, is_held = gain > needed, (gain > needed) is not (gain > margin)
+    is_split = gain > needed
     chosen, other = (best_split, best_local) if is_split else (best_local, best_split)
-    return _decision(asked, chosen, other, margin, is_held=is_held)
+    if is_split is not (gain > margin):
+        reason = "session"
+    else:
+        reason = "kv_room" if full else _reason(chosen, other, question)
+    return PairDecision(chosen=chosen, other=other, reason=reason, margin=margin, question=asked)
+
+
+def _with_room(question: RouteQuestion) -> Sequence[PairCandidate]:
+    """Return the engines that have room for the KV of prompt and answer; all, if none has."""
+    candidates, num_tokens = question.candidates, question.num_tokens + question.num_output
+    roomy = [
+        each
+        for each in candidates
+        if each.room_tokens is None or num_tokens - each.hit_tokens <= each.room_tokens
+    ]
+    return roomy or candidates
+
+
+def _full(question: RouteQuestion, costs: PairCosts) -> str:
+    """Return the engine that tokens would come from soonest, if it has no room; else nothing."""
+    decodes = [each for each in question.candidates if each.is_decode]
+    best = min(decodes, key=costs.of_decode, default=None)
+    return "" if best is None or best in _with_room(question) else best.url
 
 
 def repeated(decision: PairDecision) -> PairDecision | None:
     """Return what the question of a decision is answered with, from what was kept of it."""
     apart = frozenset(decision.question.apart)
     return decide(decision.question, lambda prefill, decode: (prefill, decode) not in apart)
+
+
+def taken(decision: PairDecision, prefill: str, decode: str) -> PairCost | None:
+    """Return what was to be expected of what was done, where a decision is not obeyed.
+
+    Args:
+        prefill, decode: URLs of the engines; the first is empty where the other did everything.
+
+    Returns:
+        None: it was obeyed, or one of them was no candidate.
+    """
+    by_url = {each.url: each for each in decision.question.candidates}
+    pair = by_url.get(prefill or decode), by_url.get(decode)
+    if not decision.question.is_shadow or pair[0] is None or pair[1] is None:
+        return None
+    return PairCosts(decision.question).pair(pair[0], pair[1])
 
 
 class PairCosts:
@@ -94,7 +133,7 @@ class PairCosts:
         self._num_tokens = question.num_tokens
         self._times = times or question.times
         self._ttft_slo_s, self._itl_slo_s = question.ttft_slo_s, question.itl_slo_s
-        self._output = max(1.0, self._times.mean_output)
+        self._output, self._spread = question.num_output, question.spread
         self._coming = question.coming
 
     def of_prefill(self, engine: PairCandidate) -> float:
@@ -161,7 +200,7 @@ class PairCosts:
         )
         harm = num_streams * (_missed(after_s / slo_s) - _missed(before_s / slo_s))
         itl = _missed(after_s / slo_s)
-        wire = _missed((after_s + wire_s * times.spread) / slo_s) - itl
+        wire = _missed((after_s + wire_s * self._spread) / slo_s) - itl
         bias = 0.0 if engine.is_decode else BIAS
         return {"itl": itl, "wire": wire, "harm": harm, "bias": bias}, after_s
 
@@ -191,24 +230,10 @@ def _margin(
     return min(_MAX_MARGIN, max(MARGIN, math.hypot(*changes)))
 
 
-def _decision(
-    question: RouteQuestion,
-    chosen: PairCost,
-    other: PairCost | None,
-    margin: float,
-    *,
-    is_held: bool = False,
-) -> PairDecision:
-    reason = "session" if is_held else _reason(chosen, other, question)
-    return PairDecision(chosen=chosen, other=other, reason=reason, margin=margin, question=question)
-
-
-def _reason(chosen: PairCost, other: PairCost | None, question: RouteQuestion) -> str:
+def _reason(chosen: PairCost, other: PairCost, question: RouteQuestion) -> str:
     """Name what made the difference."""
     hits = {each.url: each.hit_tokens for each in question.candidates}
     missing = question.num_tokens - hits[chosen.prefill]
-    if other is None:
-        return "no_pair"
     if chosen.is_local:
         if missing < _MOSTLY * question.num_tokens:
             return "mostly_cached"

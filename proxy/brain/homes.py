@@ -75,7 +75,8 @@ class HomeRoles:
         pairing, bounds = self._pairing, self._bounds()
         times = pairing.model.times()
         for each in self._backends:
-            work = pairing.ledger.of(each.url)
+            work = pairing.ledger.at(each.url)
+            self._num_own += pairing.ledger.of(each.url).num_streams
             if work.num_streams:
                 step_s = max(1e-6, times.step_s(work.num_streams, work.kv_tokens))
                 self._tokens_per_s += work.num_streams / step_s
@@ -96,7 +97,7 @@ class HomeRoles:
     def _begin(self) -> None:
         self._begun_s = self._clock.monotonic_s()
         self._asked = self._pairing.ledger.asked
-        self._num_samples = self._num_streams = self._kv_tokens = 0
+        self._num_samples = self._num_streams = self._num_own = self._kv_tokens = 0
         self._tokens_per_s = 0.0
 
     def _end(self, bounds: HomeBounds, seconds: float) -> None:
@@ -109,8 +110,10 @@ class HomeRoles:
             self._control.interrupt()
             return
         times, clock = pairing.model.times(), self._clock
+        # Of others' prompts nothing is said that adds up: there are as many for each stream.
+        share = self._num_own / self._num_streams if self._num_own else 1.0
         demand = Demand(
-            prompt_engines=times.computing_s(asked) / seconds,
+            prompt_engines=times.computing_s(asked) / share / seconds,
             tokens_per_s=self._tokens_per_s / self._num_samples,
             kv_tokens=self._kv_tokens / max(1, self._num_streams),
         )

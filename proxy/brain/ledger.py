@@ -1,26 +1,32 @@
-"""The work that this proxy has at each engine: prompts not computed yet, and streams. No I/O.
+"""The work that there is at each engine: prompts not computed yet, and streams. No I/O.
 
-What a leg adds is taken away by the leg's end, whatever that is: a context manager for each.
+What a leg adds is taken away by the leg's end, whatever that is: a context manager for each. What
+others have sent there is what the engine says that it has beyond that, as of late.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.proxy.brain.work import EngineWork, PromptWork, prompt_work
+from pdserve.proxy.policies.least_loaded import STALE_AFTER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+_NUM_TYPICAL: Final = 50
+_NOTHING: Final = EngineWork()
 
 
 class LedgerEntry:
     """One leg's part of an engine's work.
 
     Attributes:
-        before, begun_s: Prompts of the engine when the leg began, and how long it had been at the
-            first of them.
-        streams_before, kv_before: Of the engine, when the leg began.
+        before, begun_s: Prompts of the engine when the leg began, others' included, and how long
+            it had been at the first of them.
+        streams_before, kv_before: Of the engine, when the leg began, others' included.
         beside: Prompts that it computed while the leg gave tokens, once that is over.
     """
 
@@ -34,10 +40,11 @@ class LedgerEntry:
         self._num_tokens = num_tokens
         self._is_pending = self._is_streaming = False
         self._own = prompt_work(num_tokens, num_cached)
-        self.before = work.prompts
-        self.begun_s = ledger.now_s() - work.since_s if work.num_prompts else 0.0
+        there = ledger.at(url)
+        self.before = there.prompts
+        self.begun_s = ledger.begun_s(url)
         self.beside = PromptWork()
-        self.streams_before, self.kv_before = work.num_streams, work.kv_tokens
+        self.streams_before, self.kv_before = there.num_streams, there.kv_tokens
         if kind == "decode":
             self._stream()
         else:
@@ -47,7 +54,7 @@ class LedgerEntry:
             work.num_prompts += 1
             work.prompt_tokens += self._own.tokens
             work.prompt_pairs += self._own.pairs
-            ledger.asked = ledger.asked.plus(self._own)
+            ledger.note(self._own)
 
     @property
     def _done(self) -> PromptWork:
@@ -86,6 +93,7 @@ class LedgerEntry:
         self._done_before = self._done
         self._work.num_streams += 1
         self._work.kv_tokens += self._num_tokens
+        self._ledger.kv_of_stream.add(self._num_tokens)
 
 
 class WorkLedger:
@@ -94,24 +102,81 @@ class WorkLedger:
     Args:
         now_s: Monotonic time.
         on_change: Called when an engine has less of it.
+        seconds_of: Returns what an engine takes for some prompts; others' are there for so long.
 
     Attributes:
         asked: Prompts that engines were sent, of all time.
         done: Those that they have computed, by URL.
+        kv_of_stream: Tokens of a stream's KV, as it begins.
     """
 
     def __init__(
-        self, now_s: Callable[[], float], on_change: Callable[[], None] = lambda: None
+        self,
+        now_s: Callable[[], float],
+        on_change: Callable[[], None] = lambda: None,
+        seconds_of: Callable[[PromptWork], float] = lambda prompts: STALE_AFTER_S * prompts.num,
     ) -> None:
         self.now_s = now_s
+        self._seconds_of = seconds_of
         self.on_change = on_change
         self.asked = PromptWork()
         self.done: dict[str, PromptWork] = {}
+        self.kv_of_stream = _Typical()
+        self._tokens_of_prompt, self._pairs_of_prompt = _Typical(), _Typical()
         self._work: dict[str, EngineWork] = {}
+        self._others: dict[str, tuple[EngineWork, float]] = {}
 
     def of(self, url: str) -> EngineWork:
-        """One engine's; it goes on changing."""
+        """What one engine has of this proxy; it goes on changing."""
         return self._work.setdefault(url, EngineWork())
+
+    def of_others(self, url: str) -> EngineWork:
+        """What it has of others, as far as is known: prompts are computed since it said so."""
+        work, heard_s = self._others.get(url, (_NOTHING, 0.0))
+        ago_s = self.now_s() - heard_s
+        if ago_s > STALE_AFTER_S or not work.num_prompts:
+            return work if ago_s <= STALE_AFTER_S else _NOTHING
+        left = max(0.0, 1 - ago_s / max(1e-9, self._seconds_of(work.prompts)))
+        return EngineWork(
+            num_prompts=math.ceil(left * work.num_prompts),
+            prompt_tokens=round(left * work.prompt_tokens),
+            prompt_pairs=left * work.prompt_pairs,
+            num_streams=work.num_streams,
+            kv_tokens=work.kv_tokens,
+        )
+
+    def at(self, url: str) -> EngineWork:
+        """All that it has, as of now."""
+        return self.of(url).plus(self.of_others(url))
+
+    def begun_s(self, url: str) -> float:
+        """For how long it has been at the prompt that it computes now, if that is this proxy's."""
+        work = self.of(url)
+        return self.now_s() - work.since_s if work.num_prompts else 0.0
+
+    def note(self, prompt: PromptWork) -> None:
+        """Count a prompt that an engine is sent."""
+        self.asked = self.asked.plus(prompt)
+        self._tokens_of_prompt.add(prompt.tokens)
+        self._pairs_of_prompt.add(prompt.pairs)
+
+    def heard(self, url: str, *, num_prompts: int, num_streams: int) -> None:
+        """Take how many requests an engine says that it has.
+
+        Those beyond this proxy's are others'. How long they are is not said: as its own are.
+        """
+        own = self.of(url)
+        num_prompts = max(0, num_prompts - own.num_prompts)
+        num_streams = max(0, num_streams - own.num_streams)
+        work = EngineWork(
+            num_prompts=num_prompts,
+            prompt_tokens=round(num_prompts * self._tokens_of_prompt.mean),
+            prompt_pairs=num_prompts * self._pairs_of_prompt.mean,
+            num_streams=num_streams,
+            kv_tokens=round(num_streams * self.kv_of_stream.mean),
+        )
+        self._others[url] = work, self.now_s()
+        self.on_change()
 
     @contextmanager
     def hold(self, url: str, kind: str, num_tokens: int, num_cached: int) -> Iterator[LedgerEntry]:
@@ -127,3 +192,15 @@ class WorkLedger:
             yield entry
         finally:
             entry.end()
+
+
+class _Typical:
+    """The mean of what came of late."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self._num = 0
+
+    def add(self, value: float) -> None:
+        self._num = min(self._num + 1, _NUM_TYPICAL)
+        self.mean += (value - self.mean) / self._num

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from pdserve.proxy.brain.question import PairDecision
-    from pdserve.proxy.brain.record import ServedTimes
+    from pdserve.proxy.brain.question import PairCost
+    from pdserve.proxy.brain.record import DecisionRecord
 
 TOKENIZED: Final = "tokens"
 TIMES: Final = ("ttft", "itl", "wire")
@@ -28,6 +28,7 @@ FITS: Final = ("prefill", "step", "wire")
 _MAX_TENANTS: Final = 32
 _MAX_ENGINES: Final = 20
 _OTHERS, _NOBODY = "others", "unnamed"
+_CHANGES: Final = ("none", "engines", "split")
 _NUM_JUDGED: Final = 1000
 _RATIO_BUCKETS: Final = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _DECISION_BUCKETS_S: Final = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2)
@@ -135,6 +136,13 @@ class RouteMetrics:
             "to give them.",
             registry=registry,
         )
+        self._shadow = Counter(
+            "pdserve_shadow_decisions",
+            "Requests that a choice of a pair was made for and not obeyed, by what it would have "
+            "changed: nothing, the engines, or whether there are two (none, engines, split).",
+            ["change"],
+            registry=registry,
+        )
         self.model_error = Gauge(
             "pdserve_route_model_error_ratio",
             "Mean relative error of what was learned, of late.",
@@ -156,6 +164,8 @@ class RouteMetrics:
         )
         for role in ("prefill", "decode"):
             self.home_moves.labels(role)
+        for change in _CHANGES:
+            self._shadow.labels(change)
         for name in TIMES:
             self._prediction_error.labels(name)
         for name in FITS:
@@ -167,17 +177,34 @@ class RouteMetrics:
         for url in heapq.nsmallest(_MAX_ENGINES, homes):
             self._homes.labels(url, homes[url]).set(1)
 
-    def compare(self, decision: PairDecision, measured: ServedTimes) -> None:
-        """Count how far a decision was off."""
-        chosen = decision.chosen
-        predicted = {"ttft": chosen.ttft_s, "itl": chosen.itl_s, "wire": chosen.wire_s}
+    def compare(self, record: DecisionRecord) -> None:
+        """Count how far a decision was off, of a request that has ended well.
+
+        In shadow, what was predicted of the engines that it had is compared.
+        """
+        decision, measured, taken = record.decision, record.measured, record.taken
+        assert measured is not None
+        done, spurned = decision.chosen, decision.other
+        if decision.question.is_shadow:
+            if taken is None:
+                return
+            done, spurned = taken, None if taken.way == decision.chosen.way else decision.chosen
+            self._shadow.labels(_difference(taken, decision.chosen)).inc()
+        predicted = {"ttft": done.ttft_s, "itl": done.itl_s, "wire": done.wire_s}
         found = {"ttft": measured.ttft_s, "itl": measured.itl_s, "wire": measured.wire_s}
         for name, seconds in found.items():
             if seconds:
                 error = abs(predicted[name] - seconds) / seconds
                 self._prediction_error.labels(name).observe(error)
-        if decision.other is not None and measured.ttft_s is not None:
-            self._regret.inc(max(0.0, measured.ttft_s - decision.other.ttft_s))
+        if spurned is not None and measured.ttft_s is not None:
+            self._regret.inc(max(0.0, measured.ttft_s - spurned.ttft_s))
+
+
+def _difference(taken: PairCost, chosen: PairCost) -> str:
+    """Which of `_CHANGES` it would have been to do what was chosen."""
+    if taken.is_local is not chosen.is_local:
+        return "split"
+    return "none" if taken.way == chosen.way else "engines"
 
 
 class GateMetrics:
@@ -188,6 +215,12 @@ class GateMetrics:
             "pdserve_rejected",
             "Requests turned away as they came: they would have missed their objective for the "
             "first token or for further ones (ttft, itl).",
+            ["reason"],
+            registry=registry,
+        )
+        self.shadow_rejected = Counter(
+            "pdserve_shadow_rejected",
+            "Requests that would have been turned away as they came, with --split-policy shadow.",
             ["reason"],
             registry=registry,
         )
@@ -214,6 +247,7 @@ class GateMetrics:
         self._are_good: deque[bool] = deque(maxlen=_NUM_JUDGED)
         for reason in TIMES[:2]:
             self.rejected.labels(reason)
+            self.shadow_rejected.labels(reason)
         for kind in ("prompt", "output"):
             for tenant in (_NOBODY, _OTHERS):
                 self._tokens.labels(tenant, kind)

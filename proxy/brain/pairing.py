@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Final
 
-from pdserve.proxy.brain.decision import decide, default_ttft_slo_s
+from pdserve.config.policies import SHADOW
+from pdserve.proxy.brain.decision import decide
 from pdserve.proxy.brain.ledger import WorkLedger
 from pdserve.proxy.brain.model import ServiceModel
 from pdserve.proxy.brain.question import PairCandidate, RouteQuestion
 from pdserve.proxy.brain.record import DecisionLog, DecisionsShown, FitShown, ServedTimes
 from pdserve.proxy.brain.sessions import Sessions, preference
+from pdserve.proxy.brain.slo import ServiceObjectives
 from pdserve.proxy.brain.work import prompt_work
 from pdserve.proxy.story import Mode
 
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.prompt import RoutePrompt
     from pdserve.proxy.brain.question import PairDecision
     from pdserve.proxy.brain.record import DecisionRecord
-    from pdserve.proxy.brain.work import PromptWork
+    from pdserve.proxy.brain.work import EngineWork, PromptWork
     from pdserve.proxy.story import Story
+    from pdserve.wire.request import EngineLoad
 
 _MIN_GAPS: Final = 4
 _NAMING_GRAINS: Final = 2
@@ -50,6 +53,7 @@ class Pairing:
         model: What it has learned.
         ledger: What it has sent to each engine.
         log: What it has decided of late.
+        is_shadow: Nobody obeys.
     """
 
     def __init__(
@@ -60,14 +64,15 @@ class Pairing:
         *,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config = config
+        self._objectives = ServiceObjectives(config)
         self._clock = clock
         self._metrics = metrics
         self._sessions = Sessions()
         self._numbers = itertools.count()
-        self.ledger = WorkLedger(clock.monotonic_s, on_change)
+        self.ledger = WorkLedger(clock.monotonic_s, on_change, self._computing_s)
         self.model = ServiceModel()
         self.log = DecisionLog()
+        self.is_shadow = config.split_policy == SHADOW
 
     def decide(
         self,
@@ -102,30 +107,40 @@ class Pairing:
     ) -> RouteQuestion:
         """Return what is known of a request and of engines; the arguments are those of `decide`."""
         urls = {each.url for each in prefills}, {each.url for each in decodes}
-        name, now_s = self._name_of(prompt), self._clock.monotonic_s()
+        engines = {each.url: each for each in (*prefills, *decodes)}
+        name, ledger = self._name_of(prompt), self.ledger
         candidates = [
             PairCandidate(
                 url,
                 is_prefill=url in urls[0],
                 is_decode=url in urls[1],
                 hit_tokens=min(known.get(url, 0), prompt.num_tokens),
-                work=(work := self.ledger.of(url)),
-                begun_s=now_s - work.since_s,
+                work=ledger.at(url),
+                begun_s=ledger.begun_s(url),
+                num_others=ledger.of_others(url).num_requests,
+                room_tokens=_room_tokens(engines[url], ledger.at(url)),
             )
-            for url in sorted(urls[0] | urls[1], key=lambda url: preference(name, url))
+            for url in sorted(engines, key=lambda url: preference(name, url))
         ]
-        computing = sum(self.ledger.of(url).num_prompts for url in urls[0] - urls[1])
+        computing = sum(ledger.at(url).num_prompts for url in urls[0] - urls[1])
         times = self.model.times()
-        default_s = self._config.ttft_slo_s or default_ttft_slo_s(times, prompt.num_tokens)
         return RouteQuestion(
             num_tokens=prompt.num_tokens,
             candidates=tuple(candidates),
             times=times,
-            ttft_slo_s=prompt.ttft_slo_s or default_s,
-            itl_slo_s=prompt.itl_slo_s or self._config.itl_slo_s,
+            ttft_slo_s=self._objectives.ttft_s(prompt, times),
+            itl_slo_s=self._objectives.itl_s(prompt),
+            max_output=prompt.max_output,
             coming=computing / max(1, len(urls[1])),
-            was_split=self._sessions.was_split(prompt.session, now_s),
+            was_split=self._sessions.was_split(prompt.session, self._clock.monotonic_s()),
+            is_shadow=self.is_shadow,
         )
+
+    def heard(self, engine: Backend, load: EngineLoad) -> None:
+        """Take what an engine says that it has to do."""
+        num = load.num_running + load.num_waiting + load.num_receiving
+        prompts = load.num_prompts
+        self.ledger.heard(engine.url, num_prompts=prompts, num_streams=num - prompts)
 
     def hold(
         self, engine: Backend, kind: str, prompt: RoutePrompt, num_cached: int
@@ -153,7 +168,8 @@ class Pairing:
         if record is not None and record.decision is story.decision:
             ttft_s = story.served_s if story.streamed else None
             record.measured = ServedTimes(ttft_s=ttft_s, itl_s=gap_s, wire_s=wire_s)
-            self._metrics.compare(record.decision, record.measured)
+            record.taken = story.taken
+            self._metrics.compare(record)
 
     def learn_prompt(self, entry: LedgerEntry, own: PromptWork, seconds: float) -> None:
         """Take what a prompt took, from when it came to its engine on.
@@ -177,8 +193,11 @@ class Pairing:
 
     def backlog_s(self, engine: Backend) -> float:
         """Seconds until an engine has computed the prompts that it has."""
-        work = self.ledger.of(engine.url)
-        return self.model.times().backlog_s(work, self._clock.monotonic_s() - work.since_s)
+        work, begun_s = self.ledger.at(engine.url), self.ledger.begun_s(engine.url)
+        return self.model.times().backlog_s(work, begun_s)
+
+    def _computing_s(self, prompts: PromptWork) -> float:
+        return self.model.times().computing_s(prompts)
 
     def measure(self) -> None:
         """Set the gauges to what is now."""
@@ -189,6 +208,7 @@ class Pairing:
         """Return what `/debug/decisions` says, with some of the decisions."""
         return DecisionsShown(
             is_known=self.model.is_known,
+            is_obeyed=not self.is_shadow,
             mean_output_tokens=self.model.mean_output,
             model={
                 name: FitShown(samples=fit.num_samples, error=fit.error, weights=fit.weights)
@@ -206,6 +226,18 @@ class Pairing:
             return prompt.session
         grains = prompt.grains[:_NAMING_GRAINS]
         return f"{grains[-1]:x}" if grains else str(next(self._numbers))
+
+
+def _room_tokens(engine: Backend, work: EngineWork) -> int | None:
+    """Tokens of KV that an engine has room for; None if it does not say how much it has.
+
+    What it said was in use, or what is known to be there now, whichever is more, is taken.
+    """
+    info = engine.info
+    if info is None or not info.num_blocks:
+        return None
+    num_tokens = info.num_blocks * info.block_size
+    return num_tokens - max(round(engine.kv_usage * num_tokens), work.kv_tokens)
 
 
 def _gap_s(story: Story) -> float | None:

@@ -30,6 +30,8 @@ class RoutePrompt:
         priority: As its client gives it: lower is earlier.
         session: The name of the conversation that it belongs to; empty if its client gives none.
         ttft_slo_s, itl_slo_s: Its client's objectives; None: the deployment's.
+        model: As its client calls it.
+        max_output: Tokens that it may have of output; None: it does not say.
     """
 
     num_bytes: int
@@ -43,6 +45,8 @@ class RoutePrompt:
     session: str = ""
     ttft_slo_s: float | None = None
     itl_slo_s: float | None = None
+    model: str = ""
+    max_output: int | None = None
 
     def named_as(self, read: RoutePrompt) -> RoutePrompt:
         """Return the same request with the length and the names of a prompt that was read."""

@@ -12,10 +12,11 @@ from pdserve.proxy.brain.work import EngineWork
 REASONS: Final = (
     *("shorter_queue", "warm_prefill", "protects_streams"),
     *("mostly_cached", "short_prompt", "prefill_busy", "wire_slow", "decode_room", "home_role"),
-    *("no_pair", "session"),
+    *("no_pair", "session", "kv_room"),
 )
 """Why a request is split (the first three), why it is not, and why it is either: engines away from
-their roles would be needed; no two engines can share it; its session's former requests were."""
+their roles would be needed; no two engines can share it; its session's former requests were; the
+engine that tokens would come from soonest has no room for its KV."""
 
 
 class PairCandidate(msgspec.Struct, frozen=True):
@@ -24,6 +25,9 @@ class PairCandidate(msgspec.Struct, frozen=True):
     Attributes:
         is_prefill, is_decode: Its role includes that.
         hit_tokens: What it has of the prompt.
+        work: What it has to do, for this proxy and for others.
+        num_others: Requests of that that are not this proxy's.
+        room_tokens: Of KV that it has room for; None: it does not say.
         begun_s: How long it has been at the prompt that it computes now, if it does.
     """
 
@@ -33,6 +37,8 @@ class PairCandidate(msgspec.Struct, frozen=True):
     hit_tokens: int
     work: EngineWork
     begun_s: float = 0.0
+    num_others: int = 0
+    room_tokens: int | None = None
 
 
 class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,10 +48,12 @@ class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
         num_tokens: Of the prompt.
         candidates: Of two that cost the same, the first is taken.
         ttft_slo_s, itl_slo_s: Objectives for the first token and between tokens.
+        max_output: Tokens of its answer at most; None: it does not say.
         coming: Streams that each decode engine will have beside those it has, of prompts that
             others compute now.
         was_split: What became of the session's last request, if that is to count.
         apart: Pairs (prefill, decode) that cannot share the request, of those that were asked for.
+        is_shadow: The answer is not obeyed: the request goes where the policies say.
     """
 
     num_tokens: int
@@ -53,9 +61,24 @@ class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
     times: ServiceTimes
     ttft_slo_s: float
     itl_slo_s: float
+    max_output: int | None = None
     coming: float = 0.0
     was_split: bool | None = None
     apart: tuple[tuple[str, str], ...] = ()
+    is_shadow: bool = False
+
+    @property
+    def num_output(self) -> float:
+        """Tokens of its answer, as far as can be guessed."""
+        limit = self.times.mean_output if self.max_output is None else self.max_output
+        return max(1.0, min(limit, self.times.mean_output))
+
+    @property
+    def spread(self) -> float:
+        """Of a wait behind its first token, the share by which its tokens come further apart."""
+        if self.max_output is None:
+            return self.times.spread
+        return max(self.times.spread, 1 / (self.max_output - 1)) if self.max_output > 1 else 0.0
 
 
 class PairCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +139,8 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
         other: The best of the other kind (split or local), if there was one.
         reason: One of `REASONS`.
         margin: By how much a split had to be better.
-        question: That it answers; of the engines only those that came into the choice.
+        question: That it answers; of the engines only those that came into the choice, but all
+            in shadow.
     """
 
     chosen: PairCost
@@ -125,16 +149,21 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
     margin: float
     question: RouteQuestion
 
-    def told(self, served_s: float | None) -> str:
+    def told(self, served_s: float | None, taken: PairCost | None = None) -> str:
         """Return it in words, for the request's line.
 
         Args:
             served_s: What the time to the first token was; None: it was not measured.
+            taken: In shadow, what was done.
         """
-        told = f"route {self.chosen.told(self.margin)} because {self.reason}"
+        kind = "shadow" if self.question.is_shadow else "route"
+        told = f"{kind} {self.chosen.told(self.margin)} because {self.reason}"
         if self.other is not None:
             told += f", else {self.other.told()}"
-        if served_s is not None:
-            off = served_s / max(1e-6, self.chosen.ttft_s) - 1
+        if taken is not None:
+            told += f", sent {taken.told()}"
+        judged = taken if self.question.is_shadow else self.chosen
+        if served_s is not None and judged is not None:
+            off = served_s / max(1e-6, judged.ttft_s) - 1
             told += f", was {served_s * 1e3:.1f} ({off:+.0%})"
         return told

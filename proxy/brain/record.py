@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from pdserve.proxy.brain.question import PairDecision
+from pdserve.proxy.brain.question import PairCost, PairDecision
 from pdserve.proxy.brain.roles import HomesShown
 
 NUM_KEPT: Final = 1024
@@ -35,6 +35,7 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
         at_s: Unix time.
         decision: The last one, of a request for which there were several.
         measured: None until the request has ended well.
+        taken: In shadow, what was predicted of the engines that it had then.
     """
 
     seq: int
@@ -42,6 +43,7 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
     request_id: str
     decision: PairDecision
     measured: ServedTimes | None = None
+    taken: PairCost | None = None
 
 
 class FitShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,11 +58,13 @@ class DecisionsShown(msgspec.Struct, frozen=True, kw_only=True):
     """What `/debug/decisions` answers.
 
     Attributes:
+        is_obeyed: If not, requests go where the policies say (`--split-policy shadow`).
         decisions: The newest first.
         homes: Of engines, as they are now.
     """
 
     is_known: bool
+    is_obeyed: bool
     mean_output_tokens: float
     model: dict[str, FitShown]
     decisions: list[DecisionRecord]

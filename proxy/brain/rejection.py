@@ -83,7 +83,7 @@ def _of_decode(question: RouteQuestion, ttft_s: float) -> Rejection | None:
     if not decodes:
         return None
     num_coming = sum(each.work.num_prompts for each in question.candidates) / len(decodes)
-    alone_s = times.step_s(1, question.num_tokens + times.mean_output)
+    alone_s = times.step_s(1, question.num_tokens + question.num_output)
     itl_s = min(_itl_s(question, each, ttft_s, num_coming) for each in decodes)
     limit_s = max(question.itl_slo_s, alone_s) * (_SLACK + _SIGMAS * times.step_error)
     if itl_s <= limit_s:

@@ -1,4 +1,4 @@
-"""What an engine has to do for this proxy, in tokens. Values only."""
+"""What an engine has to do, in tokens. Values only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PromptWork(msgspec.Struct, frozen=True):
 
 
 class EngineWork(msgspec.Struct):
-    """What one engine has to do for this proxy.
+    """What one engine has to do.
 
     Attributes:
         num_prompts, prompt_tokens: Prompts that are not computed, and what is to be computed of
@@ -47,9 +47,25 @@ class EngineWork(msgspec.Struct):
     since_s: float = 0.0
 
     @property
+    def num_requests(self) -> int:
+        """Of both kinds."""
+        return self.num_prompts + self.num_streams
+
+    @property
     def prompts(self) -> PromptWork:
         """Those that are not computed."""
         return PromptWork(self.num_prompts, self.prompt_tokens, self.prompt_pairs)
+
+    def plus(self, more: EngineWork) -> EngineWork:
+        """Both together, as of when this one began with the prompt that it computes."""
+        return EngineWork(
+            num_prompts=self.num_prompts + more.num_prompts,
+            prompt_tokens=self.prompt_tokens + more.prompt_tokens,
+            prompt_pairs=self.prompt_pairs + more.prompt_pairs,
+            num_streams=self.num_streams + more.num_streams,
+            kv_tokens=self.kv_tokens + more.kv_tokens,
+            since_s=self.since_s,
+        )
 
 
 def prompt_work(num_tokens: int, num_cached: int) -> PromptWork:

@@ -80,14 +80,14 @@ def _route(record: DecisionRecord) -> RouteShown:
         request_id=record.request_id,
         is_split=not chosen.is_local,
         reason=record.decision.reason,
-        predicted_ms=round(chosen.ttft_s * 1e3, 2),
+        predicted_ms=round((record.taken or chosen).ttft_s * 1e3, 2),
         measured_ms=None if ttft_s is None else round(ttft_s * 1e3, 2),
-        told=record.decision.told(ttft_s),
+        told=record.decision.told(ttft_s, record.taken),
     )
 
 
 def _work(pairing: Pairing, engine: Backend, lag_s: float | None) -> WorkShown:
-    work, times = pairing.ledger.of(engine.url), pairing.model.times()
+    work, times = pairing.ledger.at(engine.url), pairing.model.times()
     itl_s = times.step_s(work.num_streams, work.kv_tokens) if work.num_streams else 0.0
     return WorkShown(
         url=engine.url,

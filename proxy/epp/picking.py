@@ -217,8 +217,7 @@ class Picker:
                 retry_after_s=RETRY_AFTER_S,
                 code="no_decode_available",
             )
-        reason = "default" if plan.decision is None else plan.decision.reason
-        return Pick([preferred], plan.prefill, reason)
+        return Pick([preferred], plan.prefill, plan.reason)
 
     def _counted(self, pick: Pick, prompt: RoutePrompt, among: Collection[Backend] | None) -> Pick:
         """Add the engines to fall back on, and count the request as work of the first ones."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import cast
 
-from pdserve.config.policies import POLICIES, PREDICTED, SPLIT_POLICIES
+from pdserve.config.policies import POLICIES, PREDICTED, SHADOW, SPLIT_POLICIES
 from pdserve.errors import ConfigError
 
 
@@ -83,10 +83,13 @@ def policy_named(name: str, *, flag: str) -> Policy:
 def split_policy_named(name: str, *, flag: str) -> SplitPolicy:
     """Return the split policy called `name`; of `predicted`, the one until enough is known.
 
+    Of `shadow` it is the one that is obeyed.
+
     Raises:
         ConfigError: There is none; the message lists those there are.
     """
-    known = {**SPLIT_POLICIES, PREDICTED: SPLIT_POLICIES["always"]}
+    always = SPLIT_POLICIES["always"]
+    known = {**SPLIT_POLICIES, PREDICTED: always, SHADOW: always}
     return cast("SplitPolicy", _named(known, name, flag))
 
 

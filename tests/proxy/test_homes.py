@@ -135,10 +135,10 @@ def test_homes_follow_a_load_that_turns_from_tokens_to_prompts():
     )
     fleet = Fleet(layout_of("3B"), settings_of("prefix_sticky/predicted"))
     outcomes = fleet.run(workload)
-    assert fleet.homes is not None
-    made = [each.better.num_prefill for each in fleet.homes.looks if each.is_made]
+    assert fleet.first.homes is not None
+    made = [each.better.num_prefill for each in fleet.first.homes.looks if each.is_made]
     assert made == [1, 2]
-    assert [each.home.value for each in fleet.backends] == ["prefill", "prefill", "decode"]
+    assert [each.home.value for each in fleet.first.backends] == ["prefill", "prefill", "decode"]
     assert all(each.end_s is not None for each in outcomes)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.routing import figures, layout_of, settings_of
 from benchmarks.routing_fleet import Costs, Fleet
 from benchmarks.routing_work import conversations, least_computed
-from pdserve.proxy.brain.decision import BIAS, decide, default_ttft_slo_s
+from pdserve.proxy.brain.decision import BIAS, PairCosts, decide, default_ttft_slo_s, repeated
 from pdserve.proxy.brain.ledger import WorkLedger
 from pdserve.proxy.brain.model import LinearFit, ServiceModel
 from pdserve.proxy.brain.question import REASONS, PairCandidate, RouteQuestion
@@ -132,17 +132,18 @@ works = st.builds(
 )
 fleets = st.lists(
     st.builds(
-        lambda role, hit, work: (role, hit, work),
+        lambda *row: row,
         st.sampled_from(["prefill", "decode", "both"]),
         st.sampled_from([0, 256, 2048]),
         works,
+        st.sampled_from([None, None, 0, 8192]),
     ),
     min_size=1,
     max_size=6,
 ).map(
     lambda rows: [
-        msgspec.structs.replace(engine(f"e{i}", role, hit), work=work)
-        for i, (role, hit, work) in enumerate(rows)
+        msgspec.structs.replace(engine(f"e{i}", role, hit), work=work, room_tokens=room)
+        for i, (role, hit, work, room) in enumerate(rows)
     ]
 )
 
@@ -196,7 +197,7 @@ def test_the_reason_names_the_term_that_made_the_difference(fleet, num):
     decision = choose(num, *fleet)
     chosen, other = decision.chosen, decision.other
     if other is None:
-        assert decision.reason == "no_pair"
+        assert decision.reason in ("no_pair", "kv_room")
         return
     gains = {name: other.terms[name] - chosen.terms[name] for name in chosen.terms}
     most = max(gains, key=gains.get)
@@ -258,6 +259,38 @@ def test_leaving_its_role_costs_an_engine_something_but_not_everything():
     assert choose(100, engine("p", "prefill"), engine("d", "decode", **full)).chosen.decode == "p"
 
 
+def roomy(room_tokens: int | None, url: str, **work: float) -> PairCandidate:
+    return msgspec.structs.replace(engine(url, "decode", **work), room_tokens=room_tokens)
+
+
+def test_an_engine_without_room_for_the_kv_is_chosen_only_where_none_has_any():
+    busy = {"num_streams": 20, "kv_tokens": 20_000}
+    prefill = engine("p", "prefill")
+    decision = choose(4000, prefill, roomy(4000, "full"), roomy(9000, "d", **busy))
+    assert (decision.chosen.decode, decision.reason) == ("d", "kv_room")
+    assert repeated(decision) == decision
+    alike = choose(4000, prefill, roomy(9000, "full"), roomy(9000, "d", **busy))
+    assert alike.chosen.decode == "full"
+    both = choose(4000, roomy(0, "full"), roomy(0, "d", **busy))
+    assert both.chosen.decode == "full"
+
+
+def test_a_short_answer_has_room_where_an_answer_of_any_length_has_not():
+    full, busy = roomy(4050, "full"), roomy(None, "d", num_streams=20, kv_tokens=20_000)
+    assert choose(4000, full, busy).chosen.decode == "d"
+    assert choose(4000, full, busy, max_output=40).chosen.decode == "full"
+
+
+def test_a_wait_for_kv_weighs_more_before_a_short_answer_and_nothing_before_one_token():
+    prefill, decode = engine("p", "prefill"), engine("d", "decode")
+    costs = {
+        limit: PairCosts(asked).pair(prefill, decode).terms["wire"]
+        for limit in (None, 1, 8, 1000)
+        for asked in [choose(4000, prefill, decode, max_output=limit).question]
+    }
+    assert costs[1] == 0 < costs[1000] == costs[None] < costs[8]
+
+
 def test_the_joint_decision_serves_conversations_in_the_comparison():
     workload = conversations(120, 12.0, num_turns=4, num_systems=2, seed=1)
     fleet = Fleet(layout_of("2P2D"), settings_of("prefix_sticky/predicted"))
@@ -265,10 +298,10 @@ def test_the_joint_decision_serves_conversations_in_the_comparison():
     assert found["unfinished"] == 0
     assert 0 < found["split"] <= 100
     assert found["goodput"] >= 99.0
-    assert fleet.pairing.model.is_known
-    left = fleet.pairing.ledger.of("http://d0")
+    assert fleet.first.pairing.model.is_known
+    left = fleet.first.pairing.ledger.of("http://d0")
     assert (left.num_prompts, left.prompt_tokens, left.num_streams, left.kv_tokens) == (0, 0, 0, 0)
-    for each in fleet.pairing.log.newest():
+    for each in fleet.first.pairing.log.newest():
         assert each.decision.reason in REASONS
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from pdserve.cli import main
 from pdserve.commands.route import compared, explained
+from pdserve.config.http import ProxyConfig
 from pdserve.config.policies import POLICIES, SPLIT_POLICIES
+from pdserve.errors import ConfigError
 from pdserve.proxy.brain.counterfactual import chosen_by
 from pdserve.proxy.brain.decision import MARGIN, repeated
 from pdserve.proxy.brain.question import PairDecision
@@ -136,6 +138,26 @@ async def test_the_command_line_explains_a_request_and_compares_policies(make_st
     assert await asyncio.to_thread(main, ["route", "explain", "nobody", *url]) == 1
     metrics = await stack.metrics()
     assert metrics["pdserve_route_seconds_count"] == 1
+
+
+async def test_a_model_has_objectives_of_its_own_which_a_request_may_change(make_stack):
+    slo = ("tiny=ttft:300", "tiny=itl:25", "other=ttft:9")
+    engines = [ScriptedEngine("prefill")], [ScriptedEngine("decode")]
+    stack = await make_stack(*engines, split_policy="predicted", model_slo=slo, itl_slo_s=0.04)
+    stack.proxy.pairing.model = learned()
+    body = {"prompt": list(range(600)), "max_tokens": 4, "seed": 3}
+    for more in ({}, {"model": "tiny"}, {"model": "tiny", "slo": {"itl_ms": 20}}):
+        await stack.stream({**body, **more})
+    asked = [each.decision.question for each in reversed(stack.proxy.pairing.log.newest())]
+    assert [each.itl_slo_s for each in asked] == [0.04, 0.025, 0.02]
+    assert [each.ttft_slo_s for each in asked] == [1.0, 0.3, 0.3]
+    assert {each.max_output for each in asked} == {4}
+
+
+@pytest.mark.parametrize("word", ["tiny", "tiny=ttft", "=ttft:3", "m=itl:0", "m=e2el:5", "m=itl:x"])
+def test_what_is_no_objective_of_a_model_is_refused_by_its_flag(word):
+    with pytest.raises(ConfigError, match=r"--model-slo is .*MODEL=ttft:300"):
+        ProxyConfig(model_slo=(word,))
 
 
 @pytest.mark.parametrize("slo", [{"ttft_ms": 0}, {"itl_ms": "soon"}, 5, {"ttft_ms": 1e9}])

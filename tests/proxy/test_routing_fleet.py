@@ -15,9 +15,10 @@ TURNS = conversations(40, 8.0, num_turns=4, num_systems=2, seed=1)
 def run(policy: str, layout: str = "2P2D", workload: list[Work] = TURNS):
     fleet = Fleet(layout_of(layout), settings_of(policy))
     outcomes = fleet.run(workload)
-    for backend in fleet.backends:
-        assert (backend.in_flight, backend.pending_tokens) == (0, 0), backend.url
-    for engine in fleet._engines.values():
+    for proxy in fleet.proxies:
+        for backend in proxy.backends:
+            assert (backend.in_flight, backend.pending_tokens) == (0, 0), backend.url
+    for engine in fleet.engines.values():
         engine.scheduler.assert_nothing_held()
     assert all(each.end_s is not None for each in outcomes)
     return figures(outcomes, least_computed(workload))

@@ -454,3 +454,15 @@ def test_what_either_half_of_the_connector_counts_is_in_the_stats() -> None:
     engine.connector.faults = {"report_unknown": 2, "agent_reset": 1}
     engine.report(faults={"agent_reset": 3})
     assert engine.scheduler.stats().kv_faults == {"report_unknown": 2, "agent_reset": 4}
+
+
+def test_prompts_are_the_requests_without_a_token_that_no_other_engine_computes() -> None:
+    engine = reserved()
+    engine.scheduler.add(make_request("gone", PROMPT))
+    engine.scheduler.add(make_request("local", [3] * 4))
+    assert engine.scheduler.stats().num_prompts == 2
+    engine.scheduler.abort([RequestId("gone")])
+    assert engine.scheduler.stats().num_prompts == 1
+    engine.step()
+    assert engine.scheduler.stats().num_prompts == 0
+    assert engine.scheduler.stats().num_running == 1
