@@ -246,6 +246,7 @@ class InputBatch:
         *,
         first_block: NDArray[np.int64] | None = None,
         ahead: int = 0,
+        graph_rows: int | None = None,
     ) -> tuple[StepInputs, NDArray[np.int64]]:
         """Return the inputs of a step of another model over the same requests.
 
@@ -257,6 +258,7 @@ class InputBatch:
             first_block: `[R]`, of their blocks the first that is read, none behind `start`;
                 positions are those that they are. None: all are read.
             ahead: How far the token that is read at a position stands behind it.
+            graph_rows: Of the graph that runs it, at least as many as there are tokens.
 
         Returns:
             The inputs, and `[R + 1]`, the first token of each request in them.
@@ -271,7 +273,10 @@ class InputBatch:
             at = np.minimum(first_block[:, None] + np.arange(width), width - 1)
             tables[:] = np.take_along_axis(tables, at, axis=1)
             arrays.context_lens[: len(rows)] -= first_block * self._block_size
-        buffers.upload(len(rows))
+        num_padding = 0 if graph_rows is None else graph_rows - total
+        if graph_rows is not None:
+            buffers.pad(len(rows), total, graph_rows)
+        buffers.upload(len(rows) + num_padding)
         return buffers.inputs(total, len(rows), width), query_start
 
     def _fill(

@@ -32,6 +32,7 @@ from pdserve.worker.drafting.costs import measure_rows
 from pdserve.worker.drafting.drafts import drafts_of
 from pdserve.worker.drafting.forced import ForcedTokens
 from pdserve.worker.drafting.loading import drafter_of
+from pdserve.worker.drafting.model import FirstRanksDrafts
 from pdserve.worker.expert_steps import ExpertSteps
 from pdserve.worker.graphs import num_graph_rows, rehearsed_steps
 from pdserve.worker.input_batch import InputBatch
@@ -189,11 +190,15 @@ class ModelRunner:
         if self._replays is None:
             return
         progress("capturing decode steps as graphs")
-        try:
-            with torch.inference_mode():
-                self._replays.capture()
-        except RuntimeError as error:
-            _log.warning("decode steps run without graphs: %s", error)
+        captures = {"decode steps": self._replays.capture}
+        if isinstance(self._by_model, FirstRanksDrafts):
+            captures["drafts"] = self._by_model.capture
+        for what, capture in captures.items():
+            try:
+                with torch.inference_mode():
+                    capture()
+            except RuntimeError as error:
+                _log.warning("%s run without graphs: %s", what, error)
 
     def row_costs(self) -> tuple[tuple[int, float], ...]:
         """Measure the largest product of the model for a few numbers of rows, if there are drafts.
@@ -216,6 +221,8 @@ class ModelRunner:
         """Give the graphs back."""
         if self._replays is not None:
             self._replays.close()
+        if isinstance(self._by_model, FirstRanksDrafts):
+            self._by_model.close()
 
     def _decode(self, num_rows: int) -> tuple[Tensor, ...]:
         """Logits of a step of decode over the buffers' first rows, and what a drafter reads."""

@@ -125,15 +125,8 @@ class Engine(Driver):
         super().__init__(self.runner, SimpleNamespace(layout=layout))  # type: ignore[arg-type]
 
 
-def play(
-    engine: Engine, num_rows: int = 0, drafted: list[dict[str, int]] | None = None
-) -> dict[str, list[int]]:
-    """Requests come and go, in prompts, chunks of them and decode; returns their tokens.
-
-    Args:
-        num_rows: For drafts.
-        drafted: Gets how many tokens of each request were drafted in each step.
-    """
+def play(engine: Engine) -> dict[str, list[int]]:
+    """Requests come and go, in prompts, chunks of them and decode; returns their tokens."""
     rng = random.Random(3)
     arriving = [(f"r{i}", rng.choices(range(211), k=rng.choice((1, 9, 40)))) for i in range(9)]
     running: list[str] = []
@@ -145,15 +138,10 @@ def play(
             running.append(name)
         chosen = rng.sample(running, rng.randint(min(1, len(running)), len(running)))
         if chosen:
-            num = {name: min(engine.remaining(name), 17) for name in chosen}
-            may_draft = [name for name in chosen if engine.outputs[name] and num[name] == 1]
-            rows = dict.fromkeys(may_draft, num_rows) if num_rows else {}
-            answer = engine.step(num, rows)
-            if drafted is not None:
-                drafted.append({str(name): num for name, num in answer.num_drafted.items()})
+            engine.step({name: min(engine.remaining(name), 17) for name in chosen})
         for name in chosen:
-            if len(engine.outputs[name]) >= 12:
-                done[name] = engine.outputs[name][:12]
+            if len(engine.outputs[name]) == 12:
+                done[name] = engine.outputs[name]
                 running.remove(name)
                 engine.drop(name)
     engine.device.synchronize()

@@ -21,12 +21,14 @@ import numpy as np
 
 from pdserve.worker import kv_memory
 from pdserve.worker.drafting.contents import BlockContents
+from pdserve.worker.graphs import StepGraphs, num_graph_rows
 from pdserve.worker.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from pdserve.connectors.base import KVLayout
     from pdserve.kernels.step import StepInputs
@@ -66,11 +68,15 @@ class DraftModel:
     ) -> None:
         self._model, self._experts = loaded.model, loaded.experts
         self._max_len = loaded.max_model_len
+        max_graph_rows = num_graph_rows(num_rows, 1)
+        self._graphs: StepGraphs[Tensor] | None = None
+        if device.has_graphs and loaded.experts is None:
+            self._graphs = StepGraphs(device, max_graph_rows, self._replayed)
         self._kv_layers = list(kv_memory.allocate(layout, device.torch).unbind(1))
         self._batch = batch
         self._buffers = StepBuffers(
             device,
-            num_rows=num_rows,
+            num_rows=max_graph_rows,
             max_blocks=-(-loaded.max_model_len // layout.block_size),
             max_num_tokens=_MAX_CATCH_UP + _NEWEST * num_rows,
         )
@@ -85,6 +91,26 @@ class DraftModel:
         for inputs in rehearsed(self._buffers, steps):
             hidden = self._model.forward(inputs, self._kv_layers)
             self._model.logits(hidden[: len(inputs.context_lens)])
+
+    def capture(self) -> None:
+        """Capture what is replayed: drafts are as many short steps as they have tokens.
+
+        Raises:
+            RuntimeError: It cannot be captured; nothing is.
+        """
+        if self._graphs is not None:
+            self._buffers.stage_padding()
+            self._graphs.capture()
+
+    def close(self) -> None:
+        """Give the graphs back."""
+        if self._graphs is not None:
+            self._graphs.close()
+
+    def _replayed(self, num_tokens: int) -> Tensor:
+        """The likeliest token behind each of the buffers' first."""
+        inputs = self._buffers.decode_inputs(num_tokens)
+        return self._model.logits(self._model.forward(inputs, self._kv_layers)).argmax(-1)
 
     def add(self, row: int, request: NewRequest) -> None:
         """See `Drafter`: what its blocks do not hold is to be computed."""
@@ -181,13 +207,20 @@ class DraftModel:
             return np.zeros(0, dtype=np.int64)
         for row, first, last in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
             self._contents.write(row, first, last)
-        inputs, query_start = self._batch.inputs_of(self._buffers, rows, start, end)
+        num_tokens = int((end - start).sum())
+        graph_rows = None if self._graphs is None else self._graphs.size_for(num_tokens)
+        inputs, query_start = self._batch.inputs_of(
+            self._buffers, rows, start, end, graph_rows=graph_rows
+        )
+        last = query_start[1:][drafting] - 1
+        if self._graphs is not None and graph_rows is not None:
+            followed: NDArray[np.int64] = self._graphs.replay(graph_rows).cpu().numpy()
+            return followed[last]
         if self._experts is not None:
             self._experts.begin_step([len(inputs.token_ids)])
         hidden = self._model.forward(inputs, self._kv_layers)
         if self._experts is not None:
             self._experts.end_step()
-        last = query_start[1:][drafting] - 1
         if not len(last):
             return last
         likeliest: NDArray[np.int64] = self._model.logits(hidden[last]).argmax(-1).cpu().numpy()
@@ -212,6 +245,16 @@ class FirstRanksDrafts:
         """See `DraftModel`."""
         if self._own is not None:
             self._own.warm_up(steps)
+
+    def capture(self) -> None:
+        """See `DraftModel`."""
+        if self._own is not None:
+            self._own.capture()
+
+    def close(self) -> None:
+        """See `DraftModel`."""
+        if self._own is not None:
+            self._own.close()
 
     def add(self, row: int, request: NewRequest) -> None:
         """See `Drafter`."""
