@@ -275,7 +275,7 @@ class ModelRunner:
 
     def _launch(self, step: SchedulerOutput, ahead: Tensor | None) -> ModelRunnerOutput | StepAhead:
         if self._drafts is not None:
-            self._drafts.make()  # before rows change hands
+            self._drafts.begin(step.num_draft_rows)
         self._apply(step)
         if not step.num_scheduled_tokens:
             return self._run_empty(step)
@@ -388,7 +388,7 @@ class ModelRunner:
         raised on one rank does not keep the others any longer than the next would.
         """
         if self._drafts is not None:
-            self._drafts.make()
+            self._drafts.finish()
         self._experts.end()
 
     def _answer(self, output: ModelRunnerOutput) -> ModelRunnerOutput:

@@ -99,8 +99,13 @@ class Served:
         return held + len(self.engines[0].engine.leases)
 
     def settle(self) -> int:
-        """Wait until nothing is held; return what is after 10 s."""
+        """Wait until nothing is held; return what is after 10 s.
+
+        What the engines without a model have noted of requests is forgotten.
+        """
         self.do(self._until_nothing_is_held())
+        for server in self.engines:
+            server.engine.requests.clear()
         return self.num_held
 
     async def _until_nothing_is_held(self) -> None:

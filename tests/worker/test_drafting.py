@@ -348,6 +348,54 @@ def test_what_a_grammar_leaves_no_choice_of_is_put_out_in_one_step(
     assert fewer < 0.7 * most
 
 
+class Told:
+    """A drafter that keeps what it is told, and drafts the last of that."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def add(self, row: int, request: NewRequest) -> None:
+        pass
+
+    def remove(self, row: int) -> None:
+        pass
+
+    def note(self, row: int, token_ids: Sequence[int]) -> None:
+        self.tokens += token_ids
+
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        return dict.fromkeys(wanted, self.tokens[-1:])
+
+
+def test_a_drafter_of_looked_up_tokens_is_left_alone_while_nobody_has_rows() -> None:
+    request = NewRequest(
+        request_id=RequestId("r"),
+        prompt_token_ids=[1],
+        output_token_ids=[],
+        block_ids=[],
+        num_computed_tokens=0,
+        sampling=GREEDY,
+    )
+    drafter = Told()
+    drafts = Drafts(drafter, vocab_size=VOCAB, max_tokens=NUM_ROWS)
+
+    def step(rows: dict[RequestId, int], token: int) -> dict[RequestId, list[int]]:
+        drafts.begin(rows)
+        found = drafts.take(rows)
+        drafts.note([0], [[token]])
+        drafts.finish()
+        return found
+
+    drafts.add(0, request)
+    assert [step({}, token) for token in (2, 3, 4)] == [{}, {}, {}]
+    assert drafter.tokens == []
+    assert step({request.request_id: 1}, 5) == {request.request_id: [4]}
+    assert drafter.tokens == [2, 3, 4, 5]
+    step({}, 6)
+    drafts.remove(request.request_id)
+    assert drafter.tokens[-1] == 6  # others' answers may be drafted from it
+
+
 class TestNgram:
     """What is looked up, and where."""
 

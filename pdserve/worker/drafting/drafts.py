@@ -1,7 +1,8 @@
 """The drafts of one rank.
 
 While an answer is on its way, the tokens in it are told to the drafter, and the next drafts are
-made; a step takes as much of them as the scheduler has room for. A drafter that takes a forward
+made; a step takes as much of them as the scheduler has room for. While it has none for anybody,
+a drafter that can make up for it later is left alone. A drafter that takes a forward
 pass drafts when the step is there, and is asked for what is verified, no more. Then tokens are
 looked up only where there is a prediction, which comes first, or where that drafter has no draft.
 What the model could not run, or what would end the request, is cut off here, so that a drafter may
@@ -10,7 +11,6 @@ propose anything.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pdserve.worker.drafting.forced import told_by
@@ -21,7 +21,7 @@ from pdserve.worker.drafting.states import states_of
 from pdserve.worker.drafting.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from pdserve.worker.drafting.drafter import Drafter, StateDrafter
     from pdserve.worker.drafting.forced import ForcedTokens
     from pdserve.worker.drafting.model import FirstRanksDrafts
-    from pdserve.worker.drafting.states import StepStates
     from pdserve.worker.prepared_step import PreparedStep
+
+    _Seen = tuple[PreparedStep, Tensor, Sequence[Tensor], Sequence[list[int]]]
 
 
 class Drafts:
@@ -76,7 +77,11 @@ class Drafts:
         self._ends: dict[int, frozenset[int]] = {}
         self._told: dict[int, list[int]] = {}
         self._ready: dict[int, list[int]] = {}
-        self._states: Callable[[], StepStates] | None = None
+        self._seen: _Seen | None = None
+        self._forgetful = reader if isinstance(reader, MedusaDrafter) else None
+        has_model = in_step is not None or reader is not None
+        self._may_wait = self._forgetful is not None or not has_model
+        self._is_used = True
 
     @property
     def is_by_model(self) -> bool:
@@ -105,7 +110,7 @@ class Drafts:
         row = self._rows.pop(request_id, None)
         if row is not None:
             del self._ends[row]
-            self._told.pop(row, None)
+            self._drafter.note(row, self._told.pop(row, ()))
             self._ready.pop(row, None)
             self._predicted.discard(row)
             if self._forced is not None:
@@ -131,21 +136,39 @@ class Drafts:
         Args:
             hidden, aux, token_ids: See `states_of`.
         """
-        self._states = partial(states_of, prepared, hidden, aux, token_ids)
+        self._seen = prepared, hidden, aux, token_ids
 
-    def make(self) -> None:
-        """Tell the drafters what they were not told yet, and make drafts, if look-ups are enough.
+    def begin(self, num_rows: Mapping[RequestId, int]) -> None:
+        """Begin a step, before rows change hands.
 
-        What was observed must be told before the next step begins.
+        Where nobody has rows for a draft, drafters that can make up for it later are told nothing.
+
+        Args:
+            num_rows: How long each one's draft may be.
         """
+        self._is_used = bool(num_rows) or not self._may_wait
+        if self._is_used:
+            self._make()
+        elif self._seen is not None:
+            assert self._forgetful is not None
+            self._forgetful.skip(self._seen[0].rows.tolist())
+            self._seen = None
+
+    def finish(self) -> None:
+        """Make the next drafts, behind a step's answer, if that step had any."""
+        if self._is_used:
+            self._make()
+
+    def _make(self) -> None:
+        """Tell the drafters what they were not told, and make drafts, if look-ups are enough."""
         told, self._told = self._told, {}
         for row, tokens in told.items():
             self._drafter.note(row, tokens)
             if self._in_step is not None:
                 self._in_step.note(row, tokens)
-        states, self._states = self._states, None
-        if self.reader is not None and states is not None:
-            self.reader.observe(states())
+        seen, self._seen = self._seen, None
+        if self.reader is not None and seen is not None:
+            self.reader.observe(states_of(*seen))
         if self._in_step is None:
             self._ready |= self._ask(self._drafter, dict.fromkeys(told, self._max_tokens))
 
@@ -153,9 +176,11 @@ class Drafts:
         """Return the drafts of a step, by request; those that are empty are left out.
 
         Args:
-            num_rows: How long each may be.
+            num_rows: As the step was begun with.
         """
-        self.make()
+        if not self._is_used:
+            return {}
+        self._make()
         wanted = {self._rows[each]: most for each, most in num_rows.items()}
         if self._in_step is not None:
             self._ready = self._make_in_step(self._in_step, wanted)

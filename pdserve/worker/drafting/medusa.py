@@ -81,6 +81,11 @@ class MedusaDrafter:
         for index, at in zip(sampling, last, strict=True):
             self._newest[rows[index]] = hidden, at
 
+    def skip(self, rows: Sequence[int]) -> None:
+        """Forget the states of rows that a step has gone on with unseen."""
+        for row in rows:
+            self._newest.pop(row, None)
+
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         """See `Drafter`."""
         rows = [row for row in wanted if row in self._newest]
