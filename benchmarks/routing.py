@@ -1,7 +1,7 @@
 """Which routing policy serves a workload best: a table, in virtual time.
 
 Real router, policies, schedulers, prefix caches and KV events; modelled steps and transfers
-(`routing_fleet`). Goodput is the share of requests whose first token came within max(1 s, three
+(`pdserve/planner`). Goodput is the share of requests whose first token came within max(1 s, three
 times what its prompt takes alone) and whose further tokens took 30 ms each on average, the
 hand-over included. `computed` are prompt tokens computed for each that had to be (each prefix once,
 kept for ever, by whoever).
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 import time
@@ -25,17 +24,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import routing_work
-from benchmarks.routing_fleet import Costs, Fleet, Layout
 from pdserve.config.policies import POLICIES
+from pdserve.planner.fleet import Fleet
+from pdserve.planner.work import FleetCosts, least_computed, parse_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.routing_fleet import Outcome, Work
+    from pdserve.planner.work import FleetOutcome, Work
 
 _TPOT_S = 0.030
 _WITHIN = 2.06
-_LAYOUT = re.compile(r"(?:(\d+)P)?(?:(\d+)D)?(?:(\d+)B)?")
 
 
 def main() -> None:
@@ -52,11 +51,11 @@ def main() -> None:
     rows = []
     for name, rate in args.workload or [("turns", "4")]:
         workload = work_of(name, float(rate), args.requests, args.traces, args.seed)
-        least = routing_work.least_computed(workload)
+        least = least_computed(workload)
         for layout in args.layout:
             for policy in args.policy:
                 start_s = time.perf_counter()
-                outcomes = Fleet(layout_of(layout), settings_of(policy)).run(workload)
+                outcomes = Fleet(parse_layout(layout), settings_of(policy)).run(workload)
                 row = {"workload": name, "per_s": float(rate), "layout": layout, "policy": policy}
                 row |= figures(outcomes, least) | {"cpu_s": round(time.perf_counter() - start_s, 1)}
                 rows.append(row)
@@ -84,14 +83,6 @@ def work_of(name: str, per_s: float, num: int, traces: Path, seed: int) -> list[
     raise SystemExit(f"--workload {name}: use turns, conv, azure-conv, azure-code or decode-heavy")
 
 
-def layout_of(text: str) -> Layout:
-    """Return the layout that 4P4D, 6P2D or 8B means."""
-    found = _LAYOUT.fullmatch(text)
-    if found is None or not text:
-        raise SystemExit(f"--layout {text}: write it as 4P4D, or 8B for engines that do both")
-    return Layout(*(int(number or 0) for number in found.groups()))
-
-
 def settings_of(policy: str) -> dict[str, Any]:
     """Return what a proxy is told: of `prefix_sticky/isl_bounding` the last is the split policy."""
     name, _, split = policy.partition("/")
@@ -103,9 +94,9 @@ def settings_of(policy: str) -> dict[str, Any]:
     }
 
 
-def figures(outcomes: Sequence[Outcome], least_computed: int) -> dict[str, Any]:
+def figures(outcomes: Sequence[FleetOutcome], least: int) -> dict[str, Any]:
     """Return what is measured of a run."""
-    costs = Costs()
+    costs = FleetCosts()
     good = sum(
         each.end_s is not None
         and each.ttft_s is not None
@@ -130,7 +121,7 @@ def figures(outcomes: Sequence[Outcome], least_computed: int) -> dict[str, Any]:
         "tpot_p99_ms": round(
             1e3 * sorted(each.tpot_s for each in admitted)[int(0.99 * (len(admitted) - 1))], 2
         ),
-        "computed": round(computed / least_computed, 3),
+        "computed": round(computed / least, 3),
         "computed_tokens": computed,
         "split": round(100 * sum(each.was_split for each in outcomes) / len(outcomes), 1),
         "shed": round(100 * (len(outcomes) - len(admitted)) / len(outcomes), 1),
@@ -140,7 +131,7 @@ def figures(outcomes: Sequence[Outcome], least_computed: int) -> dict[str, Any]:
     }
 
 
-def off_by(outcomes: Sequence[Outcome]) -> float | None:
+def off_by(outcomes: Sequence[FleetOutcome]) -> float | None:
     """Mean error of predicted first tokens over what they were, in percent; after the first 200."""
     errors = [
         abs(predicted_s - served_s) / served_s for _, predicted_s, served_s in _predicted(outcomes)
@@ -148,7 +139,7 @@ def off_by(outcomes: Sequence[Outcome]) -> float | None:
     return round(100 * statistics.mean(errors), 1) if errors else None
 
 
-def covered(outcomes: Sequence[Outcome]) -> float | None:
+def covered(outcomes: Sequence[FleetOutcome]) -> float | None:
     """Percent of the same within what 90 % should be in: 2.06 mean errors, if they are normal."""
     are_within = [
         abs(predicted_s - served_s) <= _WITHIN * error * predicted_s
@@ -157,7 +148,7 @@ def covered(outcomes: Sequence[Outcome]) -> float | None:
     return round(100 * statistics.mean(are_within), 1) if are_within else None
 
 
-def _predicted(outcomes: Sequence[Outcome]) -> list[tuple[float, float, float]]:
+def _predicted(outcomes: Sequence[FleetOutcome]) -> list[tuple[float, float, float]]:
     """Of each after the first 200 the fit's error, the predicted and the real first token."""
     return [
         (each.error, each.predicted_s, each.ttft_s - each.sent_s)

@@ -27,13 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import routing_work
-from benchmarks.routing import figures, layout_of, settings_of, work_of
-from benchmarks.routing_fleet import Faults, Fleet
+from benchmarks.routing import figures, settings_of, work_of
 from pdserve.config.policies import POLICIES
+from pdserve.planner.fleet import Fleet
+from pdserve.planner.proxy import FleetFaults
+from pdserve.planner.work import least_computed, parse_layout
 from pdserve.proxy.brain.decision import repeated
 
 if TYPE_CHECKING:
-    from benchmarks.routing_fleet import Work
+    from pdserve.planner.work import Work
 
 RATES: Final = {
     "conv": 3.3,
@@ -83,10 +85,10 @@ class Runs:
         """Return the figures of a policy; `more` are settings of `Fleet`, and of the proxy."""
         workload = self.workload(factor)
         fields = {name: more.pop(name) for name in _OF_FLEET if name in more}
-        where = layout_of(layout or self.layouts[0])
+        where = parse_layout(layout or self.layouts[0])
         self.fleet = Fleet(where, settings_of(policy) | more, **fields)
         outcomes = self.fleet.run(workload)
-        return figures(outcomes, routing_work.least_computed(workload))
+        return figures(outcomes, least_computed(workload))
 
     def workload(self, factor: float) -> list[Work]:
         """The same requests, so many times as fast."""
@@ -175,10 +177,10 @@ def wrong_knowledge(runs: Runs) -> dict[str, Any]:
     """Row 6: at least 0.93 of the goodput."""
     right = runs.run(_PREDICTED)["goodput"]
     wrong: dict[str, dict[str, Any]] = {
-        "times x 0.7": {"faults": Faults(predicted=0.7)},
-        "times x 1.4": {"faults": Faults(predicted=1.4)},
-        "events 100 ms late": {"faults": Faults(event_s=0.1)},
-        "1 % of events lost": {"faults": Faults(lost_events=0.01)},
+        "times x 0.7": {"faults": FleetFaults(predicted=0.7)},
+        "times x 1.4": {"faults": FleetFaults(predicted=1.4)},
+        "events 100 ms late": {"faults": FleetFaults(event_s=0.1)},
+        "1 % of events lost": {"faults": FleetFaults(lost_events=0.01)},
         "two proxies": {"num_proxies": 2},
         "four proxies": {"num_proxies": 4},
     }
@@ -209,7 +211,7 @@ def greedy_tenant(runs: Runs) -> dict[str, Any]:
     alike = [dataclasses.replace(each, tenant="") for each in both]
     found = {}
     for name, workload in (("alone", alone), ("beside", both), ("one queue", alike)):
-        outcomes = Fleet(layout_of("2P2D"), settings_of(_PREDICTED)).run(workload)
+        outcomes = Fleet(parse_layout("2P2D"), settings_of(_PREDICTED)).run(workload)
         named = alone if name == "alone" else both
         pairs = zip(outcomes, named, strict=True)
         modest = [each for each, work in pairs if work.tenant == "modest" and work.at_s > _LEARNT_S]
@@ -225,7 +227,7 @@ def homes_follow(runs: Runs) -> dict[str, Any]:
     turn_s = _PROMPTS.seconds
     found: dict[str, Any] = {}
     for layout in ("4B", "1P3D", "2P2D", "3P1D"):
-        fleet = Fleet(layout_of(layout), settings_of(_PREDICTED))
+        fleet = Fleet(parse_layout(layout), settings_of(_PREDICTED))
         outcomes = fleet.run(workload)
         parts = {
             "before": (_LEARNT_S, turn_s),

@@ -9,8 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.routing_fleet import VOCAB_SIZE, Work, output_token
-from pdserve.wire.hashing import GRAIN_TOKENS, grain_hashes
+from pdserve.planner.work import VOCAB_SIZE, Work, output_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,18 +162,6 @@ def turned(first: Shape, then: Shape, *, seed: int = 0) -> list[Work]:
             at_s += rng.expovariate(shape.per_s)
         begun_s += shape.seconds
     return work
-
-
-def least_computed(workload: Sequence[Work]) -> int:
-    """Prompt tokens that are computed if nothing is ever computed twice, in whole grains."""
-    seen: set[int] = set()
-    total = 0
-    for work in workload:
-        grains = grain_hashes(work.prompt, "")
-        depth = next((i for i, grain in enumerate(grains) if grain not in seen), len(grains))
-        total += len(work.prompt) - depth * GRAIN_TOKENS
-        seen.update(grains)
-    return total
 
 
 def _tokens(rng: random.Random, number: int) -> list[int]:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.routing import layout_of, settings_of
-from benchmarks.routing_fleet import Fleet
+from benchmarks.routing import settings_of
 from benchmarks.routing_work import Shape, turned
 from pdserve.config.schema import Role
+from pdserve.planner.fleet import Fleet
+from pdserve.planner.work import parse_layout
 from pdserve.proxy.brain.record import DecisionsShown
 from pdserve.proxy.brain.roles import (
     DWELL_S,
@@ -133,7 +134,7 @@ def test_homes_follow_a_load_that_turns_from_tokens_to_prompts():
     workload = turned(
         Shape(100, 800, per_s=9.0, seconds=36.0), Shape(2000, 20, per_s=15.0, seconds=80.0)
     )
-    fleet = Fleet(layout_of("3B"), settings_of("prefix_sticky/predicted"))
+    fleet = Fleet(parse_layout("3B"), settings_of("prefix_sticky/predicted"))
     outcomes = fleet.run(workload)
     assert fleet.first.homes is not None
     made = [each.better.num_prefill for each in fleet.first.homes.looks if each.is_made]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.routing import figures, layout_of, settings_of
-from benchmarks.routing_fleet import Fleet
-from benchmarks.routing_work import greedy, least_computed
+from benchmarks.routing import figures, settings_of
+from benchmarks.routing_work import greedy
 from pdserve.observe.clock import ManualClock
+from pdserve.planner.fleet import Fleet
+from pdserve.planner.work import least_computed, parse_layout
 from pdserve.proxy.brain.decision import repeated
 from pdserve.proxy.brain.ledger import WorkLedger
 from pdserve.proxy.brain.work import EngineWork
@@ -64,7 +65,7 @@ def test_two_proxies_that_hear_of_one_another_serve_more_than_two_that_do_not():
     least = least_computed(workload)
 
     def goodput(**fields: float) -> float:
-        fleet = Fleet(layout_of("2P2D"), settings_of("prefix_sticky/predicted"), **fields)
+        fleet = Fleet(parse_layout("2P2D"), settings_of("prefix_sticky/predicted"), **fields)
         return figures(fleet.run(workload), least)["goodput"]
 
     assert goodput(num_proxies=2) > 1.1 * goodput(num_proxies=2, report_s=1e6)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.routing import figures, layout_of, settings_of
-from benchmarks.routing_fleet import Costs, Fleet
-from benchmarks.routing_work import conversations, least_computed
+from benchmarks.routing import figures, settings_of
+from benchmarks.routing_work import conversations
+from pdserve.planner.fleet import Fleet
+from pdserve.planner.work import FleetCosts, least_computed, parse_layout
 from pdserve.proxy.brain.decision import BIAS, PairCosts, decide, default_ttft_slo_s, repeated
 from pdserve.proxy.brain.ledger import WorkLedger
 from pdserve.proxy.brain.model import LinearFit, ServiceModel
@@ -19,7 +20,7 @@ from pdserve.proxy.brain.question import REASONS, PairCandidate, RouteQuestion
 from pdserve.proxy.brain.work import EngineWork, prompt_work
 from tests.proxy.scripted import ScriptedEngine, text_of
 
-COSTS = Costs()
+COSTS = FleetCosts()
 
 
 def learned(noise: float = 0.0, *, seed: int = 0, num: int = 300) -> ServiceModel:
@@ -31,9 +32,8 @@ def learned(noise: float = 0.0, *, seed: int = 0, num: int = 300) -> ServiceMode
         cached = rng.randint(0, total // 2)
         model.learn_prompts(prompt_work(total, cached), COSTS.of_prompt(total, cached) * jitter[0])
         kv = streams * rng.randint(100, 8000)
-        step_s = COSTS.decode + COSTS.decode_request * streams + COSTS.decode_token * kv
-        model.learn_step(streams, kv, step_s * jitter[1])
-        model.learn_wire(total, (COSTS.wire + COSTS.wire_token * total) * jitter[2])
+        model.learn_step(streams, kv, COSTS.of_step(streams, kv) * jitter[1])
+        model.learn_wire(total, COSTS.of_wire(total) * jitter[2])
     return model
 
 
@@ -293,7 +293,7 @@ def test_a_wait_for_kv_weighs_more_before_a_short_answer_and_nothing_before_one_
 
 def test_the_joint_decision_serves_conversations_in_the_comparison():
     workload = conversations(120, 12.0, num_turns=4, num_systems=2, seed=1)
-    fleet = Fleet(layout_of("2P2D"), settings_of("prefix_sticky/predicted"))
+    fleet = Fleet(parse_layout("2P2D"), settings_of("prefix_sticky/predicted"))
     found = figures(fleet.run(workload), least_computed(workload))
     assert found["unfinished"] == 0
     assert 0 < found["split"] <= 100

@@ -1,19 +1,20 @@
-"""What the comparison of routing policies is made of: nothing is lost, and the order is known."""
+"""Engines in virtual time behind real routers: nothing is lost, and the order is known."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.routing import figures, layout_of, settings_of
-from benchmarks.routing_fleet import Fleet, Layout, Work, output_token
-from benchmarks.routing_work import conversations, least_computed
+from benchmarks.routing import figures, settings_of
+from benchmarks.routing_work import conversations
 from pdserve.config.policies import POLICIES, SPLIT_POLICIES
+from pdserve.planner.fleet import Fleet
+from pdserve.planner.work import FleetLayout, Work, least_computed, output_token, parse_layout
 
 TURNS = conversations(40, 8.0, num_turns=4, num_systems=2, seed=1)
 
 
 def run(policy: str, layout: str = "2P2D", workload: list[Work] = TURNS):
-    fleet = Fleet(layout_of(layout), settings_of(policy))
+    fleet = Fleet(parse_layout(layout), settings_of(policy))
     outcomes = fleet.run(workload)
     for proxy in fleet.proxies:
         for backend in proxy.backends:
@@ -48,8 +49,8 @@ def test_split_policies_split_all_none_or_what_is_not_cached():
 
 def test_engines_that_do_both_are_a_layout_too():
     assert run("prefix_sticky", "4B")["split"] == 0.0
-    assert layout_of("4P4D") == Layout(4, 4, 0)
-    assert layout_of("8B") == Layout(0, 0, 8)
+    assert parse_layout("4P4D") == FleetLayout(4, 4, 0)
+    assert parse_layout("8B") == FleetLayout(0, 0, 8)
 
 
 def test_the_same_run_is_the_same_again():

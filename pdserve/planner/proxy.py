@@ -1,0 +1,342 @@
+"""A proxy in virtual time: the real router, its policies and what they look at, and no HTTP."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+import msgspec
+
+from pdserve.config.policies import PREDICTED
+from pdserve.errors import OverloadedError
+from pdserve.planner.engine import FleetLeg
+from pdserve.planner.work import output_token
+from pdserve.proxy.backend import Health
+from pdserve.proxy.backends import Backends
+from pdserve.proxy.brain.fairness import OUTPUT_WEIGHT, FairPlaces
+from pdserve.proxy.brain.homes import HomeRoles
+from pdserve.proxy.brain.index import Holder
+from pdserve.proxy.brain.model import ServiceModel
+from pdserve.proxy.brain.pairing import Pairing
+from pdserve.proxy.brain.prefixes import make_prefixes
+from pdserve.proxy.brain.prompt import RoutePrompt
+from pdserve.proxy.brain.work import prompt_work
+from pdserve.proxy.breakers import Breakers
+from pdserve.proxy.gate import Gate
+from pdserve.proxy.metrics import Metrics
+from pdserve.proxy.outlook import Outlook
+from pdserve.proxy.routing import Disaggregate, Router
+from pdserve.wire.hashing import grain_hashes
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import GenerateRequest
+from pdserve.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.config.http import ProxyConfig
+    from pdserve.planner.engine import FleetEngine, FleetTime
+    from pdserve.planner.work import FleetOutcome, Work
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.brain.index import PrefixIndex
+    from pdserve.proxy.brain.ledger import LedgerEntry
+    from pdserve.proxy.brain.times import ServiceTimes
+    from pdserve.wire.event_reader import ReaderState
+    from pdserve.wire.request import EngineOutput
+
+Listeners: TypeAlias = tuple[Callable[["EngineOutput"], None], Callable[[], None]]
+"""What is told of a request's first token, and of its end."""
+_EVENT_S: Final = 0.005
+_MIN_GAPS: Final = 4
+_NUM_TAUGHT: Final = 40
+
+
+class _Told:
+    """Events that are never lost. See `Feed`."""
+
+    num_resyncs = 0
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.holders: dict[str, Holder] = {}
+        self._index = index
+
+    def start(self) -> None:
+        """Nothing is to be done."""
+
+    async def stop(self) -> None:
+        """Nothing is to be done."""
+
+    def states(self) -> list[ReaderState]:
+        """Nobody asks."""
+        return []
+
+    def lags_s(self) -> dict[str, float]:
+        """Nobody asks."""
+        return {}
+
+    def resyncs(self) -> dict[str, int]:
+        """Nobody asks."""
+        return {}
+
+    def holder(self, url: str) -> Holder:
+        """An engine's part of the index."""
+        holder = self.holders[url] = Holder(self._index, url)
+        return holder
+
+    def exact(self, url: str) -> tuple[int, ...]:
+        """See `Feed`."""
+        return (self.holders[url].bit,)
+
+
+@dataclass(frozen=True)
+class FleetFaults:
+    """What is wrong with what the proxy knows.
+
+    Attributes:
+        predicted: All times are predicted so many times as long.
+        event_s: How late KV events are.
+        lost_events: Share of them that never come.
+    """
+
+    predicted: float = 1.0
+    event_s: float = _EVENT_S
+    lost_events: float = 0.0
+
+
+class ScaledModel(ServiceModel):
+    """A model that is off by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def times(self) -> ServiceTimes:
+        """See `ServiceModel`."""
+        times, x = super().times(), self._factor
+        a, b, c = times.prefill
+        d, e, f = times.step
+        r, t = times.wire
+        return msgspec.structs.replace(
+            times, prefill=(a * x, b * x, c * x), step=(d * x, e * x, f * x), wire=(r * x, t * x)
+        )
+
+
+class VirtualProxy:
+    """One of the proxies before a fleet's engines: what decides of the real one, and no HTTP.
+
+    Args:
+        engines: By URL; they may be put there later.
+        on_over: Told of each request that is over: it, its number, whether it was answered.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        time: FleetTime,
+        engines: Mapping[str, FleetEngine],
+        faults: FleetFaults,
+        on_over: Callable[[Work, int, bool], None],
+    ) -> None:
+        self._time = time
+        self._engines = engines
+        self._on_over = on_over
+        clock, metrics = time.clock, Metrics()
+        self._breakers = Breakers(config, clock, metrics)
+        self.backends = Backends(config, clock, self._breakers)
+        for backend in self.backends:
+            backend.health = Health.READY
+        self.feed: _Told | None = None
+
+        def make_feed(index: PrefixIndex) -> _Told:
+            self.feed = _Told(index)
+            return self.feed
+
+        self._prefixes = make_prefixes(
+            config, self.backends, clock, metrics.prefixes, make_feed=make_feed
+        )
+        self._places = FairPlaces(config.max_concurrent_requests, clock.monotonic_s)
+        self.pairing: Pairing | None = None
+        self.homes: HomeRoles | None = None
+        if config.split_policy == PREDICTED:
+            self.pairing = Pairing(config, clock, metrics.route, on_change=self._places.look)
+            self.pairing.model = ScaledModel(faults.predicted)
+            self.homes = HomeRoles(config, self.backends, self.pairing, clock, metrics.route)
+        self._router = Router(config, self.backends, self._prefixes, self.pairing)
+        before = self._places.tokens_before
+        outlook = Outlook(self._router, self.backends, self._prefixes, self.pairing)
+        self._gate = Gate(config, outlook, before, self.pairing, metrics.gate)
+
+    def teach(self, workload: Sequence[Work], max_num_seqs: int) -> None:
+        """Have it know what engines take, as one does that has served such requests."""
+        if self.pairing is None:
+            return
+        model, costs, rng = self.pairing.model, self._time.costs, random.Random(0)
+        for _ in range(_NUM_TAUGHT):
+            work = rng.choice(workload)
+            num, streams = len(work.prompt), rng.randint(1, max_num_seqs)
+            model.learn_prompts(prompt_work(num, 0), costs.of_prompt(num))
+            kv_tokens = streams * (num + work.num_output // 2)
+            model.learn_step(streams, kv_tokens, costs.of_step(streams, kv_tokens))
+            model.learn_wire(num, costs.of_wire(num))
+            model.learn_output(work.num_output)
+
+    def hear(self) -> None:
+        """Ask every engine how much it has to do, as `HealthChecks` does."""
+        for backend in self.backends:
+            stats = self._engines[backend.url].scheduler.stats()
+            num = stats.num_running + stats.num_waiting + stats.num_receiving
+            backend.num_foreign = max(0, num - backend.in_flight)
+            backend.kv_usage, backend.load_s = stats.kv_usage, self._time.clock.monotonic_s()
+            if self.pairing is not None:
+                self.pairing.heard(backend, stats)
+
+    def arrive(self, work: Work, outcome: FleetOutcome, number: int) -> None:
+        """Take a request."""
+        at_s = outcome.at_s = self._time.clock.monotonic_s()
+        outcome.num_prompt = len(work.prompt)
+        grains = tuple(grain_hashes(work.prompt, "")) if self._prefixes else ()
+        known_tokens = len(work.prompt) if self._prefixes else 0
+        prompt = RoutePrompt(
+            4 * len(work.prompt),
+            known_tokens,
+            grains,
+            request_id=str(number),
+            tenant=work.tenant,
+            session=work.session,
+        )
+        try:
+            self._gate.require_promising(prompt)
+        except OverloadedError:
+            outcome.is_rejected = True
+            self._on_over(work, number, False)
+            return
+        claim = self._gate.claim(prompt)
+
+        def first(output: EngineOutput) -> None:
+            outcome.num_cached = output.num_cached_tokens
+            outcome.ttft_s = self._time.clock.monotonic_s() - at_s + self._time.costs.hop
+
+        def end() -> None:
+            outcome.end_s = self._time.clock.monotonic_s() - at_s + self._time.costs.hop
+            computed = len(work.prompt) - outcome.num_cached
+            self._places.take_back(claim, computed + OUTPUT_WEIGHT * work.num_output)
+            self._on_over(work, number, True)
+
+        def granted() -> None:
+            outcome.sent_s = self._time.clock.monotonic_s() - at_s
+            self._serve(work, outcome, number, prompt, (first, end))
+
+        claim.grant = granted
+        self._places.ask(claim)
+
+    def _serve(
+        self, work: Work, outcome: FleetOutcome, number: int, prompt: RoutePrompt, on: Listeners
+    ) -> None:
+        first, end = on
+        times = outcome.token_s
+        plan = self._router.plan(prompt)
+        if plan.decision is not None:
+            outcome.predicted_s = plan.decision.chosen.ttft_s
+            outcome.error = plan.decision.question.times.prefill_error
+        if not isinstance(plan, Disaggregate):
+            request = self._request(f"{number}", work.prompt, work.num_output, number)
+            self._send("local", plan.engine, prompt, FleetLeg(request, first, end, times))
+            return
+        outcome.was_split = True
+        prefill = plan.prefill
+
+        def hand_over() -> None:
+            if work.num_output < 2:
+                end()
+                return
+            decode = plan.preferred or self._router.decode_for(prefill, prompt, ())
+            assert decode is not None
+            token = output_token(number, len(work.prompt))
+            rest = self._request(f"{number}d", [*work.prompt, token], work.num_output - 1, number)
+            leg = FleetLeg(rest, lambda _: None, end, times)
+            self._send("decode", decode, prompt, leg, num_received=len(work.prompt))
+
+        request = self._request(f"{number}p", work.prompt, 1, number)
+        half_s = self._time.costs.handover / 2
+        leg = FleetLeg(request, first, lambda: self._time.after(half_s, hand_over), times)
+        self._send("prefill", prefill, prompt, leg)
+
+    def _send(
+        self,
+        kind: str,
+        engine: Backend,
+        prompt: RoutePrompt,
+        leg: FleetLeg,
+        *,
+        num_received: int = 0,
+    ) -> None:
+        """Begin an exchange with an engine, as `Legs` does; it ends with the leg."""
+        num_tokens = num_known = 0
+        if self._prefixes is not None:
+            num_known = self._prefixes.sent(prompt, engine).num_tokens
+            num_tokens = prompt.num_tokens - num_known
+        stack = ExitStack()
+        if self.pairing is not None:
+            entry = stack.enter_context(self.pairing.hold(engine, kind, prompt, num_known))
+            self._learn(kind, leg, entry, self.pairing)
+        stack.enter_context(
+            self._breakers.exchange(
+                engine,
+                cast("Any", leg.request.request_id),
+                kind=kind,
+                request_id=leg.request.request_id,
+                num_tokens=num_tokens,
+            )
+        )
+        on_end = leg.on_end
+
+        def end() -> None:
+            stack.close()
+            on_end()
+
+        leg.on_end = end
+        costs = self._time.costs
+        self._time.after(
+            costs.handover / 2 if kind == "decode" else costs.hop,
+            lambda: self._engines[engine.url].add(leg, num_received=num_received),
+        )
+
+    def _learn(self, kind: str, leg: FleetLeg, entry: LedgerEntry, pairing: Pairing) -> None:
+        """Have the model learn what the real proxy learns from a leg's account of itself."""
+        on_first, on_end = leg.on_first, leg.on_end
+        sent_s, first_s = self._time.clock.monotonic_s(), 0.0
+
+        def first(output: EngineOutput) -> None:
+            nonlocal first_s
+            first_s = self._time.clock.monotonic_s()
+            entry.computed()
+            if kind != "decode":
+                num_tokens = len(leg.request.prompt_token_ids)
+                cached = output.num_cached_tokens
+                took_s = first_s - sent_s - self._time.costs.hop
+                pairing.learn_prompt(entry, prompt_work(num_tokens, cached), took_s)
+            on_first(output)
+
+        def end() -> None:
+            num = leg.request.sampling.max_tokens
+            if kind != "prefill" and num > _MIN_GAPS:
+                gap_s = (self._time.clock.monotonic_s() - first_s) / (num - 1)
+                entry.end()
+                pairing.learn_step(entry, gap_s, num)
+                pairing.model.learn_output(num)
+            on_end()
+
+        leg.on_first, leg.on_end, leg.on_wire = first, end, pairing.model.learn_wire
+
+    def _request(
+        self, name: str, prompt: Sequence[int], num_output: int, seed: int
+    ) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=RequestId(name),
+            prompt_token_ids=list(prompt),
+            sampling=SamplingParams(max_tokens=num_output, seed=seed, ignore_eos=True),
+            arrival_s=self._time.clock.monotonic_s(),
+        )
