@@ -124,7 +124,7 @@ class PrefixRepetitionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceDataConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A timed trace in Mooncake's format.
+    """A timed trace in Mooncake's or Azure's format.
 
     Attributes:
         speedup: Its times are divided by this.
@@ -296,7 +296,7 @@ DATASET_SETTINGS: Final = (
         "data set",
         (
             ("dataset-name", "name", "NAME", "random, sharegpt, custom, prefix_repetition, trace, multi-turn or pd-interference"),
-            ("dataset-path", "path", "FILE", "of sharegpt (JSON), custom (JSONL) and trace (Mooncake's JSONL)"),
+            ("dataset-path", "path", "FILE", "of sharegpt (JSON), custom (JSONL) and trace (Mooncake's JSONL, or Azure's CSV)"),
             ("num-prompts", "num_prompts", "N", "requests; pd-interference counts by time instead"),
             ("seed", "seed", "N", "of prompts, lengths and arrivals: the same seed asks the same"),
             ("disable-shuffle", "disable_shuffle", "", "take a file's entries in its own order"),

@@ -345,6 +345,53 @@ def test_a_trace_that_is_longer_than_asked_for_says_so(tmp_path, ids):
     assert plan.notes == ["the trace goes on: its first 3 requests were played (--num-prompts)"]
 
 
+def csv_trace(tmp_path, *rows: str, **fields) -> DatasetConfig:
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join(rows) + "\n")
+    return DatasetConfig(name=DatasetName.TRACE, path=str(path), **fields)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens",
+            "2023-11-16 18:17:03.9799600,374,44",
+            "2023-11-16 18:17:04.4799600,396,1",
+        ),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens", "7.25,374,44", "7.75,396,1"),
+        ("num_decode_tokens, num_prefill_tokens, x, arrived_at", "44,374,a,0", "", "1,396,b,0.5"),
+    ],
+)
+def test_a_table_of_times_and_lengths_is_a_trace_too(tmp_path, ids, rows):
+    first, second = make_plan(csv_trace(tmp_path, *rows), ids).requests
+    assert (first.at_s, second.at_s) == (0.0, pytest.approx(0.5))
+    assert (len(first.prompt), len(second.prompt)) == (374, 396)
+    assert (first.max_tokens, second.max_tokens) == (44, 1)
+    assert first.prompt[0:374] != second.prompt[0:374]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (("at,in,out", "0,1,1"), "line 1: the columns are at,in,out; they must be TIMESTAMP,"),
+        ((), "line 1: the columns are missing"),
+        (("noon,1,1",), "line 2: 'noon' is no time; write seconds"),
+        (("nan,1,1",), "line 2: 'nan' is no time"),
+        (("1,1,1", "0,1,1"), "line 3: the field 'timestamp' is 0, before the line above"),
+        (("0,1",), "line 2: the row has 2 of 3 columns"),
+        (("0,-3,1",), "line 2: the field 'input_length' is \"-3\"; it must be a whole number"),
+        (("0,3,0",), "line 2: the field 'output_length' is 0; it must be at least 1"),
+    ],
+)
+def test_a_bad_row_of_a_table_is_refused(tmp_path, ids, rows, words):
+    if rows and rows[0] != "at,in,out":
+        rows = ("arrived_at,num_prefill_tokens,num_decode_tokens", *rows)
+    with pytest.raises(ConfigError) as refused:
+        make_plan(csv_trace(tmp_path, *rows), ids)
+    assert f"trace.csv, {words}" in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

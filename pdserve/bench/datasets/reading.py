@@ -1,13 +1,15 @@
 """Reads files of data sets, piece by piece: they may be larger than the memory.
 
-Knows JSON and lines, and how to say which of them is wrong. Does not know what the entries mean.
+Knows JSON, tables and lines, and how to say which of them is wrong. Does not know what the entries
+mean.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO
@@ -87,6 +89,38 @@ def json_lines(path: Path) -> Iterator[Entry]:
                     param="dataset-path",
                 )
             yield Entry(path, number, value)
+
+
+def csv_rows(path: Path, forms: Sequence[Sequence[str]]) -> Iterator[Entry]:
+    """The rows of a CSV file below its head, as texts by column.
+
+    Args:
+        path: The file.
+        forms: Columns that the head may have; further ones are left out.
+
+    Raises:
+        ConfigError: The file cannot be read, has another head, or a row lacks a column.
+    """
+    with _open(path) as file:
+        rows = csv.reader(_lines(path, file))
+        head = [name.strip() for name in next(rows, [])]
+        columns = next((each for each in forms if set(each) <= set(head)), None)
+        if columns is None:
+            wanted = " or ".join(",".join(each) for each in forms)
+            raise ConfigError(
+                f"{path}, line 1: the columns are {','.join(head) or 'missing'}; they must be "
+                f"{wanted}",
+                param="dataset-path",
+            )
+        places = [head.index(name) for name in columns]
+        for row in rows:
+            if not row:
+                continue
+            if len(row) <= max(places):
+                lacking = Entry(path, rows.line_num, {})
+                lacking.refuse(f"the row has {len(row)} of {len(head)} columns", "add the others")
+            texts = [row[place].strip() for place in places]
+            yield Entry(path, rows.line_num, dict(zip(columns, texts, strict=True)))
 
 
 def json_array(path: Path) -> Iterator[Entry]:

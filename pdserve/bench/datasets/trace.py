@@ -1,4 +1,4 @@
-"""A timed trace in Mooncake's format, played as it was, faster, or in part.
+"""A timed trace in Mooncake's or Azure's format, played as it was, faster, or in part.
 
 Each line is `{"timestamp": 2748, "input_length": 955, "output_length": 52, "hash_ids": [46, 47]}`:
 milliseconds, tokens, tokens, and an id for each 512 tokens of the prompt. The prompts themselves
@@ -6,25 +6,36 @@ are not in it. Equal ids give equal tokens, so what prefix caching found in the 
 can find here; tokens behind the last whole id are the request's own. Lines are in order of time.
 `shared` in a run's description is what a cache that forgets nothing would have of the prompts.
 
-(Mooncake: Trading More Storage for Less Computation, FAST '25; the traces are in the project's
-repository.)
+A file whose name ends in .csv has times and lengths alone, in Azure's columns
+`TIMESTAMP,ContextTokens,GeneratedTokens` or in `arrived_at,num_prefill_tokens,num_decode_tokens`
+(seconds): no prompt of it begins like another.
+
+(Mooncake: Trading More Storage for Less Computation, FAST '25; AzurePublicDataset,
+AzureLLMInferenceTrace_{code,conv}.csv, of Splitwise, ISCA '24. The traces are in the projects'
+repositories.)
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
-from pdserve.bench.datasets.reading import Entry, json_lines
+from pdserve.bench.datasets.reading import Entry, csv_rows, json_lines
 from pdserve.bench.records import Planned
 from pdserve.config.datasets import DatasetConfig, TraceDataConfig
 
 _FORM: Final = (
     'a line is {"timestamp": 0, "input_length": 600, "output_length": 50, "hash_ids": [1, 2]}'
+)
+_COLUMNS: Final = (
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),
 )
 
 
@@ -43,7 +54,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     notes = []
     seen: set[int] = set()
     num_tokens = num_shared = 0
-    for entry in json_lines(path):
+    for entry in _entries(path):
         at_ms = _timestamp(entry, before_ms)
         before_ms = at_ms
         first_ms = at_ms if first_ms is None else first_ms
@@ -92,9 +103,43 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     return RequestPlan(requests=requests, description=words, notes=notes)
 
 
+def _entries(path: Path) -> Iterator[Entry]:
+    """A file's requests with Mooncake's fields, whatever its format."""
+    if path.suffix != ".csv":
+        yield from json_lines(path)
+        return
+    for row in csv_rows(path, _COLUMNS):
+        time, num_input, num_output = row.fields.values()
+        fields = {
+            "timestamp": _milliseconds(row, time),
+            "input_length": int(num_input) if num_input.isdecimal() else num_input,
+            "output_length": int(num_output) if num_output.isdecimal() else num_output,
+        }
+        yield Entry(path, row.line, fields)
+
+
+def _milliseconds(row: Entry, text: str) -> float:
+    """A time of a table: seconds, or a date with the time of day in UTC."""
+    seconds = math.nan
+    for read in (float, _unix_s):
+        try:
+            seconds = read(text)
+        except ValueError:
+            continue
+        break
+    if not math.isfinite(seconds):
+        row.refuse(f"{text!r} is no time", "write seconds, or 2023-11-16 18:17:03.979")
+    return seconds * 1000
+
+
+def _unix_s(text: str) -> float:
+    """Fractions of a second may have seven digits, which some releases of Python do not read."""
+    return datetime.fromisoformat(text[:26]).replace(tzinfo=UTC).timestamp()
+
+
 def _num_shared(entry: Entry, segments: list[Segment], seen: set[int]) -> int:
     """Leading tokens of a prompt that an earlier one had, which are then `seen`."""
-    hash_ids = entry.fields["hash_ids"]
+    hash_ids = entry.fields.get("hash_ids", ())
     known = itertools.takewhile(lambda pair: pair[0] in seen, zip(hash_ids, segments, strict=False))
     num_shared = sum(segment.num_tokens for _, segment in known)
     seen.update(hash_ids)
@@ -117,6 +162,9 @@ def _timestamp(entry: Entry, before_ms: float) -> float:
 def _segments(entry: Entry, own: TraceDataConfig) -> list[Segment]:
     """One segment per hash id, and one for what is behind them."""
     num_input = entry.integer("input_length")
+    if entry.path.suffix == ".csv":
+        num_own = max(1, round(num_input * own.length_scale))
+        return [Segment(f"line/{entry.line}", num_own)]
     hash_ids = entry.fields.get("hash_ids")
     if not isinstance(hash_ids, list) or not all(type(each) is int for each in hash_ids):
         found = "is missing" if hash_ids is None else "is no array of whole numbers"
