@@ -30,13 +30,16 @@ class ProgressLine:
         self._is_drawn = False
 
     def __call__(self, progress: RunProgress) -> None:
-        """Draw, or write a line if one is due."""
-        text = shown(progress)
+        """Draw how far a run is."""
+        self.draw(shown(progress), progress.elapsed_s)
+
+    def draw(self, text: str, elapsed_s: float) -> None:
+        """Draw some words, or write them as a line if one is due."""
         if self._is_tty:
             self._out.write(_CLEAR + text[: self._width - 1])
             self._is_drawn = True
-        elif progress.elapsed_s >= self._next_s:
-            self._next_s = progress.elapsed_s + _LINE_EVERY_S
+        elif elapsed_s >= self._next_s:
+            self._next_s = elapsed_s + _LINE_EVERY_S
             self._out.write(text + "\n")
         else:
             return

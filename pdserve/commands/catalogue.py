@@ -9,6 +9,7 @@ from typing import Final
 
 from pdserve.config.drain import drain_table
 from pdserve.config.load import Table
+from pdserve.config.plan import plan_table
 from pdserve.config.route import route_compare_table, route_explain_table
 from pdserve.config.schema import Role
 from pdserve.config.settings import (
@@ -150,6 +151,15 @@ COMMANDS: Final = (
         route_compare_table,
         "pdserve.commands.route:run_compare",
         "pdserve route compare --policy prefix_sticky/isl_bounding",
+        positional="",
+    ),
+    Command(
+        "plan",
+        "say how many prefill and decode engines serve a workload within objectives",
+        plan_table,
+        "pdserve.commands.plan:run",
+        "pdserve plan --num-engines 8 --url http://127.0.0.1:8000 --slo ttft:1000 tpot:30 "
+        "--dataset-name trace --dataset-path mooncake.jsonl",
         positional="",
     ),
     Command(

@@ -1,0 +1,295 @@
+"""`pdserve plan`: which layout of engines serves a workload within objectives, with its own error.
+
+Simulates layouts with the real policies and schedulers (`planner`), by what engines are said to
+take, or by what a running proxy has learned. `--check` plays some of the workload there, too, and
+says how far off its simulation is. Exit code 0 if the best layout holds the objectives, else 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from pdserve.bench import calibration
+from pdserve.bench.arrivals import schedule
+from pdserve.bench.caches import reset_prefix_caches
+from pdserve.bench.datasets.prompts import PromptMaker
+from pdserve.bench.datasets.registry import make_plan
+from pdserve.bench.endpoint import ServedModel, ask_served
+from pdserve.bench.goodput import SloMetric, parse_goodput
+from pdserve.bench.preparing import arrivals_of, tokenizer_of
+from pdserve.bench.progress import ProgressLine
+from pdserve.bench.runner import Options, run_plan
+from pdserve.bench.target import ApiEndpoint, Target
+from pdserve.commands.announce import given_lines, title
+from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
+from pdserve.commands.plan_asking import ask_fleet
+from pdserve.commands.plan_console import checked, sentences, start_commands, table
+from pdserve.config.bench import ResultConfig, TrafficConfig
+from pdserve.config.boxed import boxed_model_dir
+from pdserve.config.checks import require
+from pdserve.config.datasets import DatasetConfig
+from pdserve.config.load import build
+from pdserve.config.plan import PlanConfig, milliseconds
+from pdserve.config.sweep import SweepConfig
+from pdserve.errors import ConfigError
+from pdserve.planner.check import compare
+from pdserve.planner.figures import load_figures
+from pdserve.planner.planning import Planner, PlanQuestion, TimesError
+from pdserve.planner.work import FleetCosts, FleetLayout, parse_layout
+from pdserve.planner.workload import workload_of
+from pdserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.bench.goodput import Slo
+    from pdserve.bench.records import Planned
+    from pdserve.commands.plan_asking import RunningFleet
+    from pdserve.config.load import Resolved, Table
+    from pdserve.planner.check import PlanCheck
+    from pdserve.planner.figures import LoadFigures
+
+_USUAL_ERROR: Final = TimesError(prefill=0.1, step=0.1, wire=0.1)
+_ITL_SLO_S: Final = 0.05
+"""What a proxy aims at that is told nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A workload, and whose it is.
+
+    Attributes:
+        target: Where it can be played; None: nowhere.
+        running: What is known of that.
+    """
+
+    requests: Sequence[Planned]
+    description: str
+    question: PlanQuestion
+    target: Target | None
+    running: RunningFleet | None
+    notes: Sequence[str]
+
+
+def run(table_: Table, resolved: Mapping[str, Resolved]) -> int:
+    """Run `pdserve plan`.
+
+    Raises:
+        PdserveError: The workload cannot be read, nobody can be asked, or they know too little.
+    """
+    config = build("plan", PlanConfig, table_, resolved)
+    layouts = [parse_layout(word) for each in config.layout for word in each.split(",")]
+    if not resolved["slo"].value:
+        raise ConfigError(
+            "--slo is missing: say what a request is to keep, in milliseconds, and for which share "
+            "of them, as --slo ttft:1000 tpot:30 p90",
+            param="slo",
+        )
+    objectives = build("sweep", SweepConfig, table_, resolved)
+    slos = parse_goodput(objectives.objectives, flag="slo")
+    shows_progress = build("result", ResultConfig, table_, resolved).progress
+    if not config.json:
+        print("\n".join([title("plan"), *given_lines(resolved)]), flush=True)
+    line = ProgressLine(sys.stderr, width=shutil.get_terminal_size((100, 24)).columns)
+    begun_s = time.monotonic()
+
+    def told(number: int, layout: str, figures: LoadFigures) -> None:
+        if shows_progress:
+            words = f"simulation {number}: {layout}, {figures.goodput:.1%} within objectives"
+            line.draw(words, time.monotonic() - begun_s)
+
+    try:
+        asked = _asked(config, slos, objectives.share, table_, resolved)
+        planner = Planner(asked.question, told)
+        check = None
+        if config.check:
+            check = asyncio.run(_check(asked, config.check, line if shows_progress else None))
+        plan = planner.plan(config.num_engines or 0, layouts)
+    finally:
+        line.end()
+    per_s = len(asked.requests) / _span_s(asked.requests)
+    model = config.model or (asked.target.model if asked.target else "")
+    commands = start_commands(plan.best, model, asked.question.settings)
+    if config.json:
+        print(
+            json.dumps(
+                _as_json(asked, plan=plan, check=check, per_s=per_s, start=commands), indent=1
+            )
+        )
+    else:
+        print(f"{asked.description}: {len(asked.requests)} requests, {per_s:.3g}/s")
+        lines = [*(f"note: {each}" for each in asked.notes), ""]
+        lines += [*checked(check), ""] if check else []
+        lines += [*table(plan.rows), ""]
+        lines += [*sentences(plan, per_s=per_s, share=objectives.share), "", *commands]
+        print("\n".join(lines))
+    return EXIT_DONE if plan.rows[0].holds else EXIT_FAILED
+
+
+def _asked(
+    config: PlanConfig,
+    slos: tuple[Slo, ...],
+    share: float,
+    table_: Table,
+    resolved: Mapping[str, Resolved],
+) -> _Asked:
+    """Read the workload, and ask whom there is."""
+    dataset = build("dataset", DatasetConfig, table_, resolved)
+    traffic = build("traffic", TrafficConfig, table_, resolved)
+    law = arrivals_of(traffic)
+    if calibration.is_needed(dataset):
+        raise ConfigError(
+            "--dataset-name pd-interference measures its pace at an endpoint: give "
+            "--interference-steady-output-len, --interference-steady-period and "
+            "--interference-burst-period",
+            param="dataset-name",
+        )
+    if dataset.name.has_own_times and not math.isinf(traffic.request_rate):
+        raise ConfigError(
+            f"--request-rate is {traffic.request_rate:g}, but --dataset-name {dataset.name.value} "
+            "says itself when requests are due: leave it out (a trace goes faster with "
+            "--trace-speedup)",
+            param="request-rate",
+        )
+    running = target = None
+    served, notes = ServedModel(""), []
+    if config.url:
+        running = ask_fleet(config.url, config.api_keys)
+        key = config.api_keys[0] if config.api_keys else ""
+        served = asyncio.run(ask_served(Target(base_url=config.url, api_key=key)))
+        target = Target(base_url=config.url, api_key=key, model=served.model)
+        notes += running.notes
+    costs, error, size = _known(config, running, served)
+    tokenizer = tokenizer_of(config.tokenizer, served)
+    if tokenizer is None and config.check:
+        raise ConfigError(
+            f"--tokenizer is missing: {config.url} does not say where that of its model is, and "
+            "prompts that are played (--check) are made of its tokens",
+            param="tokenizer",
+        )
+    tokenizer = tokenizer or Tokenizer.from_directory(boxed_model_dir())
+    plan = make_plan(
+        dataset,
+        PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=size.max_model_len),
+    )
+    requests = schedule(plan.requests, law, dataset.seed)
+    question = PlanQuestion(
+        workload=workload_of(requests, tokenizer),
+        slos=slos,
+        share=share,
+        settings=_settings(config.policy, slos),
+        costs=costs,
+        error=error,
+        size=size,
+    )
+    return _Asked(
+        requests=requests,
+        description=plan.description,
+        question=question,
+        target=target,
+        running=running,
+        notes=[*notes, *plan.notes],
+    )
+
+
+def _known(
+    config: PlanConfig, running: RunningFleet | None, served: ServedModel
+) -> tuple[FleetCosts, TimesError, FleetLayout]:
+    """What flags say, else what a deployment has learned, else what is usual."""
+    costs = running.costs if running else FleetCosts()
+    given: dict[str, float] = {}
+    for words, flag, names in (
+        (config.prompt_times, "prompt-times", ("prefill", "prefill_token", "prefill_pair")),
+        (config.step_times, "step-times", ("decode", "decode_request", "decode_token")),
+        (config.wire_times, "wire-times", ("wire", "wire_token")),
+    ):
+        times = milliseconds(words, len(names), flag, "")
+        given |= {name: ms / 1e3 for name, ms in zip(names, times or (), strict=False)}
+    if config.hop_ms is not None:
+        given |= {"hop": config.hop_ms / 1e3, "handover": 2 * config.hop_ms / 1e3}
+    error = running.error if running else _USUAL_ERROR
+    if (off := config.times_error) is not None:
+        error = TimesError(prefill=off, step=off, wire=off)
+    usual = running.layout if running else FleetLayout(0, 0)
+    kv_tokens = config.kv_tokens or usual.kv_tokens
+    max_model_len = config.max_model_len or min(
+        kv_tokens, served.max_model_len or usual.max_model_len
+    )
+    require(
+        max_model_len <= kv_tokens,
+        "max-model-len",
+        max_model_len,
+        f"an engine's cache has room for {kv_tokens} tokens (--kv-tokens)",
+    )
+    size = FleetLayout(
+        0,
+        0,
+        kv_tokens=kv_tokens,
+        step_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    return dataclasses.replace(costs, **given), error, size
+
+
+def _settings(policy: str, slos: Sequence[Slo]) -> dict[str, Any]:
+    """What a proxy is told that is to keep objectives."""
+    name, _, split = policy.partition("/")
+    limits = {slo.metric: slo.limit_ms / 1e3 for slo in slos}
+    itl_s = limits.get(SloMetric.TPOT, limits.get(SloMetric.ITL, _ITL_SLO_S))
+    return {
+        "prefill_policy": name,
+        "decode_policy": name,
+        "split_policy": split or "always",
+        "ttft_slo_s": limits.get(SloMetric.TTFT, 0.0),
+        "itl_slo_s": max(itl_s, 1e-6),
+    }
+
+
+async def _check(asked: _Asked, number: int, line: ProgressLine | None) -> PlanCheck:
+    """Play the first requests of the workload, and simulate the same where they are played."""
+    assert asked.target is not None
+    assert asked.running is not None
+    played = list(asked.requests[:number])
+    question = dataclasses.replace(asked.question, workload=asked.question.workload[:number])
+    predicted = Planner(question).simulate(asked.running.layout)
+    reason = await reset_prefix_caches(asked.target)
+    run_ = await run_plan(played, asked.target, Options(ignore_eos=True), on_progress=line)
+    notes = [] if reason is None else [f"caches were not empty: {reason}"]
+    if not run_.health.valid:
+        notes += run_.health.why_not
+    measured = load_figures(run_.outcomes, question.slos)
+    return compare(asked.target.base_url, asked.running.layout, predicted, measured, notes=notes)
+
+
+def _span_s(requests: Sequence[Planned]) -> float:
+    times = [each.at_s for each in requests if each.at_s is not None]
+    return max(1e-3, max(times) - min(times))
+
+
+def _as_json(asked: _Asked, **found: Any) -> dict[str, Any]:
+    question = asked.question
+    told: dict[str, Any] = msgspec.to_builtins(
+        {
+            "workload": asked.description,
+            "num_requests": len(asked.requests),
+            "slo": [str(each) for each in question.slos],
+            "share": question.share,
+            "settings": question.settings,
+            "costs": dataclasses.asdict(question.costs),
+            "times_error": question.error,
+            "notes": list(asked.notes),
+            **found,
+        }
+    )
+    return told

@@ -1,0 +1,123 @@
+"""What a running deployment says that a plan needs: its layout, and what its engines take."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from pdserve.commands.asking import asked
+from pdserve.errors import PdserveError, PeerError
+from pdserve.planner.planning import TimesError
+from pdserve.planner.work import FleetCosts, FleetLayout
+from pdserve.proxy.brain.record import DecisionsShown
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_NUM_ASKED: Final = 256
+_COMPUTING: Final = ("queue", "prefill")
+"""Parts of a first token's time that are an engine's; the others are the way there and back."""
+_MAX_ERROR: Final = 0.9
+
+
+class _Engine(msgspec.Struct):
+    role: str
+    health: str
+    num_blocks: int
+    block_size: int
+
+
+class _Shown(msgspec.Struct):
+    engines: list[_Engine]
+
+
+class _Finished(msgspec.Struct):
+    kv_mode: str | None = None
+    ttft_terms: dict[str, float] = {}
+    second_token_terms: dict[str, float] = {}
+
+
+class _Requests(msgspec.Struct):
+    finished: list[_Finished]
+
+
+class RunningFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """A deployment as it is.
+
+    Attributes:
+        layout: Its ready engines; the room is that of the smallest cache.
+        notes: What could not be learned from it.
+    """
+
+    layout: FleetLayout
+    costs: FleetCosts
+    error: TimesError
+    notes: list[str]
+
+
+def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
+    """Ask a proxy.
+
+    Raises:
+        PdserveError: It cannot be reached, decides nothing, or knows too little.
+    """
+    learned = _ask(url, "/debug/decisions?limit=1", api_keys, DecisionsShown)
+    if not learned.is_known:
+        samples = ", ".join(f"{name} {fit.samples}" for name, fit in learned.model.items())
+        raise PdserveError(
+            f"{url} has not learned yet what its engines take (samples: {samples}; 20 prompts and "
+            "20 streams are needed): send requests, as with pdserve bench serve"
+        )
+    engines = _ask(url, "/dashboard/data", api_keys, _Shown).engines
+    ready = [each for each in engines if each.health == "ready"]
+    roles = [each.role for each in ready]
+    layout = FleetLayout(
+        roles.count("prefill"),
+        roles.count("decode"),
+        roles.count("both"),
+        kv_tokens=min(each.num_blocks * each.block_size for each in ready),
+    )
+    path = f"/debug/requests?finished={_NUM_ASKED}"
+    finished = _ask(url, path, api_keys, _Requests).finished
+    fits, notes, usual = learned.model, [], FleetCosts()
+    hop_s, handover_s = _hop_s(finished), _later_s(finished, "handover")
+    if hop_s is None:
+        notes.append(f"{url} has no finished requests: a hop is taken for 3 ms (--hop-ms)")
+    pushed_s = _later_s([each for each in finished if each.kv_mode == "push"], "kv")
+    r, t = usual.wire, usual.wire_token
+    if pushed_s is not None:
+        r, t = pushed_s, 0.0  # the rest of it went while the prompt was computed
+    elif fits["wire"].samples:
+        r, t = fits["wire"].weights
+    else:
+        notes.append(f"{url} has seen no KV on its way: 1 ms and 8 us a token (--wire-times)")
+    a, b, c = fits["prefill"].weights
+    d, e, f = fits["step"].weights
+    hop_s = usual.hop if hop_s is None else hop_s
+    handover_s = 2 * hop_s if handover_s is None else handover_s
+    costs = FleetCosts(a, b, c, d, e, f, hop_s, handover_s, r, t)
+    error = TimesError(**{name: min(_MAX_ERROR, fit.error) for name, fit in fits.items()})
+    return RunningFleet(layout=layout, costs=costs, error=error, notes=notes)
+
+
+def _hop_s(finished: Sequence[_Finished]) -> float | None:
+    """Half of what first tokens took beside waiting and computing, in the middle one of them."""
+    all_terms = [each.ttft_terms for each in finished if each.ttft_terms]
+    ways = [sum(ms for name, ms in each.items() if name not in _COMPUTING) for each in all_terms]
+    return statistics.median(ways) / 2e3 if ways else None
+
+
+def _later_s(finished: Sequence[_Finished], name: str) -> float | None:
+    """What a part of the time to the second token takes, in the middle one of them."""
+    parts = [each.second_token_terms.get(name) for each in finished]
+    known = [ms for ms in parts if ms is not None]
+    return statistics.median(known) / 1e3 if known else None
+
+
+def _ask(url: str, path: str, api_keys: Sequence[str], kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(asked(url, path, api_keys), type=kind)
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"{url}{path}: the answer is none of this version: {error}") from error

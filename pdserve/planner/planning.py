@@ -1,0 +1,226 @@
+"""Which layout of engines serves a workload within objectives, and how sure that is.
+
+Every figure is a simulation's (`fleet`): real policies and schedulers, times as they were given or
+learned. Layouts that a closed form thinks likeliest are simulated, and engines for both; then fewer
+engines or more, the load that the best one holds, and the same with all times longer and shorter by
+their error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from pdserve.bench.search import LoadAxis, Search, bracket
+from pdserve.planner.candidates import demand_of, sized, splits
+from pdserve.planner.figures import LoadFigures, load_figures
+from pdserve.planner.fleet import Fleet
+from pdserve.planner.work import FleetLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.bench.goodput import Slo
+    from pdserve.planner.work import FleetCosts, Work
+
+_NUM_SPLITS: Final = 7
+"""Layouts of prefill and decode engines that are simulated."""
+_NUM_TRIED: Final = 2
+"""The same for each other number of engines."""
+_MAX_GROWTH: Final = 4
+"""So many times as many engines as there are may be found to be needed."""
+_MAX_LOAD: Final = 32.0
+_TOLERANCE: Final = 0.1
+"""Of the highest load."""
+
+
+class TimesError(msgspec.Struct, frozen=True, kw_only=True):
+    """By which share times may be longer or shorter than they are taken to be."""
+
+    prefill: float
+    step: float
+    wire: float
+
+
+class LayoutFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layout makes of the workload.
+
+    Attributes:
+        holds: Whether as many requests as asked for keep the objectives.
+    """
+
+    layout: str
+    num_engines: int
+    holds: bool
+    figures: LoadFigures
+
+
+class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found.
+
+    Attributes:
+        rows: Layouts of the engines that there are, the best first.
+        best: The first of them.
+        close: Others that the best one cannot be told from, within the error of the times.
+        goodput_range: Of the best one, with all times longer and shorter by their error.
+        fewest: With the fewest engines that hold; None: not found with as many as were tried.
+        highest_load: Of the best one, in parts of the workload's own rate; None: it holds none.
+    """
+
+    rows: list[LayoutFigures]
+    best: str
+    close: list[str]
+    goodput_range: tuple[float, float]
+    fewest: LayoutFigures | None
+    highest_load: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanQuestion:
+    """What is to be planned.
+
+    Attributes:
+        slos: Objectives of a request.
+        share: Of the requests, how many are to keep them.
+        settings: Fields of `ProxyConfig`: policies, and what they aim at.
+        size: How large an engine is; its numbers of engines mean nothing.
+    """
+
+    workload: Sequence[Work]
+    slos: Sequence[Slo]
+    share: float
+    settings: dict[str, Any]
+    costs: FleetCosts
+    error: TimesError
+    size: FleetLayout
+
+    @property
+    def itl_slo_s(self) -> float:
+        """What decode engines' steps may take."""
+        return float(self.settings["itl_slo_s"])
+
+
+@dataclass
+class Planner:
+    """Simulates what a question needs, each layout once.
+
+    Attributes:
+        on_simulated: Told of each layout when it was simulated, with how many were before it.
+    """
+
+    question: PlanQuestion
+    on_simulated: Callable[[int, str, LoadFigures], None] = lambda number, layout, figures: None
+    _rows: dict[str, LayoutFigures] = field(default_factory=dict)
+    _num: int = 0
+
+    def plan(self, num_engines: int, layouts: Sequence[FleetLayout] = ()) -> FleetPlan:
+        """Return the best of layouts, or of all that so many engines can have."""
+        tried = layouts or self._layouts(num_engines, _NUM_SPLITS)
+        rows = sorted((self.row(each) for each in tried), key=_rank)
+        best = rows[0]
+        layout = next(each for each in tried if str(each) == best.layout)
+        slower = self.simulate(layout, off=1.0).goodput
+        faster = self.simulate(layout, off=-1.0).goodput
+        low, high = min(slower, best.figures.goodput), max(faster, best.figures.goodput)
+        return FleetPlan(
+            rows=rows,
+            best=best.layout,
+            close=[each.layout for each in rows[1:] if each.figures.goodput >= low],
+            goodput_range=(low, high),
+            fewest=best if layouts else self._fewest(best),
+            highest_load=self._highest_load(layout, holds=best.holds),
+        )
+
+    def row(self, layout: FleetLayout) -> LayoutFigures:
+        """Return what a layout makes of the workload as it is."""
+        name = str(layout)
+        if name not in self._rows:
+            figures = self.simulate(layout)
+            self._rows[name] = LayoutFigures(
+                layout=name,
+                num_engines=layout.num_engines,
+                holds=self._holds(figures),
+                figures=figures,
+            )
+        return self._rows[name]
+
+    def simulate(self, layout: FleetLayout, *, load: float = 1.0, off: float = 0.0) -> LoadFigures:
+        """Serve the workload.
+
+        Args:
+            load: Requests come so many times as fast.
+            off: Times are longer by so many times their error.
+        """
+        asked = self.question
+        fleet = Fleet(
+            sized(layout, asked.size), asked.settings, longer(asked.costs, asked.error, off)
+        )
+        fleet.teach(asked.workload)
+        workload = [dataclasses.replace(each, at_s=each.at_s / load) for each in asked.workload]
+        outcomes = fleet.run(workload)
+        figures = load_figures(
+            [each.as_measured(number) for number, each in enumerate(outcomes)], asked.slos
+        )
+        self._num += 1
+        self.on_simulated(self._num, str(layout), figures)
+        return figures
+
+    def _holds(self, figures: LoadFigures) -> bool:
+        return figures.goodput >= self.question.share
+
+    def _layouts(self, num_engines: int, num_splits: int) -> list[FleetLayout]:
+        asked = self.question
+        demand = demand_of(asked.workload, asked.costs)
+        best = splits(num_engines, demand, asked.costs, asked.itl_slo_s)
+        return [*best[:num_splits], FleetLayout(0, 0, num_engines)]
+
+    def _first_that_holds(self, num_engines: int) -> LayoutFigures | None:
+        rows = (self.row(each) for each in self._layouts(num_engines, _NUM_TRIED))
+        return next((each for each in rows if each.holds), None)
+
+    def _fewest(self, best: LayoutFigures) -> LayoutFigures | None:
+        """Look between no engine and those that hold; more engines are never taken for worse."""
+        failing, found = 0, best if best.holds else None
+        limit = best.num_engines * _MAX_GROWTH
+        trying = best.num_engines
+        while found is None and trying < limit:
+            failing, trying = trying, min(limit, 2 * trying)
+            found = self._first_that_holds(trying)
+        while found is not None and found.num_engines - failing > 1:
+            middle = (failing + found.num_engines) // 2
+            fewer = self._first_that_holds(middle)
+            failing, found = (middle, found) if fewer is None else (failing, fewer)
+        return found
+
+    def _highest_load(self, layout: FleetLayout, *, holds: bool) -> float | None:
+        search = Search(
+            axis=LoadAxis.RATE, highest=_MAX_LOAD, is_narrowing=True, tolerance=_TOLERANCE
+        )
+        verdicts = {1.0: holds}
+        while (load := search.next_load(verdicts)) is not None:
+            verdicts[load] = self._holds(self.simulate(layout, load=load))
+        return bracket(verdicts).held
+
+
+def longer(costs: FleetCosts, error: TimesError, off: float) -> FleetCosts:
+    """Return times that are longer by so many times their error, but for those of the proxy."""
+    factors = {
+        "prefill": 1 + off * error.prefill,
+        "decode": 1 + off * error.step,
+        "wire": 1 + off * error.wire,
+    }
+    scaled = {
+        name: seconds * factors[kind]
+        for name, seconds in dataclasses.asdict(costs).items()
+        if (kind := name.partition("_")[0]) in factors
+    }
+    return dataclasses.replace(costs, **scaled)
+
+
+def _rank(row: LayoutFigures) -> tuple[float, int, float, float]:
+    """The most requests within objectives; then the fewest engines, and the earliest tokens."""
+    figures = row.figures
+    return -figures.goodput, row.num_engines, figures.ttft_p99_ms, figures.tpot_p99_ms

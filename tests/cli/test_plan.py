@@ -1,0 +1,250 @@
+"""`pdserve plan` as users run it: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.commands.plan_asking import ask_fleet
+from pdserve.commands.plan_console import start_commands
+from pdserve.errors import PdserveError
+from tests.cli.process import pdserve_here
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TIMES = ("--prompt-times", "4", "0.045", "2.5e-6", "--step-times", "7,0.06,6e-5")
+SLO = ("--slo", "ttft:1000", "tpot:30")
+RANDOM = (
+    "--num-prompts", "12", "--request-rate", "4", "--random-input-len", "300",
+    "--random-output-len", "8",
+)  # fmt: skip
+SETTINGS = {
+    "prefill_policy": "prefix_sticky",
+    "decode_policy": "prefix_sticky",
+    "split_policy": "predicted",
+    "ttft_slo_s": 1.0,
+    "itl_slo_s": 0.03,
+}
+
+
+def plan(*arguments: str):
+    return pdserve_here("plan", *arguments)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Mooncake's format: two requests a second, which share their first block."""
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 500 * i, "input_length": 600, "output_length": 6, "hash_ids": [0, i + 1]}
+        for i in range(10)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_table_sentences_and_the_command_that_starts_the_best_layout(trace):
+    found = plan(
+        "--num-engines", "2", *TIMES, *SLO,
+        "--dataset-name", "trace", "--dataset-path", str(trace), "--model", "/models/m",
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert any(line.startswith("trace trace.jsonl speedup=1 shared=") for line in lines)
+    assert {line.split()[0] for line in lines if " 2 " in line} >= {"1P1D", "2B"}
+    assert "serves it best: 100.0% of 2.22 requests/s" in found.stdout
+    assert "The fewest engines that hold 90%: 1, as 1B (100.0%)." in lines
+    assert "/models/m" in lines[-1]
+    assert "simulation 1: 1P1D" in found.stderr
+
+
+def test_json_is_one_object_with_every_figure():
+    found = plan("--layout", "1P1D", "1B", *TIMES, *SLO, *RANDOM, "--json", "--no-progress")
+    told = json.loads(found.stdout)
+    assert found.stderr == ""
+    assert {row["layout"] for row in told["plan"]["rows"]} == {"1P1D", "1B"}
+    assert told["plan"]["rows"][0]["figures"]["goodput"] == 1.0
+    assert told["costs"]["decode_request"] == pytest.approx(60e-6)
+    assert told["slo"] == ["ttft:1000", "tpot:30"]
+    assert told["check"] is None
+    assert told["start"]
+
+
+def test_objectives_that_no_layout_holds_are_no_success():
+    found = plan("--layout", "1P1D", *TIMES, "--slo", "ttft:1", *RANDOM, "--no-progress")
+    assert found.returncode == 1
+    assert "No load was found at which 1P1D holds 90%." in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((*TIMES, *SLO), "--num-engines is missing: say how many there are"),
+        (("--num-engines", "2", *TIMES), "--slo is missing: say what a request is to keep"),
+        (("--num-engines", "2", *SLO), "--prompt-times is missing: say what engines take"),
+        (
+            ("--num-engines", "2", "--layout", "2B", *TIMES, *SLO),
+            "--num-engines is 2: --layout says it",
+        ),
+        (("--num-engines", "0", *TIMES, *SLO), "--num-engines is 0: it must be positive"),
+        (("--layout", "2P", *TIMES, *SLO), "--layout 2P: write it as 4P4D"),
+        (("--num-engines", "2", *TIMES, "--slo", "tft:1"), "--slo tft:1: write objectives as"),
+        (
+            ("--num-engines", "2", *TIMES[:-1], "7,0.06", *SLO),
+            "--step-times is '7,0.06': write 3 times in milliseconds, as 7 0.06 6e-5",
+        ),
+        (
+            ("--num-engines", "2", *TIMES, *SLO, "--check", "5"),
+            "--check is 5: it needs a deployment",
+        ),
+        (("--num-engines", "2", *TIMES, *SLO, "--policy", "x"), "--policy is 'x': use one of"),
+        (
+            ("--num-engines", "2", *TIMES, *SLO, "--times-error", "2"),
+            "--times-error is 2.0: use 0 to",
+        ),
+        (("--num-engines", "2", *TIMES, *SLO), "all requests are due at once: give --request-rate"),
+        (
+            ("--num-engines", "2", *TIMES, *SLO, "--kv-tokens", "100", "--max-model-len", "200"),
+            "--max-model-len is 200: an engine's cache has room for 100 tokens",
+        ),
+        (
+            ("--num-engines", "2", *TIMES, *SLO, "--dataset-name", "pd-interference"),
+            "measures its pace at an endpoint",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_flag_value_and_remedy(arguments, told):
+    found = plan(*arguments, "--num-prompts", "4")
+    assert found.returncode == 3
+    assert told in found.stderr
+
+
+def test_a_rate_of_a_data_set_with_times_of_its_own_is_refused(trace):
+    data = ("--dataset-name", "trace", "--dataset-path", str(trace))
+    found = plan("--num-engines", "2", *TIMES, *SLO, *data, "--request-rate", "3")
+    assert "--request-rate is 3, but --dataset-name trace says itself" in found.stderr
+
+
+def test_engines_for_prompts_and_tokens_start_in_one_command_and_those_for_both_in_several():
+    [command] = start_commands("2P1D", "m", SETTINGS)
+    assert command == (
+        "pdserve up m --prefill-replicas 2 --decode-replicas 1 "
+        "--proxy.prefill-policy prefix_sticky --proxy.decode-policy prefix_sticky "
+        "--proxy.split-policy predicted --proxy.ttft-slo 1.0 --proxy.itl-slo 0.03"
+    )
+    proxy, prefill, *both = start_commands("1P2B", "m", SETTINGS)
+    assert proxy.startswith("pdserve proxy --port 8000 --tokenizer m --prefill-policy")
+    assert prefill.startswith("pdserve prefill m --port 8100 --proxy http://127.0.0.1:8000")
+    assert [each.split()[:5] for each in both] == [
+        ["pdserve", "serve", "m", "--port", port] for port in ("8101", "8102")
+    ]
+    assert start_commands("1B", "", SETTINGS) == ["pdserve serve MODEL --port 8000"]
+
+
+def learned(**changed: Any) -> dict[str, Any]:
+    """What a proxy answers that knows its engines."""
+    fit = {"samples": 40, "error": 0.05}
+    model = {
+        "prefill": fit | {"weights": [4e-3, 45e-6, 0.0]},
+        "step": fit | {"weights": [7e-3, 6e-5, 6e-8]},
+        "wire": fit | {"weights": [1e-3, 8e-6]},
+    }
+    engine = {"health": "ready", "num_blocks": 100, "block_size": 16}
+    terms = {"proxy": 1.0, "queue": 9.0, "prefill": 20.0, "relay": 3.0}
+    second = {"kv": 7.0, "handover": 5.0, "first_step": 6.0}
+    pages = {
+        "/debug/decisions": {
+            "is_known": True, "is_obeyed": True, "mean_output_tokens": 9.0, "model": model,
+            "decisions": [],
+        },
+        "/dashboard/data": {
+            "engines": [
+                engine | {"role": "prefill"},
+                engine | {"role": "decode", "num_blocks": 50},
+                engine | {"role": "decode"},
+                engine | {"role": "decode", "health": "unreachable", "num_blocks": 0},
+            ]
+        },
+        "/debug/requests": {
+            "running": [],
+            "finished": [
+                {"ttft_terms": terms, "second_token_terms": second, "kv_mode": "pull"},
+                {"ttft_terms": {}},
+            ],
+        },
+    }  # fmt: skip
+    return pages | changed
+
+
+@contextmanager
+def proxy(pages: dict[str, Any]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = json.dumps(pages[self.path.partition("?")[0]]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_times_layout_and_room_are_what_a_running_proxy_says():
+    with proxy(learned()) as url:
+        running = ask_fleet(url, ())
+    assert str(running.layout) == "1P2D"
+    assert running.layout.kv_tokens == 800
+    assert (running.costs.prefill_token, running.costs.decode_request) == (45e-6, 6e-5)
+    assert (running.costs.wire, running.costs.wire_token) == (1e-3, 8e-6)
+    assert (running.costs.hop, running.costs.handover) == pytest.approx((2e-3, 5e-3))
+    assert running.error.step == 0.05
+    assert running.notes == []
+
+
+def test_of_kv_that_was_pushed_only_what_came_behind_the_first_token_counts():
+    pages = learned()
+    pages["/debug/requests"]["finished"][0]["kv_mode"] = "push"
+    with proxy(pages) as url:
+        costs = ask_fleet(url, ()).costs
+    assert (costs.wire, costs.wire_token) == pytest.approx((7e-3, 0.0))
+
+
+def test_a_proxy_that_knows_too_little_is_to_be_sent_requests():
+    fit = {"samples": 3, "error": 1.0, "weights": []}
+    unknown = {
+        "is_known": False, "is_obeyed": True, "mean_output_tokens": 9.0, "model": {"prefill": fit},
+        "decisions": [],
+    }  # fmt: skip
+    with (
+        proxy(learned(**{"/debug/decisions": unknown})) as url,
+        pytest.raises(PdserveError, match=r"samples: prefill 3; .* send requests"),
+    ):
+        ask_fleet(url, ())
+
+
+def test_what_is_not_known_of_a_running_deployment_is_told():
+    pages = learned(**{"/debug/requests": {"finished": []}})
+    pages["/debug/decisions"]["model"]["wire"] = {"samples": 0, "error": 1.0, "weights": [0.0, 0.0]}
+    with proxy(pages) as url:
+        running = ask_fleet(url, ())
+    assert (running.costs.hop, running.costs.handover) == (3e-3, 6e-3)
+    assert running.costs.wire == 1e-3
+    assert [note.rpartition("(")[2] for note in running.notes] == ["--hop-ms)", "--wire-times)"]
