@@ -314,6 +314,7 @@ def test_nothing_is_planned_behind_a_prompt_or_drafts_nor_where_the_host_compute
     for script, num_tokens, rows, max_in_flight in cases:
         executor = make(script=script)
         executor.start()
+        assert executor.max_in_flight == (2 if script == "ahead" else 1)
         asked = msgspec.structs.replace(
             step(), num_scheduled_tokens={r: num_tokens}, num_draft_rows=rows
         )

@@ -37,7 +37,7 @@ ASKED = [
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str, bool], Driver]]:
     """Start a worker on the device that drafts by a method, or by none."""
-    target, draft = write_pair(tmp_path, num_layers=4, max_position_embeddings=256)
+    target, draft = write_pair(tmp_path, num_layers=8, max_position_embeddings=256)
     eagle = tmp_path / "eagle3"
     write_eagle(eagle, "eagle3")
     paths = {"draft_model": draft, "eagle3": eagle}
@@ -66,7 +66,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str, bool], Driver]]:
 
 
 def serve(driver: Driver, num_rows: int) -> tuple[list[list[int]], list[list[TokenLogprobs]], int]:
-    """All requests together: their tokens, what is told of them, and how many steps they took."""
+    """All requests together: their tokens, what is told of them, and the steps of all of them."""
     rng = random.Random(1)
     told: dict[str, list[TokenLogprobs]] = {}
     for number, sampling in enumerate(ASKED):
@@ -85,7 +85,7 @@ def serve(driver: Driver, num_rows: int) -> tuple[list[list[int]], list[list[Tok
             {name: num for name, num in rows.items() if num > 0},
         )
         driver.worker.finish_step()
-        num_steps += 1
+        num_steps += len(answer.request_ids)
         for name, entries in answer.logprobs.items():
             told[str(name)] += entries
     return list(driver.outputs.values()), list(told.values()), num_steps
