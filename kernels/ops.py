@@ -19,6 +19,7 @@
         constants, keys)                             digests of what is copied into the pool
     scatter_chunks(kv, blocks, pool, starts,         the same, of what is copied into the blocks
         constants, keys)
+    sum_ranks(parts)                                 [R, n] -> [n], in rank order
 
 ``T`` is the number of tokens of a step, over all its requests. Tensors are contiguous, of one dtype
 (bf16, fp16 or fp32) and on one device; ``kv_layer`` is the view ``kv[:, layer]`` of ``[num_blocks,
@@ -43,6 +44,7 @@ from pdserve.kernels.reference import (
     mla,
     moe,
     norm,
+    ranks,
     rope,
     rules,
     sampling,
@@ -82,6 +84,7 @@ class Ops:
     scatter_chunks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = (
         chunks.scatter_chunks
     )
+    sum_ranks: Callable[[Tensor], Tensor] = ranks.sum_ranks
 
 
 class DrawTokens(Protocol):

@@ -28,8 +28,9 @@ BACKENDS: Mapping[str, str] = {
 _NOT_IMPLEMENTATIONS = frozenset({"name", "description", "sampling"})
 """Of the fields of a backend; tokens are chosen on the host where that is the device."""
 
-_MADE_OF_OPERATIONS = frozenset({"mlp", "attention"})
-"""Halves of a layer: the reference's runs a backend's own operations in turn."""
+_NEED_NO_TWIN = frozenset({"mlp", "attention", "sum_ranks"})
+"""Halves of a layer: the reference's runs a backend's own operations in turn. And what CPUs do in
+memory that their ranks share."""
 
 _chosen: dict[torch.device, KernelBackend] = {}
 
@@ -101,7 +102,7 @@ def _completed(backend: KernelBackend) -> KernelBackend:
         twin, reference = getattr(backend, field.name), getattr(REFERENCE, field.name)
         if twin is not reference:
             twins[field.name] = _or_reference(field.name, twin, reference)
-        elif field.name not in _MADE_OF_OPERATIONS:
+        elif field.name not in _NEED_NO_TWIN:
             missing.append(field.name)
     if missing:
         _log.warning(

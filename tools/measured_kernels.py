@@ -31,6 +31,7 @@ _FIGURES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "copies to and from a store": (("copies", "chunks, "),),
     "choice of tokens": (("step", "sampling "),),
     "penalties and other rules": (("step", "runner B=1 penalties"),),
+    "sums over ranks": (("rows", "sum_ranks"),),
     "launching": (("step", "graph "),),
 }
 """Part of the kernels -> a part of `benchmarks.gpu` and the experiments in it that measure it."""

@@ -1,4 +1,4 @@
-"""Norms, activation, rotation and digests: their time, and the share of the copy rate they reach.
+"""Norms, activation, rotation, digests, sums over ranks: their time, and share of the copy rate.
 
 Sizes are those of Llama-3.1-8B, and of DeepSeek-V3 for latents, in bf16. Calls follow one another
 in a graph. Inputs of few tokens stay in the L2 cache, as they do in a step; those of thousands are
@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu.peaks import copied
 from benchmarks.gpu.timing import DEVICE, Experiments, num_rotated, sized, time_in_graph
 from pdserve.kernels.cases.attention import rope_table
-from pdserve.kernels.cuda import activation, digest, norm, rope
+from pdserve.kernels.cuda import activation, digest, norm, ranks, rope
 from pdserve.kernels.cuda.launch import without_overlap
 from pdserve.kernels.digest import place_keys, word_constants
 from pdserve.kernels.ops import Ops
@@ -187,6 +187,17 @@ def digested(block_size: int, tokens: int) -> dict[str, Any]:
     return timing.row(gb_per_s=timing.gb_per_s(kv.nbytes), mib=kv.nbytes >> 20)
 
 
+def summed(num_ranks: int, tokens: int) -> dict[str, Any]:
+    """Time the sum of what ranks have, and check it, bit for bit."""
+    parts = torch.randn(num_ranks, tokens * WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    found = ranks.sum_ranks(parts)
+    timing = time_in_graph(lambda _: ranks.sum_ranks(parts), calls=sized(8, 2))
+    return timing.row(
+        gb_per_s=timing.gb_per_s(parts.nbytes + found.nbytes),
+        equal=torch.equal(found, REFERENCE.sum_ranks(parts)),
+    )
+
+
 def run(limit_s: float) -> dict[str, Any]:
     """Run the part."""
     experiments = Experiments("rows", limit_s)
@@ -202,4 +213,6 @@ def run(limit_s: float) -> dict[str, Any]:
             f"kv_digests, blocks of {size}",
             lambda: digested(size, sized(4096, 8)),  # noqa: B023
         )
+    for tokens in TOKENS:
+        experiments.run(f"sum_ranks of 4, {tokens} tokens", lambda: summed(4, tokens))  # noqa: B023
     return experiments.results

@@ -1,4 +1,4 @@
-"""Inputs of products, norms and activation."""
+"""Inputs of products, norms, activation and sums over ranks."""
 
 from __future__ import annotations
 
@@ -89,3 +89,19 @@ def silu_and_mul() -> list[Case]:
         case("model_width", 17, 1536),
         case("saturated", 4, 64, 60.0),
     ]
+
+
+def sum_ranks() -> list[Case]:
+    """parts: sums that depend on the order of addition, with and without tails."""
+
+    def case(name: str, ranks: int, size: int) -> Case:
+        def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+            values, powers = (
+                draw((ranks, size), torch.float32, torch.device("cpu"), seed=seed)
+                for seed in (1, 2)
+            )
+            return (torch.ldexp(values, (3 * powers).round()).to(device, dtype),)
+
+        return Case(name, make)
+
+    return [case("empty", 2, 0), case("odd_length", 3, 37), case("several_blocks", 8, 2056)]

@@ -94,6 +94,7 @@ OPERATIONS: dict[str, OperationSpec] = {
         _op("rms_norm", rows.rms_norm, _ELEMENTWISE),
         _op("add_rms_norm", rows.add_rms_norm, _ELEMENTWISE, 1),
         _op("silu_and_mul", rows.silu_and_mul, _ELEMENTWISE),
+        _op("sum_ranks", rows.sum_ranks, _EXACT),
         _op("rope_and_cache", attention.rope_and_cache, _ELEMENTWISE, 3),
         _op("paged_attention", attention.paged_attention, _ACCUMULATED),
         _op("route", moe.route, _ELEMENTWISE),

@@ -30,6 +30,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         linear,
         moe,
         norm,
+        ranks,
         rope,
         router,
         rules,
@@ -50,6 +51,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         kv_digests=digest.kv_digests,
         gather_chunks=chunks.gather_chunks,
         scatter_chunks=chunks.scatter_chunks,
+        sum_ranks=ranks.sum_ranks,
         linear=linear.CudaLinear,
         heads=linear.CudaHeads,
         sampling=SamplingOps(

@@ -5,9 +5,10 @@ An operation names its group, because an operator's arguments are tensors and pl
 `Group`, which skips groups of one. Where nothing is being compiled, a call goes straight to the
 implementation: torch's dispatcher costs a decode step of 61 sums 0.6 ms of 12.
 
-On CPUs a sum adds the ranks' values in rank order, in fp32 for narrower types, whatever
-carries them: all ranks get the same bits, and a row's bits do not depend on the other rows.
-Gloo's own sums promise neither. On GPUs NCCL adds in an order of its own.
+A sum adds the ranks' values in rank order, in fp32 for narrower types, whatever carries them: all
+ranks get the same bits, and a row's bits do not depend on the other rows. Gloo's own sums promise
+neither, nor do NCCL's, whose order depends on the algorithm that it chooses by size: both only move
+the values, and each rank adds them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 
     from pdserve.parallel.shared_memory import SharedExchange
 
-# Up to here all ranks send all to all and each adds everything; beyond, each adds a part.
-_GATHERED_BYTES = 64 << 10
+# Up to here all ranks send all to all and each adds everything; beyond, each adds a part. The bits
+# are the same. For GPUs it is an estimate: what NVLink carries while a second call of NCCL starts.
+_GATHERED_BYTES = {"cpu": 64 << 10, "cuda": 512 << 10}
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,20 @@ class _Carrier:
         device: The process group for tensors of the world's device.
         host: The one for CPU tensors, on gloo.
         shared: For CPU tensors, instead of `host`, where all ranks are on one host.
+        sum_ranks: Adds what others have brought (`kernels.ops`).
     """
 
     ranks: tuple[int, ...]
     device: dist.ProcessGroup
     host: dist.ProcessGroup
     shared: SharedExchange | None
+    sum_ranks: Callable[[Tensor], Tensor]
+
+    def group_of(self, x: Tensor) -> dist.ProcessGroup:
+        return self.device if x.is_cuda else self.host
+
+    def sharing(self, x: Tensor) -> SharedExchange | None:
+        return None if x.is_cuda else self.shared
 
 
 _carriers: dict[str, _Carrier] = {}
@@ -59,9 +69,10 @@ def remember(
     device: dist.ProcessGroup,
     host: dist.ProcessGroup,
     shared: SharedExchange | None,
+    sum_ranks: Callable[[Tensor], Tensor],
 ) -> None:
-    """Tie `name` to what carries the tensors of `ranks`, until `forget`."""
-    _carriers[name] = _Carrier(ranks, device, host, shared)
+    """Tie `name` to what carries and adds the tensors of `ranks`, until `forget`."""
+    _carriers[name] = _Carrier(ranks, device, host, shared, sum_ranks)
 
 
 def forget(name: str) -> None:
@@ -92,28 +103,26 @@ def _define(
 
 def _all_reduce(x: Tensor, group: str) -> Tensor:
     carrier = _carriers[group]
-    if x.is_cuda:
-        out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=carrier.device)
-        return out
-    if carrier.shared is not None and x.dtype in SUMMED:
-        return carrier.shared.all_reduce(x)
+    shared = carrier.sharing(x)
+    if shared is not None and x.dtype in SUMMED:
+        return shared.all_reduce(x)
     num_ranks = len(carrier.ranks)
     flat = x.contiguous().view(-1)
-    if x.nbytes <= _GATHERED_BYTES:
-        return _sum(_gather(flat, carrier)).view(x.shape)
+    if x.nbytes <= _GATHERED_BYTES[x.device.type]:
+        return carrier.sum_ranks(_gather(flat, carrier)).view(x.shape)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % num_ranks))
     parts = torch.empty_like(padded)
-    dist.all_to_all_single(parts, padded, group=carrier.host)
-    sums = _gather(_sum(parts.view(num_ranks, -1)), carrier)
+    dist.all_to_all_single(parts, padded, group=carrier.group_of(x))
+    sums = _gather(carrier.sum_ranks(parts.view(num_ranks, -1)), carrier)
     return sums.view(-1)[: flat.numel()].view(x.shape).clone()
 
 
 def _all_gather(x: Tensor, dim: int, group: str) -> Tensor:
     carrier = _carriers[group]
     dim %= x.dim()
-    if carrier.shared is not None and not x.is_cuda:
-        return carrier.shared.all_gather(x, dim)
+    shared = carrier.sharing(x)
+    if shared is not None:
+        return shared.all_gather(x, dim)
     parts = _gather(x.contiguous().view(-1), carrier).view(len(carrier.ranks), *x.shape)
     return torch.cat(parts.unbind(0), dim=dim) if dim else parts.flatten(0, 1)
 
@@ -123,18 +132,16 @@ def _reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
     num_ranks = len(carrier.ranks)
     dim %= x.dim()
     _check_divides(x.shape, dim, num_ranks)
-    if carrier.shared is not None and x.dtype in SUMMED and not x.is_cuda:
-        return carrier.shared.reduce_scatter(x, dim)
-    parts = torch.stack(x.chunk(num_ranks, dim=dim)) if x.shape[dim] else x.unsqueeze(0)
-    out = parts.new_empty(parts.shape[1:])
-    if x.is_cuda:
-        dist.reduce_scatter_single(out.view(-1), parts.view(-1), group=carrier.device)
-        return out
+    shared = carrier.sharing(x)
+    if shared is not None and x.dtype in SUMMED:
+        return shared.reduce_scatter(x, dim)
+    cut = (*x.shape[:dim], num_ranks, x.shape[dim] // num_ranks, *x.shape[dim + 1 :])
+    parts = x.reshape(cut).movedim(dim, 0).contiguous()
     if not x.numel():
-        return out
+        return parts.new_empty(parts.shape[1:])
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=carrier.host)
-    return _sum(received)
+    dist.all_to_all_single(received, parts, group=carrier.group_of(x))
+    return carrier.sum_ranks(received.view(num_ranks, -1)).view(parts.shape[1:])
 
 
 def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
@@ -143,21 +150,21 @@ def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: str) -> 
         raise InternalError(
             f"{len(x)} rows cannot go as {sent} to {len(carrier.ranks)} ranks, {received} coming"
         )
-    if carrier.shared is not None and not x.is_cuda:
-        return carrier.shared.all_to_all(x, received, sent)
+    shared = carrier.sharing(x)
+    if shared is not None:
+        return shared.all_to_all(x, received, sent)
     out = x.new_empty((sum(received), *x.shape[1:]))
-    process_group = carrier.device if x.is_cuda else carrier.host
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=process_group)
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=carrier.group_of(x))
     return out
 
 
 def _broadcast(x: Tensor, source: int, group: str) -> Tensor:
     carrier = _carriers[group]
-    if carrier.shared is not None and not x.is_cuda:
-        return carrier.shared.broadcast(x, source)
+    shared = carrier.sharing(x)
+    if shared is not None:
+        return shared.broadcast(x, source)
     out = x.clone(memory_format=torch.contiguous_format)
-    process_group = carrier.device if x.is_cuda else carrier.host
-    dist.broadcast(out, src=carrier.ranks[source], group=process_group)
+    dist.broadcast(out, src=carrier.ranks[source], group=carrier.group_of(x))
     return out
 
 
@@ -165,18 +172,8 @@ def _gather(flat: Tensor, carrier: _Carrier) -> Tensor:
     """Every rank's `flat` `[n]`, as `[num_ranks, n]`."""
     out = flat.new_empty((len(carrier.ranks), flat.numel()))
     if flat.numel():
-        process_group = carrier.device if flat.is_cuda else carrier.host
-        dist.all_gather_single(out.view(-1), flat, group=process_group)
+        dist.all_gather_single(out.view(-1), flat, group=carrier.group_of(flat))
     return out
-
-
-def _sum(parts: Tensor) -> Tensor:
-    """The sum over the first dim, in order."""
-    wide = parts.float() if parts.dtype in {torch.bfloat16, torch.float16} else parts
-    total = wide[0].clone()
-    for part in wide[1:]:
-        total += part
-    return total.to(parts.dtype)
 
 
 def _check_divides(shape: Sequence[int], dim: int, num_ranks: int) -> None:

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from pdserve.kernels.reference.ranks import sum_ranks
 from pdserve.parallel import collectives, shared_memory
 from pdserve.parallel.mesh import Axis, Mesh, MeshShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -215,7 +216,12 @@ class World:
 
 
 def join(
-    mesh: Mesh, rendezvous: Rendezvous, device: torch.device, *, use_shared_memory: bool = True
+    mesh: Mesh,
+    rendezvous: Rendezvous,
+    device: torch.device,
+    *,
+    use_shared_memory: bool = True,
+    sum_ranks: Callable[[Tensor], Tensor] = sum_ranks,
 ) -> World:
     """Meet the other ranks of `mesh` and form every group.
 
@@ -223,6 +229,7 @@ def join(
 
     Args:
         use_shared_memory: False: use gloo even between ranks of one host. Equal on all ranks.
+        sum_ranks: Adds what has come from all ranks, where it did not come through shared memory.
     """
     if mesh.shape.world_size == 1:
         return World.alone()
@@ -266,6 +273,7 @@ def join(
                 device=group.device,
                 host=group.host,
                 shared=group.shared,
+                sum_ranks=sum_ranks,
             )
     return world
 

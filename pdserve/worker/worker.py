@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import EngineConfig, ParallelConfig
     from pdserve.connectors.base import KVLayout
+    from pdserve.kernels.backend import KernelBackend
     from pdserve.models.registry import LoadedModel
     from pdserve.parallel.place import RankPlace
     from pdserve.wire.ids import EngineId, Incarnation, RequestId
@@ -104,7 +105,7 @@ class Worker:
         device = _device(config.device, place)
         num_threads = _set_threads(config.parallel, place)
         kernels = kernels_on(device, self._progress)
-        world = self._world = self._join(device)
+        world = self._world = self._join(device, kernels)
         if world.pp.is_last and world.tp.is_first:
             model = config.model
             self._grammars = GrammarPool(
@@ -172,13 +173,13 @@ class Worker:
             draft_cost=draft_cost(loaded) / world.pp.size,
         )
 
-    def _join(self, device: torch.device) -> World:
+    def _join(self, device: torch.device, kernels: KernelBackend) -> World:
         place = self._place
         if place.mesh.shape.world_size == 1:
             return World.alone()
         if place.rendezvous is None:
             raise InternalError(f"rank {place.mesh.rank} was not told where its world meets")
-        return join(place.mesh, place.rendezvous, device)
+        return join(place.mesh, place.rendezvous, device, sum_ranks=kernels.sum_ranks)
 
     def _plan(
         self, loaded: LoadedModel, draft_bytes: int, device: torch.device, world: World

@@ -1,4 +1,4 @@
-"""Norms, activation, rotation and digests: as their references, each row by itself."""
+"""Norms, activation, rotation, digests and sums over ranks: as their references, row by row."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ NAMES = (
     "rms_norm",
     "add_rms_norm",
     "silu_and_mul",
+    "sum_ranks",
     "rope_and_cache",
     "rope_and_latent",
     "kv_digests",

@@ -1,4 +1,4 @@
-"""Norms, activation, rotation, digests and copies on Hopper: wide accesses, no spills."""
+"""Norms, activation, rotation, digests, copies, sums over ranks: wide accesses, no spills."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from pdserve.kernels.cuda import activation, digest, norm, rope
+from pdserve.kernels.cuda import activation, digest, norm, ranks, rope
 from pdserve.kernels.cuda.chunks import ChunkCopy, copied
 from pdserve.kernels.cuda.launch import without_overlap
 from pdserve.kernels.digest import place_keys, word_constants
@@ -31,6 +31,7 @@ def calls() -> gate.Calls:
         "add_rms_norm": lambda: norm.add_rms_norm(of(8, 4096), of(8, 4096), of(4096), 1e-5),
         "wide_norm": lambda: norm.rms_norm(of(8, 32768), of(32768), 1e-5),
         "silu_and_mul": lambda: activation.silu_and_mul(of(8, 28672)),
+        "sum_ranks": lambda: ranks.sum_ranks(of(8, 8 * 4096)),
         "rope": lambda: rope.rope_and_cache(
             of(8, 6144), places, table, kv[:, 1], places, None, None, 1e-5
         ),
@@ -58,6 +59,7 @@ ROWS = {
     "add_rms_norm": (48, 5, 6, 4),
     "wide_norm": (128, 1, 16, 8),
     "silu_and_mul": (32, 16, 2, 1),
+    "sum_ranks": (40, 12, 8, 1),
     "rope": (40, 24, 6, 6),
     "rope_normed": (56, 16, 6, 6),
     "rope_latent": (32, 16, 2, 0),
@@ -107,8 +109,8 @@ def test_a_kernel_stays_in_registers_waits_by_itself_and_moves_16_bytes_at_once(
     assert kernel.programs_per_sm() >= programs
     assert kernel.count("LDG.E.128") >= loads
     assert kernel.count("STG.E.128") >= stores
-    of_a_step = 0 if name == "digests" else 1
-    assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == of_a_step
+    overlaps = name not in {"digests", "sum_ranks"}
+    assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == overlaps
     (in_turn,) = found[f"{name}, in turn"]
     assert in_turn.count("ACQBULK") == in_turn.count("PREEXIT") == 0
 
