@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import msgspec
 
 from pdserve.wire.seal import PROTOCOL
-from pdserve.wire.transfer import ConnectorReport, KVShape
+from pdserve.wire.transfer import ConnectorReport, KVShape, Numerics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -225,6 +225,7 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
         layout_digest: Equal digests mean that KV can be exchanged, however it is shared out.
         layout_fields: What it was taken over.
         shape: How this engine's KV is shared out over its ranks.
+        numerics: How it rounds; None where that is not known.
     """
 
     config: EngineConfig
@@ -236,6 +237,7 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     shape: KVShape
     rank: int = 0
     num_ranks: int = 1
+    numerics: Numerics | None = None
 
 
 def guarded(call: Callable[[], T]) -> T | Exception:

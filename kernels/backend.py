@@ -14,8 +14,10 @@ colocated serving the same. The reference promises no such thing.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -77,6 +79,8 @@ class KernelBackend(Ops):
     Attributes:
         name: As in logs.
         description: For `pdserve doctor`: what it is, and where it lies.
+        arch, sources, compiler: What the bits of results depend on, beside its arguments: what the
+            device multiplies with, a hash of the kernels (`hash_of_sources`), what compiled them.
         linear: A weight laid out once.
         heads: One weight per attention head, likewise; its argument is ``[H, N, K]``.
         experts: A layer's experts, likewise.
@@ -87,6 +91,9 @@ class KernelBackend(Ops):
 
     name: str
     description: str
+    arch: str = ""
+    sources: str = ""
+    compiler: str = ""
     linear: MakeLinear = PackedLinear
     heads: Callable[[Tensor], PackedHeads] = PackedHeads
     experts: MakeExperts = PackedExperts
@@ -111,4 +118,15 @@ class KernelBackend(Ops):
         return layer
 
 
-REFERENCE = KernelBackend(name="reference", description="torch's own operations")
+REFERENCE = KernelBackend(
+    name="reference", description="torch's own operations", compiler=f"torch {torch.__version__}"
+)
+
+
+def hash_of_sources(folder: Path) -> str:
+    """Return one hash of a backend's kernels and their tables."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in {".py", ".h", ".cpp"}:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

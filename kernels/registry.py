@@ -25,7 +25,7 @@ BACKENDS: Mapping[str, str] = {
 }
 """Device type -> the module whose ``load`` makes its backend. Others have the reference."""
 
-_NOT_IMPLEMENTATIONS = frozenset({"name", "description", "sampling"})
+_NOT_IMPLEMENTATIONS = frozenset({"name", "description", "arch", "sources", "compiler", "sampling"})
 """Of the fields of a backend; tokens are chosen on the host where that is the device."""
 
 _NEED_NO_TWIN = frozenset({"mlp", "attention", "sum_ranks"})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.slicing import mismatch, route_between
-from pdserve.connectors.transfer.protocol import Hello, Refuse, RefuseReason
+from pdserve.connectors.transfer.protocol import Hello, Refuse, RefuseReason, Welcome
 from pdserve.errors import PeerError
+from pdserve.observe.log import log_event
 from pdserve.wire.ids import EngineId
 from pdserve.wire.transfer import LoadFailure
 
@@ -14,8 +16,10 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.transfer.mover import ExposedMemory
     from pdserve.connectors.transfer.peering import PeerId
-    from pdserve.connectors.transfer.protocol import Welcome
-    from pdserve.wire.transfer import EngineRef
+    from pdserve.connectors.transfer.protocol import Process
+    from pdserve.wire.transfer import EngineRef, Numerics
+
+_log = logging.getLogger(__name__)
 
 
 def hello_to(
@@ -34,7 +38,45 @@ def hello_to(
         shape=context.shape,
         agent_metadata=target.metadata,
         pool=target.pool,
+        numerics=context.numerics,
     )
+
+
+def welcome_by(context: ConnectorContext, target: ExposedMemory, process: Process) -> Welcome:
+    """What P says to a rank of D that it serves."""
+    return Welcome(
+        agent_metadata=target.metadata,
+        pool=target.pool,
+        scratch=target.scratch,
+        shape=context.shape,
+        process=process,
+    )
+
+
+class NumericsWatch:
+    """Says where the text of a P and a D need not be that of one engine: once for each numerics.
+
+    The first rank does so for its engine. Of a D that does not say how it rounds, nothing is known.
+    """
+
+    def __init__(self, mine: ConnectorContext) -> None:
+        self._mine = mine
+        self._known: set[Numerics | None] = {None, mine.numerics}
+
+    def look_at(self, hello: Hello) -> None:
+        """Compare with a D that is served."""
+        here, there = self._mine.numerics, hello.numerics
+        if here is None or there in self._known or self._mine.rank:
+            return
+        self._known.add(there)
+        log_event(
+            _log,
+            "kv peer rounds differently: its text need not be that of one engine",
+            level=logging.WARNING,
+            peer=hello.engine_id,
+            here=str(here),
+            there=str(there),
+        )
 
 
 def refusal_of(mine: ConnectorContext, hello: Hello) -> Refuse | None:

@@ -47,7 +47,7 @@ import msgspec
 
 from pdserve.connectors.slicing import block_bytes
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
-from pdserve.wire.transfer import KVHandoff, KVShape, LeaseEnd
+from pdserve.wire.transfer import KVHandoff, KVShape, LeaseEnd, Numerics
 
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 """What comes over the wire is refused by the decoder if it is below."""
@@ -95,6 +95,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         wants_rank: The rank of P that it takes the other end for.
         shape: How D's KV is shared out.
         agent_metadata, pool: D's own memory, for pushes.
+        numerics: How D rounds; None where its version does not say.
     """
 
     engine_id: EngineId
@@ -108,6 +109,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     shape: KVShape
     agent_metadata: bytes
     pool: Region
+    numerics: Numerics | None = None
 
 
 class Process(msgspec.Struct, frozen=True, array_like=True):

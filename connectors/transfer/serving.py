@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, assert_never
 from pdserve.connectors.handover.lease import LeaseTable, ReadVerdict
 from pdserve.connectors.slicing import route_between
 from pdserve.connectors.transfer.destinations import Destination
-from pdserve.connectors.transfer.greeting import refusal_of
+from pdserve.connectors.transfer.greeting import NumericsWatch, refusal_of, welcome_by
 from pdserve.connectors.transfer.link import Fault, FrameError
 from pdserve.connectors.transfer.protocol import (
     Abort,
@@ -38,7 +38,6 @@ from pdserve.connectors.transfer.protocol import (
     Register,
     Taken,
     ToServer,
-    Welcome,
 )
 from pdserve.connectors.transfer.pushing import Pushing
 from pdserve.connectors.transfer.steps import Steps
@@ -117,6 +116,7 @@ class Server:
     def __init__(self, seams: Seams) -> None:
         self._seams = seams
         self._context = seams.context
+        self._numerics = NumericsWatch(seams.context)
         self._transfer = seams.transfer
         self._clock = seams.clock
         # In the order in which they came: a set would be gone through by their addresses.
@@ -325,15 +325,8 @@ class Server:
             return
         client.is_wiring = True
         client.destination = Destination(hello, lambda message: self._send(client, message))
-        client.link.send(
-            Welcome(
-                agent_metadata=target.metadata,
-                pool=target.pool,
-                scratch=target.scratch,
-                shape=self._context.shape,
-                process=self._seams.processes.this,
-            )
-        )
+        self._numerics.look_at(hello)
+        client.link.send(welcome_by(self._context, target, self._seams.processes.this))
 
     def _take_digests(self, granted: _Granted) -> None:
         grant = granted.grant

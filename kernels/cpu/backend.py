@@ -5,13 +5,14 @@ The number of threads is ``torch.get_num_threads()``, read at every call.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from pdserve.kernels.backend import KernelBackend, KernelsUnavailableError
+from pdserve.kernels.backend import KernelBackend, KernelsUnavailableError, hash_of_sources
 from pdserve.kernels.cpu import build
 from pdserve.kernels.cpu.attention import AttentionOps
 from pdserve.kernels.cpu.digest import DigestOps
@@ -48,6 +49,9 @@ def from_library(path: Path) -> KernelBackend:
     return KernelBackend(
         name="cpu",
         description=f"C++ kernels for this CPU, bf16 {unit}: {path}",
+        arch=f"{platform.machine()}, bf16 {unit}",
+        sources=hash_of_sources(build.SOURCE_DIR),
+        compiler=library.pd_compiler().decode(),
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
         silu_and_mul=rows.silu_and_mul,

@@ -215,6 +215,8 @@ struct PdChunks {
     int64_t block_stride, layer_stride, plane_stride, head_stride, token_stride;
 };
 
+// What has compiled this: products and sums are contracted as it sees fit.
+const char* pd_compiler();
 // What products of bf16 are computed with in this process.
 PdUnit pd_bf16_unit();
 // What a unit reaches on one core, in GFLOP/s; 0 where this build has none. Takes 10 ms.

@@ -32,6 +32,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     # The others take bytes, and a conversion per call is what having no argtypes avoids.
     library.pd_packed_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
     library.pd_packed_bytes.restype = ctypes.c_int64
+    library.pd_compiler.restype = ctypes.c_char_p
     return library
 
 

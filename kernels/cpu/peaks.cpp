@@ -92,6 +92,14 @@ double tiles_rate() {
 
 extern "C" {
 
+const char* pd_compiler() {
+#ifdef __clang__
+    return __VERSION__;
+#else
+    return "GCC " __VERSION__;
+#endif
+}
+
 PdUnit pd_bf16_unit() {
     if (pd::have_tiles()) return kTiles;
 #ifdef PD_DPBF16

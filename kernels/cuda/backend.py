@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from pdserve.kernels.backend import KernelBackend, KernelsUnavailableError
+from pdserve.kernels.backend import KernelBackend, KernelsUnavailableError, hash_of_sources
 from pdserve.kernels.ops import SamplingOps
 
 
@@ -37,9 +38,13 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         sampling,
     )
 
+    compiler = f"Triton {triton.__version__}"
     return KernelBackend(
         name="cuda",
-        description=f"Triton {triton.__version__} kernels",
+        description=f"{compiler} kernels",
+        arch=_arch(device),
+        sources=hash_of_sources(Path(__file__).resolve().parent),
+        compiler=compiler,
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         silu_and_mul=activation.silu_and_mul,
@@ -60,3 +65,9 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         experts=moe.CudaExperts,
         mlp=halves.make_mlp,
     )
+
+
+def _arch(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "interpreted"
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))

@@ -26,7 +26,7 @@ import msgspec
 
 import pdserve
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_PEER
-from pdserve.commands.findings import Finding, Grade, RunningEngine, compatible
+from pdserve.commands.findings import Finding, Grade, RunningEngine, compatible, numerics
 from pdserve.commands.running import require_free
 from pdserve.commands.tier_checks import findings_of, server
 from pdserve.config.checks import is_loopback
@@ -289,6 +289,7 @@ def peers(
                 engine["layout_digest"],
                 engine["layout"],
                 engine.get("text_digest", ""),
+                engine.get("numerics"),
             )
             addresses = [(each["host"], each["port"]) for each in engine["endpoints"]]
         except OSError as error:
@@ -309,6 +310,8 @@ def peers(
         reached.append(peer)
     for one, other in itertools.pairwise(reached):
         yield compatible(one, other)
+        if one.layout_digest == other.layout_digest and (found := numerics(one, other)):
+            yield found
     roles = {peer.role for peer in reached}
     if len(reached) > 1 and len(roles) == 1 and roles != {"both"}:
         (role,) = roles

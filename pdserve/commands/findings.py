@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -36,6 +37,7 @@ class RunningEngine(msgspec.Struct, frozen=True):
     layout_digest: str
     layout: dict[str, str]
     text_digest: str = ""
+    numerics: dict[str, Any] | None = None
 
 
 def compatible(one: RunningEngine, other: RunningEngine) -> Finding:
@@ -62,4 +64,27 @@ def compatible(one: RunningEngine, other: RunningEngine) -> Finding:
         Grade.FAIL,
         f"{names} differ: {differences or 'only in their digests'}",
         "start both with the same model and --dtype",
+    )
+
+
+def numerics(one: RunningEngine, other: RunningEngine) -> Finding | None:
+    """Do both write the same text as one engine? None = one of them does not say how it rounds."""
+    ours, theirs = one.numerics, other.numerics
+    if ours is None or theirs is None:
+        return None
+    names = f"{one.url} and {other.url}"
+    if ours == theirs:
+        told = ", ".join(f"{key} {value}" for key, value in ours.items())
+        return Finding("numerics", Grade.OK, f"{names} round alike: {told}")
+    differences = ", ".join(
+        f"{key} {ours.get(key)} and {theirs.get(key)}"
+        for key in sorted({*ours, *theirs})
+        if ours.get(key) != theirs.get(key)
+    )
+    return Finding(
+        "numerics",
+        Grade.WARN,
+        f"{names} round differently: {differences}. A request that they share need not get the "
+        "text that one of them would write alone",
+        "if that matters, give both the same kind of device, release and TP size",
     )

@@ -95,6 +95,7 @@ def start_engine(
             layout_fields=first.layout_fields,
             shape=first.shape,
             num_ranks=len(workers),
+            numerics=first.numerics,
         )
         half = connector.make_scheduler(context, endpoints)
         core = EngineCore(executor, half, clock, config=config, workers=workers, in_waves=in_waves)
@@ -118,6 +119,7 @@ def start_engine(
         can_push=first.can_push,
         kv_shape=first.shape,
         protocol=PROTOCOL,
+        numerics=first.numerics,
     )
     return core, info
 

@@ -12,7 +12,7 @@ from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.step import ExpertBalance
-from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape, PushTicket
+from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape, Numerics, PushTicket
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets in which steps are counted by their number of tokens; vLLM's."""
@@ -363,6 +363,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_events: Where each of its cores tells of its KV, in order; none if it does not.
         text_digest: `Text.digest` of its server; empty where that is not said. Requests with a
             grammar or with tools are shared by engines of equal ones.
+        numerics: How it rounds; None where a version does not say.
     """
 
     engine_id: EngineId
@@ -382,3 +383,4 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = 1
     kv_events: list[EventEndpoint] = []
     text_digest: str = ""
+    numerics: Numerics | None = None

@@ -68,6 +68,28 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp_size * max(1, len(self.stages))
 
 
+class Numerics(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides how an engine rounds, beside its model: its numerics id.
+
+    Engines whose ids are equal write the same text for a request, whichever of them has computed
+    what of its KV. Others may exchange KV all the same.
+
+    Attributes:
+        device: Its kind, and what it multiplies with, as in "cuda sm_90".
+        kernels: The kernel backend, and a hash of its sources.
+        compiler: What has compiled them, with its version.
+        tp_size: Ranks that share a layer: each sums a part.
+    """
+
+    device: str
+    kernels: str
+    compiler: str
+    tp_size: int
+
+    def __str__(self) -> str:
+        return f"{self.device}, kernels {self.kernels} by {self.compiler}, TP {self.tp_size}"
+
+
 class EngineRef(msgspec.Struct, frozen=True, kw_only=True):
     """One life of one engine, where its ranks listen (in rank order), and how its KV lies there."""
 

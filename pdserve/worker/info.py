@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.connectors.base import KVLayout
-from pdserve.wire.transfer import Endpoint, KVShape
+from pdserve.wire.transfer import Endpoint, KVShape, Numerics
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +20,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         shape: How the engine's KV is shared out over its ranks. Equal on all of them.
         can_push: Its connector takes tickets.
         endpoint: The connector's side channel, if it has one.
+        numerics: How the engine rounds. Equal on all ranks, if their devices are of one kind.
         eos_token_ids: As in `config.json`.
         num_threads: CPU threads of its compute.
         row_costs: Seconds of a product of the model by its number of rows, rising, if drafts are
@@ -43,3 +44,4 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     row_costs: tuple[tuple[int, float], ...] = ()
     draft_cost: float = 0.0
+    numerics: Numerics | None = None

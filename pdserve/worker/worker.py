@@ -30,7 +30,7 @@ from pdserve.observe.trace import CLOCK_ID
 from pdserve.parallel.group import World, join
 from pdserve.text.grammar import GrammarCompiler
 from pdserve.text.load import load_text
-from pdserve.wire.transfer import Failed, KVShape, LoadFailure
+from pdserve.wire.transfer import Failed, KVShape, LoadFailure, Numerics
 from pdserve.worker import kv_memory
 from pdserve.worker.device import device_of
 from pdserve.worker.drafting.loading import (
@@ -129,6 +129,7 @@ class Worker:
         fields = _layout_fields(loaded, layout)
         shape = _shape(loaded, layout, world)
         digest = hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:32]
+        numerics = _numerics(device, kernels, world)
         context = ConnectorContext(
             config=config,
             engine_id=self._engine_id,
@@ -139,6 +140,7 @@ class Worker:
             shape=shape,
             rank=place.engine_rank,
             num_ranks=world.pp.size * world.tp.size,
+            numerics=numerics,
         )
         transfer = config.transfer
         connector = connector_registry.find(transfer.kv_connector, transfer.settings)
@@ -171,6 +173,7 @@ class Worker:
             num_threads=num_threads,
             row_costs=self._runner.row_costs(),
             draft_cost=draft_cost(loaded) / world.pp.size,
+            numerics=numerics,
         )
 
     def _join(self, device: torch.device, kernels: KernelBackend) -> World:
@@ -349,6 +352,15 @@ def _layout_fields(loaded: LoadedModel, layout: KVLayout) -> dict[str, str]:
         layout, num_layers=arch.num_layers, num_kv_heads=arch.num_kv_heads
     )
     return whole.fields(model=f"{arch.architecture}:{arch.digest}", weights=loaded.weights_digest)
+
+
+def _numerics(device: torch.device, kernels: KernelBackend, world: World) -> Numerics:
+    return Numerics(
+        device=f"{device.type} {kernels.arch}".strip(),
+        kernels=f"{kernels.name} {kernels.sources[:12]}".strip(),
+        compiler=kernels.compiler,
+        tp_size=world.tp.size,
+    )
 
 
 def _shape(loaded: LoadedModel, layout: KVLayout, world: World) -> KVShape:

@@ -42,6 +42,19 @@ def test_engines_of_one_layout_fit_together() -> None:
     assert findings[-1].text == "p and d can exchange KV"
 
 
+def test_engines_that_round_differently_are_told_with_both_values() -> None:
+    def rounding(role: str, tp_size: int) -> dict[str, Any]:
+        numerics = {"device": "cuda sm_90", "tp_size": tp_size}
+        return {"engine": engine(role)["engine"] | {"numerics": numerics}}
+
+    *_, finding = peers(p=rounding("prefill", 1), d=rounding("decode", 2))
+    assert (finding.check, finding.verdict) == ("numerics", Grade.WARN)
+    assert finding.text.startswith("p and d round differently: tp_size 1 and 2.")
+    *_, finding = peers(p=rounding("prefill", 2), d=rounding("decode", 2))
+    assert (finding.check, finding.verdict) == ("numerics", Grade.OK)
+    assert finding.text == "p and d round alike: device cuda sm_90, tp_size 2"
+
+
 def test_engines_that_differ_are_named_with_both_values() -> None:
     *_, finding = peers(p=engine("prefill"), d=engine("decode", num_kv_heads="4", dtype="bfloat16"))
     assert finding.verdict is Grade.FAIL

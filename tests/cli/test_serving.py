@@ -110,6 +110,7 @@ def test_an_engine_serves_under_the_name_it_was_given_until_interrupted(
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/pdserve/info") as response:
             info = json.load(response)
         assert (info["models"], info["engine"]["role"]) == ([str(model)], role)
+        assert info["engine"]["numerics"]["tp_size"] == 1
         engine.send_signal(signal.SIGINT)
         assert engine.wait(60) == 130
         assert psutil.wait_procs(core, timeout=30)[1] == []

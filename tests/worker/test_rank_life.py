@@ -92,6 +92,7 @@ def test_engines_that_share_their_kv_out_otherwise_have_the_same_digest(director
         (1, ((0, 1), (1, 3))),
         (1, ((0, 2), (2, 3))),
     ]
+    assert [info.numerics and info.numerics.tp_size for info in found] == [2, 1, 1]
 
 
 # ---- memory --------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Schedu
 from pdserve.connectors import registry
 from pdserve.connectors.base import Capabilities, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError
+from pdserve.kernels.registry import kernels_on
 from pdserve.wire.ids import RequestId
 from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.transfer import (
@@ -214,6 +215,20 @@ def test_the_context_carries_the_digest_of_what_peers_must_share(
     assert len(digests) == 4
     other_sizes = make_driver(cache=CacheConfig(num_gpu_blocks_override=64, block_size=32)).info
     assert other_sizes.layout_digest == same.layout_digest
+
+
+def test_a_worker_says_how_it_rounds_beside_what_its_kv_means(
+    make_driver: Callable[..., Driver], install: Callable[..., RecordingConnector]
+) -> None:
+    connector, info, kernels = install(), make_driver().info, kernels_on(torch.device("cpu"))
+    assert connector.context is not None
+    assert connector.context.numerics == info.numerics
+    assert info.numerics is not None
+    assert info.numerics.device == f"cpu {kernels.arch}".strip()
+    assert info.numerics.kernels.startswith(kernels.name)
+    assert info.numerics.compiler == kernels.compiler
+    assert info.numerics.tp_size == 1
+    assert "numerics" not in info.layout_fields
 
 
 @pytest.mark.slow
