@@ -399,7 +399,7 @@ class KVConnectorWorker:
         """`layer`'s KV of this step is written. Starts; does not finish."""
 
     def wait_for_save(self) -> Sequence[Failed]:
-        """Once per step, after the forward: this step's KV is complete in memory.
+        """Once per step, after the forward: the device has this step's KV complete in its memory.
 
         Returns:
             What of the loads inside this step did not come, and will not be written any more.

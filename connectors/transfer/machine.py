@@ -55,11 +55,6 @@ class TransferMachine:
         return self.server.needs_progress or self.receiving.needs_progress
 
     @property
-    def is_polling(self) -> bool:
-        """Whether `tick` waits for a device."""
-        return self.server.steps.is_polling
-
-    @property
     def num_open(self) -> int:
         """Transfers that are not over, but for leases."""
         return len(self.peers.loads) + self.receiving.num_open + self.server.pushing.num_live
@@ -100,7 +95,7 @@ class TransferMachine:
         server.keep(todo.keeps)
 
     def add_step(self, step: ChunkStep) -> None:
-        """KV of a chunk is complete once the device says so."""
+        """KV of a chunk is complete."""
         self.server.steps.add(step)
 
     def accept(self, link: PeerLink) -> None:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from pdserve.connectors.slicing import token_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pdserve.config.schema import TransferConfig
     from pdserve.connectors.handover.instructions import Chunk, Expect, Grant, Stop
     from pdserve.connectors.slicing import Shard
@@ -35,7 +33,6 @@ class ChunkStep:
         layerwise: It was to be written layer by layer.
         step_s: How long the step took, if it is over.
         ended_s: When it ended (monotonic seconds).
-        is_ready: Whether the device has finished what was said to be complete.
     """
 
     chunk: Chunk
@@ -44,7 +41,6 @@ class ChunkStep:
     layerwise: bool
     step_s: float
     ended_s: float
-    is_ready: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,6 @@ class Server:
     def tick(self) -> None:
         """Do what is due by the clock. O(clients + leases + parked + pushes)."""
         now_s = self._clock.monotonic_s()
-        self.steps.tick()
         self.pushing.tick()
         self._leases.expire(now_s)
         overdue = [entry for entry in self._parked if entry.until_s <= now_s]

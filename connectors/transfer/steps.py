@@ -1,16 +1,15 @@
-"""What steps of P have made complete in memory: as soon as it is, whoever is waiting is told.
+"""What steps of P have made complete in memory: whoever is waiting for it is told.
 
 A chunk of a push is written; of a prompt that will be pulled the digests are taken, so that they
 are known when its lease begins, but for those of its last chunk. That holds no block: one that
 has been handed out meanwhile is of another generation, and the digests of the one before are
 never asked for again.
 
-It knows neither leases nor sockets; whoever runs the loop calls `tick`.
+It knows neither leases nor sockets.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,26 +32,13 @@ class Steps:
         self._digests = seams.digests
         self._background = seams.background
         self._block_size = seams.context.shape.block_size
-        self._waiting: deque[ChunkStep] = deque()
-
-    @property
-    def is_polling(self) -> bool:
-        """Whether `tick` waits for a device."""
-        return bool(self._waiting)
 
     def add(self, step: ChunkStep) -> None:
-        """Part of a chunk, or all of it, is complete once the device says so."""
-        self._waiting.append(step)
-        self.tick()
-
-    def tick(self) -> None:
-        """Pass on what is complete."""
-        while self._waiting and _is_ready(self._waiting[0]):
-            step = self._waiting.popleft()
-            if step.chunk.nonce:
-                self._on_pushed(step)
-            elif step.is_over:
-                self._take_digests(step.chunk)
+        """Part of a chunk, or all of it, is complete."""
+        if step.chunk.nonce:
+            self._on_pushed(step)
+        elif step.is_over:
+            self._take_digests(step.chunk)
 
     def _take_digests(self, chunk: Chunk) -> None:
         """Of its whole blocks; the last one may be written on."""
@@ -70,7 +56,3 @@ class Steps:
 
 def _nothing() -> None:
     """Nobody waits for these digests."""
-
-
-def _is_ready(step: ChunkStep) -> bool:
-    return step.is_ready is None or step.is_ready()

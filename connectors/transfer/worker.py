@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.handover.instructions import StepInstructions
 from pdserve.connectors.transfer.layerwise import LayerwiseChoice
@@ -16,6 +14,8 @@ from pdserve.wire.transfer import ConnectorReport
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Sequence
+
+    import torch
 
     from pdserve.connectors.base import KVLayout
     from pdserve.connectors.handover.instructions import Chunk
@@ -60,7 +60,8 @@ class TransferWorker(KVConnectorWorker):
     What a step computes of pushed requests is written behind it. The last chunk of a prompt has
     no next step to hide behind: it may be written layer by layer inside its own, which is
     learned (`LayerwiseChoice`). On CUDA it is always written whole: a layer's kernels have only
-    been launched when `save_kv_layer` is called, and each would need an event.
+    been launched when `save_kv_layer` is called. What a step has computed is complete when
+    `wait_for_save` is: whoever runs steps has waited for the device.
 
     Args:
         start: Makes what runs the protocol, over KV memory.
@@ -140,11 +141,6 @@ class TransferWorker(KVConnectorWorker):
             self._runner.close(timeout_s)
 
     def _say(self, chunk: Chunk, *, layers_end: int, is_over: bool) -> None:
-        is_ready = None
-        if self._is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            is_ready = event.query
         now_s = self._clock.monotonic_s()
         self._started().submit_step(
             ChunkStep(
@@ -154,7 +150,6 @@ class TransferWorker(KVConnectorWorker):
                 layerwise=any(chunk is each for each in self._layerwise),
                 step_s=now_s - self._step_began_s,
                 ended_s=now_s,
-                is_ready=is_ready,
             )
         )
 

@@ -273,7 +273,7 @@ class TransferThread:
     def _turn(self) -> None:
         """Wait for something, or for the next time to drive the target; then do all there is."""
         machine, mover = self._machine, self._mover
-        is_driving = machine.needs_progress or machine.is_polling
+        is_driving = machine.needs_progress
         may_wait = mover.may_wait() and not is_driving
         was_ready = self._reactor.wait(self._timeout_s() if may_wait else 0)
         while self._inbox:

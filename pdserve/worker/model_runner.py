@@ -262,7 +262,7 @@ class ModelRunner:
             return LaunchedStep(step, self._launch(step, ahead))
 
     def collect(self, launched: LaunchedStep) -> ModelRunnerOutput:
-        """Wait until the device has finished a step.
+        """Wait until the device has finished a step, whose KV may leave from here on.
 
         Returns:
             On the engine's output rank, the results; on the others, that it is done.

@@ -3,12 +3,13 @@
 Copies are done at once, but what they read and write is looked at again when the host has waited
 for them: whoever changes their source before, or reads their target, is told. A graph records the
 operations of a run one by one, with the addresses that they read; a replay runs these, no Python.
-What a graph computed is destroyed by the replay of another one, as they share memory.
+What a graph computed is destroyed by the replay of another one, as they share memory. Memory that
+is watched looks to others as it did at the last point that the host has waited for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+_Point: TypeAlias = "tuple[int, Tensor | None]"
 
 _HOST_READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
 _HOST_READS |= {"nonzero", "equal", "allclose", "is_nonzero"}
@@ -55,6 +57,8 @@ class RecordedDevice:
         self._pending: list[_Copy] = []
         self._graphs: list[_Graph] = []
         self._is_capturing = False
+        self._num_points = self._num_passed = 0
+        self._watched: tuple[Tensor, Tensor] | None = None
 
     def staging(self, num_bytes: int) -> Tensor:
         memory = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -87,6 +91,24 @@ class RecordedDevice:
 
     def synchronize(self) -> None:
         self.complete(len(self._pending))
+        self.passed(self.point())
+
+    def watch(self, memory: Tensor) -> Tensor:
+        """Return what others find in `memory` of this device; it changes as the host waits."""
+        self._watched = memory, memory.clone()
+        return self._watched[1]
+
+    def point(self) -> _Point:
+        """What the device has been given so far, and what is in its memory behind that."""
+        self._num_points += 1
+        return self._num_points, None if self._watched is None else self._watched[0].clone()
+
+    def passed(self, point: _Point) -> None:
+        """The host knows that the device has come there."""
+        number, memory = point
+        if self._watched is not None and memory is not None and number > self._num_passed:
+            self._num_passed = number
+            self._watched[1].copy_(memory)
 
     @property
     def num_pending(self) -> int:
@@ -107,19 +129,22 @@ class RecordedDevice:
 
 
 class RecordedEvent:
-    """Stands behind the copies that were pending when it was recorded."""
+    """Stands behind what the device had been given when it was recorded."""
 
     def __init__(self, device: RecordedDevice) -> None:
         self._device = device
         self._behind: list[_Copy] = []
+        self._point: _Point = (0, None)
 
     def record(self) -> None:
         self._behind = list(self._device._pending)
+        self._point = self._device.point()
 
     def wait(self) -> None:
         pending = self._device._pending
         left = [copy for copy in pending if copy not in self._behind]
         self._device.complete(len(pending) - len(left))
+        self._device.passed(self._point)
 
     def has_passed(self) -> bool:
         return not any(copy in self._behind for copy in self._device._pending)
