@@ -62,13 +62,25 @@ class Processes:
         self._directory = directory
         self._all: list[subprocess.Popen[bytes]] = []
 
-    async def start(self, name: str, command: str, *arguments: str) -> tuple[str, Path]:
+    @property
+    def pids(self) -> list[int]:
+        """Of all that were started."""
+        return [process.pid for process in self._all]
+
+    async def start(
+        self, name: str, command: str, *arguments: str, core: int | None = None
+    ) -> tuple[str, Path]:
         """Start one of pdserve's; returns its URL, once it serves, and its log.
+
+        Args:
+            core: It may run there only; None: on any.
 
         Raises:
             SystemExit: It ended.
         """
         argv = [sys.executable, "-m", "pdserve", command, *arguments]
+        if core is not None:
+            argv = ["taskset", "--cpu-list", str(core), *argv]
         settings = {"PDSERVE_SECRET": "benchmark", "PDSERVE_DRAIN_DELAY": "0"}
         process, log = self._run(name, argv, settings)
         while not (ready := _READY.search(log.read_text())):
@@ -137,7 +149,8 @@ async def _still_runs(process: subprocess.Popen[bytes], what: str, log: Path) ->
 
 @contextlib.asynccontextmanager
 async def processes(directory: Path) -> AsyncIterator[Processes]:
-    """Processes that end with the block."""
+    """Processes that end with the block, which SIGTERM ends as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = Processes(directory)
     try:
         yield started
@@ -164,6 +177,7 @@ class Asker:
         may_merge: Tokens may come together: where half a character is one, or steps are so short
             that a server has several at once.
         schema: That outputs follow; none may come to its end.
+        extra_body: Further fields of each request.
     """
 
     def __init__(
@@ -174,6 +188,7 @@ class Asker:
         max_concurrency: int | None = None,
         may_merge: bool = False,
         schema: dict[str, Any] | None = None,
+        extra_body: dict[str, Any] | None = None,
     ) -> None:
         self._may_merge = may_merge
         bound = {"ignore_eos": False, "structured_outputs": {"json": schema}}
@@ -183,7 +198,7 @@ class Asker:
                 target=Target(base_url=url),
                 ignore_eos=True,
                 temperature=0.0,
-                extra_body=bound if schema else {},
+                extra_body=(bound if schema else {}) | (extra_body or {}),
             ),
             Sending(id_prefix=id_prefix, max_concurrency=max_concurrency),
             on_outcome=self._outcomes.append,
@@ -195,10 +210,7 @@ class Asker:
         Raises:
             SystemExit: A request failed, or another number of tokens came than was asked for.
         """
-        await self._client.connect(plan)
-        await self._client.run(plan, time.monotonic())
-        outcomes = sorted(self._outcomes, key=lambda each: each.index)
-        self._outcomes.clear()
+        outcomes = await self.play(plan)
         for planned, outcome in zip(plan, outcomes, strict=True):
             if not outcome.is_good:
                 raise SystemExit(f"a request failed: {outcome.error}")
@@ -206,6 +218,14 @@ class Asker:
             if num != planned.max_tokens or len(outcome.chunk_s) < 2:
                 chunks = f"in {len(outcome.chunk_s)} chunks"
                 raise SystemExit(f"{num} tokens {chunks} for {planned.max_tokens}")
+        return outcomes
+
+    async def play(self, plan: Sequence[Planned]) -> list[Outcome]:
+        """Send a plan from now on; returns what came of it, by index, whatever that is."""
+        await self._client.connect(plan)
+        await self._client.run(plan, time.monotonic())
+        outcomes = sorted(self._outcomes, key=lambda each: each.index)
+        self._outcomes.clear()
         return outcomes
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ class Backends:
         self._clock = clock
         self._breakers = breakers
         self._backends: dict[str, Backend] = {}
+        self._by_id: dict[str, Backend] = {}
         self._pools: dict[Role, list[Backend]] = {}
         self._prefill_lost_s = float("-inf")
         self._gone_s = dict.fromkeys(Role, float("-inf"))
@@ -145,11 +146,16 @@ class Backends:
             reason=why,
         )
         del self._backends[backend.url]
+        self._unname(backend)
         self._pools.clear()
         backend.is_gone = True
         self._breakers.forget_pairs(backend.url)
         if not any(other.role is backend.role for other in self):
             self._gone_s[backend.role] = self._clock.monotonic_s()
+
+    def _unname(self, backend: Backend) -> None:
+        if backend.info is not None and self._by_id.get(backend.info.engine_id) is backend:
+            del self._by_id[backend.info.engine_id]
 
     # --- registration
 
@@ -183,20 +189,16 @@ class Backends:
         """
         self.require_fit(registration)
         url, role, engine = _bare(registration.url), Role(registration.role), registration.engine
-        for other in self:
-            if (
-                other.url != url
-                and other.info is not None
-                and other.info.engine_id == engine.engine_id
-                and other.info.incarnation != engine.incarnation
-                and not other.is_static
-            ):
-                self._forget(other, f"restarted as {url}")
+        former = self._by_id.get(engine.engine_id)
+        if former is not None and former.url != url and not former.is_static:
+            assert former.info is not None
+            if former.info.incarnation != engine.incarnation:
+                self._forget(former, f"restarted as {url}")
         backend = self._backends.get(url)
         if backend is None:
             backend = self._add(url, role, is_static=False)
             log_event(log, "engine registered", url=url, role=backend.role.value)
-        elif not backend.is_static:
+        elif not backend.is_static and backend.role is not role:
             backend.role = role
             self._pools.clear()
         self._gone_s[backend.role] = float("-inf")
@@ -254,7 +256,10 @@ class Backends:
 
     def learn(self, backend: Backend, engine: EngineInfo) -> None:
         """Note which engine answers at a URL; a restarted one begins with a clean slate."""
+        self._unname(backend)
         former, backend.info = backend.info, engine
+        if not backend.is_gone:
+            self._by_id[engine.engine_id] = backend
         if former is None or former.incarnation != engine.incarnation:
             for other in self.counterparts(backend.url, backend.role):
                 assert other.info is not None

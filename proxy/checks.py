@@ -1,13 +1,15 @@
 """Asks every engine how it is, at an interval, and before a request gives up on one.
 
 Knows what an engine's answers mean for its health and its load; `backends` holds the set of
-engines. Costs: one task and two small GETs per engine and interval.
+engines. Costs: one task per engine, and per interval one small GET to one that is ready, two to
+another; in a large fleet so many a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import zlib
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,9 @@ log = logging.getLogger(__name__)
 
 _MAX_SKEW_S = 1.0
 _SOON_S = 0.2
+_MAX_CHECKS_PER_S = 200
+"""While engines are well: with more of them each one's turn comes later. A request that fails says
+sooner that one has died, and what this proxy has sent is known without asking."""
 _STOPPED_S = 1.0
 _REMIND_S = 60.0
 """How often it is said again that an engine is away."""
@@ -79,8 +84,8 @@ class HealthChecks:
     async def start(self) -> None:
         """Check every engine once, then go on checking in the background."""
         await asyncio.gather(*(self.check(backend) for backend in self._backends))
-        for backend in self._backends:
-            self.watch(backend, delay_s=self._interval_s(backend))
+        for number, backend in enumerate(self._backends, start=1):
+            self.watch(backend, delay_s=self._interval_s(backend) * number / len(self._backends))
 
     async def stop(self) -> None:
         """End the background checks."""
@@ -117,10 +122,7 @@ class HealthChecks:
             delay_s = self._interval_s(backend)
 
     def _interval_s(self, backend: Backend) -> float:
-        """Return the time to the next check; one that is not ready, or was late, is wanted soon."""
-        interval_s = self._config.health_check_interval_s
-        is_well = backend.health is Health.READY and not backend.num_late_checks
-        return interval_s if is_well else min(interval_s, _SOON_S)
+        return interval_of(backend, len(self._backends), self._config.health_check_interval_s)
 
     async def look_again(self, suspects: Collection[Backend] = ()) -> None:
         """Check those that were not ready when last seen, now rather than at their turn.
@@ -146,16 +148,20 @@ class HealthChecks:
             _tell_failure(url, error)
 
     async def check(self, backend: Backend) -> None:
-        """Ask an engine how it is."""
+        """Ask an engine how it is; one of ours that is ready says so in its report."""
         timeout_s = self._config.health_check_timeout_s
         before = backend.health
         reads = {leg: leg.num_reads for leg in backend.legs}
+        asked_s = self._clock.wall_s()
         try:
-            status, body = await self._get(backend, "/readyz", timeout_s)
-            if status == 404:  # an engine of another make
-                status, body = await self._get(backend, "/health", timeout_s)
+            status, body = await self._get(backend, INFO_PATH, timeout_s)
+            report = _report_in(backend, body) if status == 200 else None
+            if report is None or not report.ready:
+                status, body = await self._get(backend, "/readyz", timeout_s)
+                if status == 404:  # an engine of another make
+                    status, body = await self._get(backend, "/health", timeout_s)
             if status == 200:
-                await self._read_report(backend, timeout_s)
+                await self._take(backend, report or EngineReport(), asked_s, timeout_s)
         except WorkerError as failure:
             self._note_failed_check(backend, failure, reads)
         else:
@@ -213,35 +219,30 @@ class HealthChecks:
             backend.lose_legs()
         backend.health, backend.reason = Health.UNREACHABLE, failure.detail
 
-    async def _read_report(self, backend: Backend, timeout_s: float) -> None:
-        asked_s = self._clock.wall_s()
-        status, body = await self._get(backend, INFO_PATH, timeout_s)
-        if status == 200:
-            try:
-                report = msgspec.json.decode(body, type=EngineReport)
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                message = f"{backend.url}{INFO_PATH} cannot be read: {error}"
-                raise WorkerError(message, reason="garbled") from error
-            if report.engine is not None:
-                is_known = self._backends.knows(backend.url, report.engine)
-                self._backends.learn(backend, report.engine)
-                if not is_known:
-                    self._http.background.start(self._tell_reach(backend, report.engine))
-            if report.stats is not None:
-                load = report.stats
-                backend.load_s = self._clock.monotonic_s()
-                total = load.num_running + load.num_waiting + load.num_receiving
-                backend.num_foreign = max(0, total - backend.in_flight)
-                backend.kv_usage = load.kv_usage
-                backend.is_idle = not (total or load.kv_usage)
-                if self._on_load is not None:
-                    self._on_load(backend, load)
-            if report.wall_s is not None:
-                self._compare_clocks(backend, asked_s, report.wall_s)
+    async def _take(
+        self, backend: Backend, report: EngineReport, asked_s: float, timeout_s: float
+    ) -> None:
+        """Note what an engine that is ready says of itself."""
+        if report.engine is not None:
+            is_known = self._backends.knows(backend.url, report.engine)
+            self._backends.learn(backend, report.engine)
+            if not is_known:
+                self._http.background.start(self._tell_reach(backend, report.engine))
+        load = report.stats
+        if load is not None:
+            backend.load_s = self._clock.monotonic_s()
+            total = load.num_running + load.num_waiting + load.num_receiving
+            backend.num_foreign = max(0, total - backend.in_flight)
+            backend.kv_usage = load.kv_usage
+            backend.is_idle = not (total or load.kv_usage)
+            if self._on_load is not None:
+                self._on_load(backend, load)
+        if report.wall_s is not None:
+            self._compare_clocks(backend, asked_s, report.wall_s)
         if not backend.models:
             await self._read_models(backend, timeout_s)
-        if status == 200 and report.stats is not None:
-            self._totals.add(backend, report.stats)
+        if load is not None:
+            self._totals.add(backend, load)
 
     async def _tell_reach(self, backend: Backend, engine: EngineInfo) -> None:
         """Log it if an engine that did not register, and was not refused then, is out of reach."""
@@ -282,6 +283,32 @@ class HealthChecks:
 
     async def _get(self, backend: Backend, path: str, timeout_s: float) -> tuple[int, bytes]:
         return await self._http.get_json(f"{backend.url}{path}", timeout_s, self._headers)
+
+
+def interval_of(backend: Backend, num_engines: int, interval_s: float) -> float:
+    """Return the time to an engine's next check; one that is not well is wanted soon.
+
+    In a large fleet all have to wait, and for times of their own: else those that came at once
+    would be asked at once for ever.
+
+    Args:
+        num_engines: Of the fleet.
+        interval_s: Between two checks in a small one.
+    """
+    crowd = num_engines / (_MAX_CHECKS_PER_S * interval_s)
+    if backend.health is not Health.READY or backend.num_late_checks:
+        interval_s = min(interval_s, _SOON_S)
+    if crowd <= 1:
+        return interval_s
+    return interval_s * crowd * (0.75 + zlib.crc32(backend.url.encode()) / 2**33)
+
+
+def _report_in(backend: Backend, body: bytes) -> EngineReport:
+    try:
+        return msgspec.json.decode(body, type=EngineReport)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        message = f"{backend.url}{INFO_PATH} cannot be read: {error}"
+        raise WorkerError(message, reason="garbled") from error
 
 
 def _tell_failure(url: str, error: BaseException) -> None:

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import Endpoint
 
 _TIMEOUT_S: Final = 1.5
-_MAX_PEERS: Final = 32
-"""Of the counterparts that are asked: the ways to further ones are like theirs."""
+_MAX_PEERS: Final = 8
+"""Of the counterparts that are asked: the ways to further ones are like theirs, and after a proxy's
+restart a large fleet comes at once."""
 
 
 class Reach:

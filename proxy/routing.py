@@ -254,8 +254,10 @@ class Router:
         """Return why a request from this engine is not pushed; None if pushes are switched off."""
         if self._kv_mode is KVTransfer.PULL:
             return None
-        decodes = [backend for backend in self._backends if backend.decodes()]
-        can = any(self._backends.can_push(prefill, decode) for decode in decodes)
+        can = prefill.info is not None and prefill.info.can_push
+        can = can and any(
+            each.decodes() and self._backends.can_push(prefill, each) for each in self._backends
+        )
         return NotPushed.DISTRUSTED if can else NotPushed.ENGINES
 
     def another_pair(

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TURN_S: Final = 0.1
+_MAX_TURNED_PER_S: Final = 2000
+"""Cores that are looked at whether or not they have said something: with more of them a turn comes
+later."""
 _SWEPT: Final = 10_000
 """Entries that are looked at in one turn for what retired holders left: a few milliseconds."""
 
@@ -76,6 +79,7 @@ class EventFeed:
     def start(self) -> None:
         """Begin to listen, on the running event loop."""
         self._context = zmq.Context()
+        self._context.max_sockets = self._context.get(zmq.SOCKET_LIMIT)  # else 1,023
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -126,7 +130,7 @@ class EventFeed:
                 self._turn()
             except Exception:  # the top of a loop that must go on
                 log.exception("engines' KV events cannot be followed")
-            await asyncio.sleep(_TURN_S)
+            await asyncio.sleep(max(_TURN_S, len(self._cores) / _MAX_TURNED_PER_S))
 
     def _turn(self) -> None:
         wanted = {

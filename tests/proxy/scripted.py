@@ -227,10 +227,13 @@ class ScriptedEngine:
 
     async def _info(self, request: web.Request) -> web.Response:
         self.requests["info"] += 1
+        if self.hang_health is not None:
+            await self.hang_health.wait()
         blocks = {"free": 90 - self.num_held, "cached": 10, "held": self.num_held}
         stats = {**self.load, "num_blocks": 100, "blocks": blocks}
         wall_s = time.time() + self.ahead_s
-        return web.json_response({"engine": self.info(), "stats": stats, "wall_s": wall_s})
+        said = {"ready": self.ready, "engine": self.info(), "stats": stats, "wall_s": wall_s}
+        return web.json_response(said)
 
     async def _reach(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -246,6 +249,7 @@ class ScriptedEngine:
         return answer
 
     async def _readyz(self, request: web.Request) -> web.Response:
+        self.requests["/readyz"] += 1
         if self.hang_health is not None:
             await self.hang_health.wait()
         return web.Response(status=200 if self.ready else 503)

@@ -202,6 +202,23 @@ async def test_an_engine_that_falls_silent_is_not_believed_until_it_is_heard_aga
             await feed.stop()
 
 
+async def test_the_events_of_more_engines_are_heard_than_zmq_has_sockets_for_by_itself():
+    clock, index = ManualClock(), PrefixIndex()
+    backends = []
+    for number in range(520):
+        place = EventEndpoint(host="127.0.0.1", port=1, snapshot_port=1)
+        backend = Backend(f"http://{number}", Role.DECODE, True, Breaker(clock, 3, 5.0))
+        info = {**ScriptedEngine("decode").info(), "incarnation": LIFE, "kv_events": [place]}
+        backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
+        backends.append(backend)
+    feed = EventFeed(index, backends, clock, secret=SECRET)
+    feed.start()
+    try:
+        await until(lambda: len(feed.states()) == len(backends))
+    finally:
+        await feed.stop()
+
+
 async def test_an_engine_that_names_no_place_for_its_events_keeps_nobody_from_reading_others(
     logged,
 ):

@@ -51,6 +51,15 @@ async def test_an_engine_that_its_peer_cannot_reach_is_refused_with_the_remedy(
         assert (await register(stack, engine, secret="s"))[0] == 200
 
 
+async def test_of_many_counterparts_some_are_asked(make_stack, started):
+    stack = await make_stack()
+    for _ in range(11):
+        await register(stack, await started("prefill"))
+    decode = await started("decode")
+    assert (await register(stack, decode))[0] == 200
+    assert len(decode.asked_to_reach) == 8
+
+
 async def test_an_engine_that_is_not_asked_or_not_there_is_no_witness(make_stack, started):
     stack = await make_stack()
     prefill, decode = await pair(started)
