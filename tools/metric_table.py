@@ -41,8 +41,9 @@ tell is counted twice.
 - **Of engine cores** (`engine="prefill"`, `"decode"` or `"both"`): sums over the engines of a role.
   Gauges are of those that are there now (`kv_cache_usage_perc` is the share of all their blocks).
   Counters never fall: what an engine has counted is kept when it dies or leaves. Each health check
-  (`--health-check-interval-secs`) brings the newest counts, from the first one of an engine's life
-  on; what it counts between its last check and its death is lost.
+  (`--health-check-interval-secs`; there are 200 a second at most, however many engines there are)
+  brings the newest counts, from the first one of an engine's life on; what it counts between its
+  last check and its death is lost.
 - Several proxies before the same engines all tell the engines' sums, and each its own requests:
   `max` the former over proxies, `sum` the latter.
 
