@@ -89,8 +89,8 @@ OTHER_TRITON := 3.6.0
 gate: $(VENV)/.installed-dev ## What kernels become on Hopper, without a GPU, under both Tritons
 	@test -d $(VENV)-triton/triton || $(PIP) --no-deps --target $(VENV)-triton "triton==$(OTHER_TRITON)"
 	@for path in "" $(abspath $(VENV)-triton); do \
-	  PYTHONPATH=$$path $(BIN)/python -m pytest -q $$(grep -l "gate\.compiled" tests/kernels/cuda/test_*.py) \
-	    $(ARGS) || exit; done
+	  PYTHONPATH=$$path $(BIN)/python -m pytest -q tests/kernels/cuda/test_gate.py \
+	    tests/kernels/cuda/test_*_compiled.py $(ARGS) || exit; done
 
 chaos: $(VENV)/.installed-dev ## Every row of the failure table over every transport (needs root)
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m chaos $(ARGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import triton
@@ -49,3 +51,9 @@ def test_the_gate_finds_registers_shared_memory_and_tensor_cores() -> None:
 def test_a_call_that_launches_nothing_does_not_pass() -> None:
     with pytest.raises(AssertionError, match="proves nothing"):
         gate.compiled(f"{__name__}:no_calls")
+
+
+def test_what_compiles_is_where_make_gate_finds_it() -> None:
+    tests = Path(__file__).parent.glob("test_*.py")
+    compiling = {path.name for path in tests if "gate.compiled(" in path.read_text()}
+    assert {name for name in compiling if not name.endswith("_compiled.py")} == {"test_gate.py"}
