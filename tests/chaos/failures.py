@@ -240,6 +240,28 @@ ROWS = (
         ("test_the_proxy_dies_and_a_restart_knows_its_pools_again",),
     ),
     Row(
+        "a proxy that predicts is restarted",
+        "the connection is lost; nothing of those who come then",
+        "What engines have they tell it, in a moment; what they take it learns from the first 20 "
+        "requests, until which the policies decide.",
+        ("test_a_proxy_that_predicts_is_restarted",),
+    ),
+    Row(
+        "an engine's KV events are cut off",
+        "nothing",
+        "After a second its events count as late, after three as those of an engine that tells "
+        "nothing: what was sent there is taken for what it has. Once they come again, the proxy "
+        "asks for those that it lacks.",
+        ("test_the_kv_events_of_an_engine_are_cut_off",),
+    ),
+    Row(
+        "an engine's clocks are an hour ahead",
+        "nothing",
+        "The wall clock and the monotonic one alike. Between hosts only durations and numbers are "
+        "compared; the proxy's log says that the wall clocks differ.",
+        ("test_the_clocks_of_an_engine_are_an_hour_ahead",),
+    ),
+    Row(
         "proxy gets SIGTERM",
         "nothing, if it comes by another proxy from then on",
         "`/readyz` says 503, but requests are taken for `--drain-delay`, each as its connection's "

@@ -82,6 +82,7 @@ class Network:
         self.decode = Host(f"d{self._name}", f"{self._nets[2]}.2")
         self._is_partitioned = False
         self._is_slow = False
+        self._silent: list[list[str]] = []
 
     def __enter__(self) -> Self:
         try:
@@ -106,6 +107,14 @@ class Network:
             for rule in self._rules():
                 _ip("-n", self._router, "rule", "add", *rule)
 
+    def silence(self, ports: Iterable[int], *, is_prefill: bool) -> None:
+        """From now on nothing arrives that P, or D, sends from some ports, and nobody is told."""
+        device = "to-p" if is_prefill else "to-d"
+        for port in ports:
+            rule = ["iif", device, "ipproto", "tcp", "sport", str(port), "blackhole"]
+            self._silent.append(rule)
+            _ip("-n", self._router, "rule", "add", *rule)
+
     def slow(self, kbit_per_s: int) -> None:
         """Let this much out of P, which is where KV comes from."""
         self.fast()
@@ -124,6 +133,9 @@ class Network:
     def heal(self) -> bool:
         """Undo all; tell whether the two were cut off from one another."""
         self.fast()
+        for rule in self._silent:
+            _ip("-n", self._router, "rule", "del", *rule)
+        self._silent = []
         was_partitioned, self._is_partitioned = self._is_partitioned, False
         if was_partitioned:
             for rule in self._rules():

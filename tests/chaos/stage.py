@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from tests.chaos import skew
 from tests.chaos.network import Network
 from tests.chaos.streams import NUM_TOKENS, Stream
 from tests.e2e.deployment import Deployment
@@ -75,6 +76,8 @@ class Stage:
         self._kv_connector = kv_connector
         self._seeds = itertools.count(1)
         self._stopped: set[str] = set()
+        self._split_policy = "always"
+        self._skews_s: dict[str, int] = {}
 
     @property
     def transport(self) -> str:
@@ -103,13 +106,16 @@ class Stage:
         self.deployment.start(
             "proxy",
             *("proxy", "--host", host, "--port", str(port), "--kv-mode", self.mode),
-            *("--cb-timeout-duration-secs", "1"),
+            *("--cb-timeout-duration-secs", "1", "--no-early-rejection"),
+            *("--split-policy", self._split_policy),
         )
         self.deployment.wait("proxy")
 
     def environment(self, name: str) -> dict[str, str]:
         """What an engine's environment has beside this process's."""
-        return {} if self.network is None else {"UCX_TLS": "tcp"}
+        return ({} if self.network is None else {"UCX_TLS": "tcp"}) | skew.environment(
+            self._skews_s.get(name, 0)
+        )
 
     def connector(self, name: str) -> str:
         """Which connector an engine has."""
@@ -140,6 +146,7 @@ class Stage:
             *(str(self._model), "--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "16"),
             *("--host", host, "--port", str(port), "--proxy", self.url),
             *("--tensor-parallel-size", str(self._num_ranks)),
+            "--kv-events-config.enable-kv-cache-events",
             *("--num-gpu-blocks-override", "640", "--max-num-batched-tokens", "256"),
             *(
                 word
@@ -148,6 +155,7 @@ class Stage:
             ),
             env=self.environment(name),
             namespace=where,
+            under=skew.command(self._skews_s.get(name, 0)),
         )
 
     # ---- requests
@@ -261,15 +269,32 @@ class Stage:
         """Start an engine that has ended, where it was."""
         self._start_engine(name, int(self.deployment.url(name).rsplit(":", 1)[1]))
 
-    def restore(self, mode: str = "") -> None:
+    def skew(self, name: str, seconds: int) -> None:
+        """Start an engine again whose clocks are ahead by so much, all of them."""
+        self._skews_s = {name: seconds} if seconds else {}
+        self.kill(name)
+        self.start_again(name)
+
+    def silence_events(self, name: str) -> None:
+        """From now on nobody hears what an engine tells of its KV, and it does not know."""
+        assert self.network is not None
+        (told,) = self.deployment.info(name)["engine"]["kv_events"]
+        is_prefill = name.startswith("prefill")
+        self.network.silence((told["port"], told["snapshot_port"]), is_prefill=is_prefill)
+
+    def restore(self, mode: str = "", *, split_policy: str = "always") -> None:
         """Undo every fault, start what has died, and wait until all is well and empty.
 
         Args:
             mode: Who moves the KV from now on, if not who did: only the proxy starts again.
+            split_policy: Of the proxy, from now on.
         """
         was_cut = self.network is not None and self.network.heal()
-        if mode not in ("", self.mode):
-            self.mode = mode
+        for name in self._skews_s:
+            self.kill(name)
+        self._skews_s = {}
+        if mode not in ("", self.mode) or split_policy != self._split_policy:
+            self.mode, self._split_policy = mode or self.mode, split_policy
             self.kill("proxy")
         for name in sorted(self._stopped):
             self.resume(name)

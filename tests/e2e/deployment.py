@@ -16,10 +16,13 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Of a dozen ranks on two busy cores; a quiet machine takes a few seconds.
 READY_TIMEOUT_S = 180.0
@@ -71,18 +74,20 @@ class Deployment:
         env: dict[str, str] | None = None,
         namespace: str | None = None,
         tree: Path | None = None,
+        under: Sequence[str] = (),
     ) -> Process:
         """Start `pdserve ARGUMENTS` under `name`; `wait` says when it is ready.
 
         Args:
             namespace: Name of the network namespace to start it in.
+            under: A command that runs the rest of its line in its own place.
             tree: Where another version's sources are.
         """
         where = [] if namespace is None else ["ip", "netns", "exec", namespace]
         log_path = self.directory / f"{name}-{len(list(self.directory.glob('*.log')))}.log"
         with log_path.open("wb") as log:
             popen = subprocess.Popen(
-                [*where, sys.executable, "-m", "pdserve", *arguments],
+                [*where, *under, sys.executable, "-m", "pdserve", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
