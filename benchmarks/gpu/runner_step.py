@@ -76,7 +76,8 @@ class RunnerBench:
             world=World.alone(),
         )
         began = time.perf_counter()
-        self._runner.warm_up(print)
+        self._runner.rehearse(print)
+        self._runner.capture(print)
         self.warm_up_s = round(time.perf_counter() - began, 1)
         self.has_graphs = self._runner.runs_ahead
 

@@ -100,14 +100,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV memory.
 
     Attributes:
-        block_size: Tokens per block.
+        block_size: Tokens per block; None takes what suits the device.
         kv_cache_memory_bytes: Size of the pool; None derives it from the device.
         num_gpu_blocks_override: Exact number of blocks, whatever the device.
-        gpu_memory_utilization: Share of the device's memory for weights and KV (CUDA).
+        gpu_memory_utilization: Share of a device's memory that a rank takes at most (CUDA), with
+            weights, what steps need beside them, graphs and KV.
         events: Who is told what it holds.
     """
 
-    block_size: int = 16
+    block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -116,7 +117,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require(
-            self.block_size in (8, 16, 32, 64, 128),
+            self.block_size in (None, 8, 16, 32, 64, 128),
             "block-size",
             self.block_size,
             "use 8, 16, 32, 64 or 128",

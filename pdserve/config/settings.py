@@ -92,10 +92,10 @@ _ENGINE: Final = (
         EngineConfig,
         "KV cache",
         (
-            ("block-size", "cache.block_size", "N", "tokens per KV block"),
+            ("block-size", "cache.block_size", "N", "tokens per KV block; auto is 64 on CUDA, 16 on a CPU"),
             ("kv-cache-memory-bytes", "cache.kv_cache_memory_bytes", "BYTES", "size of the KV pool, as 512M or 2GiB; auto derives it from the device"),
             ("num-gpu-blocks-override", "cache.num_gpu_blocks_override", "N", "exact number of KV blocks, whatever the device"),
-            ("gpu-memory-utilization", "cache.gpu_memory_utilization", "SHARE", "of the device's memory, for weights and KV (CUDA)"),
+            ("gpu-memory-utilization", "cache.gpu_memory_utilization", "SHARE", "of the device's memory, for weights, steps, graphs and KV together (CUDA)"),
             ("enable-prefix-caching", "cache.enable_prefix_caching", "", "reuse the KV of equal prefixes"),
         ),
     ),

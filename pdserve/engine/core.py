@@ -63,6 +63,7 @@ class EngineCore:
             config.cache,
             Dimensions(
                 num_blocks=layout.num_blocks,
+                block_size=layout.block_size,
                 max_model_len=first.max_model_len,
                 vocab_size=first.vocab_size,
                 num_stages=config.parallel.pipeline_parallel_size,

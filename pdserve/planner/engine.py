@@ -108,11 +108,11 @@ class FleetEngine:
                 max_num_seqs=layout.max_num_seqs, max_num_batched_tokens=layout.step_tokens
             ),
             CacheConfig(
-                block_size=_BLOCK_TOKENS,
                 events=KVEventsConfig(enable_kv_cache_events=tell is not None),
             ),
             Dimensions(
                 num_blocks=layout.kv_tokens // _BLOCK_TOKENS,
+                block_size=_BLOCK_TOKENS,
                 max_model_len=layout.max_model_len,
                 vocab_size=_NUM_IDS,
             ),

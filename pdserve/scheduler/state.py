@@ -41,6 +41,7 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_blocks: Size of the KV pool.
+        block_size: Tokens per block.
         max_model_len: Tokens of prompt and output together, at most; must fit the pool.
         vocab_size: Every token id is below it.
         num_stages: Pipeline stages.
@@ -51,6 +52,7 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_blocks: int
+    block_size: int
     max_model_len: int
     vocab_size: int
     num_stages: int = 1
@@ -99,7 +101,7 @@ class SchedulerState:
         self.connector = connector
         self.kv = KVCacheManager(
             num_blocks=dimensions.num_blocks,
-            block_size=cache.block_size,
+            block_size=dimensions.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
             log_events=cache.events.enable_kv_cache_events,
         )

@@ -137,7 +137,7 @@ class EngineCollector(Collector):
         """Return settings as `vllm:cache_config_info` spells them."""
         cache, info = self._cache, self._client.info
         return {
-            "block_size": str(cache.block_size),
+            "block_size": "auto" if info is None else str(info.block_size),
             "cache_dtype": "auto" if info is None else info.dtype,
             "enable_prefix_caching": str(cache.enable_prefix_caching),
             "gpu_memory_utilization": str(cache.gpu_memory_utilization),

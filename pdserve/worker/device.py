@@ -8,6 +8,7 @@ in its place which checks the order. On a CPU there is no such order, and memory
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -18,6 +19,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """What the memory of a device is used for, in bytes.
+
+    Attributes:
+        total_bytes: What there is.
+        in_use_bytes: Used by this process and by others.
+        held_bytes: Of those, used by this process's tensors, or kept for further ones.
+        peak_bytes: The most that were held at once since the last `Device.release`.
+    """
+
+    total_bytes: int
+    in_use_bytes: int
+    held_bytes: int
+    peak_bytes: int
 
 
 class DeviceEvent(Protocol):
@@ -97,6 +115,14 @@ class Device(Protocol):
         """Return once the device has done all that it was given."""
         ...
 
+    def memory(self) -> DeviceMemory | None:
+        """Look at its memory; None if that is the host's."""
+        ...
+
+    def release(self) -> None:
+        """Give back what is kept for further tensors, and look for the peak from here on."""
+        ...
+
 
 def device_of(device: torch.device, *, has_graphs: bool = True) -> Device:
     """Return the device that torch names; `has_graphs` False has nothing captured on it."""
@@ -131,6 +157,13 @@ class HostDevice:
         raise RuntimeError(f"work on {self.torch} cannot be captured")
 
     def synchronize(self) -> None:
+        """See `Device`."""
+
+    def memory(self) -> DeviceMemory | None:
+        """See `Device`."""
+        return None
+
+    def release(self) -> None:
         """See `Device`."""
 
 
@@ -197,6 +230,23 @@ class CudaDevice:
     def synchronize(self) -> None:
         """See `Device`."""
         torch.cuda.current_stream(self.torch).synchronize()
+
+    def memory(self) -> DeviceMemory | None:
+        """See `Device`; held is what torch's allocator has of the driver, split or not."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch)
+        return DeviceMemory(
+            total_bytes=total_bytes,
+            in_use_bytes=total_bytes - free_bytes,
+            held_bytes=torch.cuda.memory_reserved(self.torch),
+            peak_bytes=torch.cuda.max_memory_reserved(self.torch),
+        )
+
+    def release(self) -> None:
+        """See `Device`."""
+        gc.collect()
+        torch.cuda.synchronize(self.torch)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch)
 
 
 class _CudaEvent:

@@ -213,7 +213,7 @@ class DeviceRules:
             self._ops.note(self._words, kept.contiguous(), tokens.long(), every)
 
     def warm_up(self, logits: Tensor) -> None:
-        """Have what rules take compiled, for logits `[1, vocab_size]`."""
+        """Have what rules take compiled, for logits `[M, vocab_size]`."""
         words, bias = torch.zeros_like(logits, dtype=torch.int32), torch.zeros_like(logits)
         ruled = self._ruled(1)
         for by_bias in (False, True):

@@ -352,11 +352,17 @@ class DeviceSampler(Sampler):
             draws = Draws(*(torch.from_numpy(column).to(self._device) for column in columns))
         return self.take(self._give(logits, *self.choose(logits), staged, draws))
 
+    def kept_for_rules(self) -> Tensor:
+        """Take as much memory as rules do from the first request on that has any."""
+        shape = 2, len(self._ahead), self._vocab_size
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
     def warm_up(self) -> None:
-        """Have everything compiled that a step may launch."""
-        logits = torch.zeros(1, self._vocab_size, device=self._device)
+        """Launch everything that a step of the most rows may launch."""
+        logits = torch.zeros(len(self._ahead), self._vocab_size, device=self._device)
         tokens, peaks = self._ops.largest(logits)
-        draws = self._buffers.draws(1)
+        draws = self._buffers.draws(len(logits))
+        token_logprobs(logits.clone(), tokens, [1] * len(logits))
         for by_k in (False, True):
             for by_p in (False, True):
                 self._ops.draw(logits, peaks, draws, tokens, by_k=by_k, by_p=by_p)

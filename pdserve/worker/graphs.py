@@ -37,23 +37,6 @@ def num_graph_rows(max_num_seqs: int, max_drafted: int) -> int:
     return max(max_num_seqs, min(_SMALL[-1], max_num_seqs * (1 + max_drafted)))
 
 
-def rehearsed_steps(
-    max_num_rows: int, max_num_tokens: int, max_model_len: int
-) -> list[tuple[int, int]]:
-    """Requests and tokens of steps that together launch whatever steps with prompts launch.
-
-    Kernels are compiled for a few ranges of sizes, all of them of a factor of 2 or more.
-    """
-    doubled = [1 << i for i in range(max(max_num_rows, max_num_tokens).bit_length())]
-    alone = [(-(-num // max_model_len), num) for num in [*doubled, max_num_tokens]]
-    several = [(num, min(2 * num, max_num_tokens)) for num in [*doubled, max_num_rows]]
-    return [
-        (num_rows, num_tokens)
-        for num_rows, num_tokens in dict.fromkeys(alone + several)
-        if num_rows <= max_num_rows and num_rows < num_tokens <= max_num_tokens
-    ]
-
-
 class StepGraphs(Generic[T]):
     """The graphs of one rank.
 

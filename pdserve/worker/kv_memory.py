@@ -41,29 +41,33 @@ class Offer:
     limit_bytes: int
 
 
-def offer(device: torch.device, cache: CacheConfig, *, num_local: int) -> Offer:
-    """Ask `device`, after the weights of all ranks that share it are loaded.
+def host_offer(*, num_local: int) -> Offer:
+    """What the host has, once the weights of all its ranks are loaded.
 
-    CUDA: `gpu_memory_utilization` of the device, less what is in use. CPU: 1 GiB, and at
-    most this rank's share of half of what is free.
+    1 GiB, and at most this rank's share of half of what is free.
 
     Args:
         num_local: Ranks of this machine.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        share = max(0, int(total * cache.gpu_memory_utilization) - (total - free))
-        return Offer(share, share)
     limit = int(_free_host_bytes() * _CPU_FREE_SHARE / num_local)
     return Offer(min(_CPU_DEFAULT_BYTES, limit), limit)
 
 
+def block_size_on(device: torch.device, cache: CacheConfig) -> int:
+    """Tokens per block on a device.
+
+    Where nobody says, 64 on CUDA, as larger pieces are copied and loaded faster there.
+    """
+    return cache.block_size or (64 if device.type == "cuda" else 16)
+
+
 def layout_of_block(
-    arch: ModelArch, dtype: torch.dtype, cache: CacheConfig, *, num_layers: int, num_kv_heads: int
+    arch: ModelArch, dtype: torch.dtype, block_size: int, *, num_layers: int, num_kv_heads: int
 ) -> KVLayout:
     """The layout of a pool of one block.
 
     Args:
+        block_size: Tokens of a block.
         num_layers, num_kv_heads: Of this rank's share of the model.
     """
     return KVLayout(
@@ -71,7 +75,7 @@ def layout_of_block(
         num_layers=num_layers,
         num_planes=2 if arch.mla is None else 1,
         num_kv_heads=num_kv_heads,
-        block_size=cache.block_size,
+        block_size=block_size,
         head_dim=arch.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         dtype_bytes=dtype.itemsize,
@@ -92,7 +96,7 @@ class Supply:
 
 
 def supply(
-    block_bytes: int, cache: CacheConfig, *, max_model_len: int, max_num_seqs: int, offer: Offer
+    block_bytes: int, cache: CacheConfig, *, per_request: int, max_num_seqs: int, offer: Offer
 ) -> Supply:
     """Count the blocks that this rank can hold.
 
@@ -101,26 +105,39 @@ def supply(
 
     Args:
         block_bytes: Of a block, with what a draft model keeps under the same id.
+        per_request: Blocks of a request of the greatest length.
     """
     if cache.num_gpu_blocks_override is not None:
         return Supply(cache.num_gpu_blocks_override, block_bytes)
     if cache.kv_cache_memory_bytes is not None:
         return Supply(cache.kv_cache_memory_bytes // block_bytes, block_bytes)
-    per_request = _blocks_for(max_model_len, cache)
     num_bytes = min(offer.limit_bytes, max(offer.default_bytes, per_request * block_bytes))
     return Supply(min(num_bytes // block_bytes, per_request * max_num_seqs), block_bytes)
 
 
-def require_one_request(scarcest: Supply, cache: CacheConfig, *, max_model_len: int) -> None:
+def is_sized(cache: CacheConfig) -> bool:
+    """Whether the pool is as large as somebody says, not as there is room for."""
+    return cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None
+
+
+def require_one_request(
+    scarcest: Supply,
+    cache: CacheConfig,
+    *,
+    max_model_len: int,
+    block_size: int,
+    is_share: bool = False,
+) -> None:
     """Refuse a pool that is too small, in the same words on every rank.
 
     Args:
         scarcest: Of all ranks of the engine.
+        is_share: Nothing is configured, and devices give what is left of their share.
 
     Raises:
         ConfigError: Not even one request of `max_model_len` would fit.
     """
-    per_request = _blocks_for(max_model_len, cache)
+    per_request = blocks_for(max_model_len, block_size)
     if scarcest.num_blocks >= per_request:
         return
     if cache.num_gpu_blocks_override is not None:
@@ -129,20 +146,28 @@ def require_one_request(scarcest: Supply, cache: CacheConfig, *, max_model_len: 
         giver = "--kv-cache-memory-bytes"
     else:
         giver = "the memory that is free"
-    remedy = "give more with --kv-cache-memory-bytes"
+    flag, remedy = "max-model-len", "give more with --kv-cache-memory-bytes"
+    if is_share:
+        flag = "gpu-memory-utilization"
+        giver = f"what --{flag} {cache.gpu_memory_utilization:g} leaves beside weights and steps"
+        remedy = (
+            f"raise --{flag}, lower --max-num-batched-tokens or --max-num-seqs, or end what else "
+            "uses the device"
+        )
     if scarcest.num_blocks:
-        fitting = scarcest.num_blocks * cache.block_size
+        fitting = scarcest.num_blocks * block_size
         remedy = f"set --max-model-len to at most {fitting}, or {remedy}"
     raise ConfigError(
         f"one request of {max_model_len} tokens needs {per_request} KV blocks "
         f"({per_request * scarcest.block_bytes / (1 << 20):.0f} MiB), and {giver} gives "
         f"{scarcest.num_blocks}: {remedy}",
-        param="max-model-len",
+        param=flag,
     )
 
 
-def _blocks_for(num_tokens: int, cache: CacheConfig) -> int:
-    return -(-num_tokens // cache.block_size)
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-num_tokens // block_size)
 
 
 def allocate(layout: KVLayout, device: torch.device) -> Tensor:
@@ -161,7 +186,7 @@ def allocate(layout: KVLayout, device: torch.device) -> Tensor:
     except RuntimeError as error:
         raise ConfigError(
             f"{num_bytes / (1 << 20):.0f} MiB of KV memory cannot be allocated: lower "
-            f"--kv-cache-memory-bytes ({error})",
+            f"--max-model-len or --kv-cache-memory-bytes ({error})",
             param="kv-cache-memory-bytes",
         ) from None
     start = -raw.data_ptr() % mmap.PAGESIZE

@@ -34,12 +34,13 @@ from pdserve.worker.drafting.forced import ForcedTokens
 from pdserve.worker.drafting.loading import drafter_of
 from pdserve.worker.drafting.model import FirstRanksDrafts
 from pdserve.worker.expert_steps import ExpertSteps
-from pdserve.worker.graphs import num_graph_rows, rehearsed_steps
+from pdserve.worker.graphs import num_graph_rows
 from pdserve.worker.input_batch import InputBatch
 from pdserve.worker.logprobs import not_a_number, not_finite
 from pdserve.worker.prepared_step import PreparedStep
 from pdserve.worker.prompt_logprobs import PromptLogprobs
 from pdserve.worker.prompt_pooler import PromptPooler
+from pdserve.worker.rehearsal import rehearse, rehearsed_steps
 from pdserve.worker.replays import LaunchedStep, ReplayedSteps, StepAhead
 from pdserve.worker.step_buffers import StepBuffers
 from pdserve.worker.step_sampler import sampler_of
@@ -102,6 +103,7 @@ class ModelRunner:
         self._hooks = hooks
         scheduler, max_drafted = config.scheduler, config.speculative.max_drafted
         num_rows, block_size = scheduler.max_num_seqs, kv.shape[-2]
+        self._max_logits = num_rows * (1 + max_drafted)
         max_graph_rows = num_graph_rows(num_rows, max_drafted)
         max_num_tokens = max(
             scheduler.max_num_batched_tokens,
@@ -113,7 +115,7 @@ class ModelRunner:
             num_rows=max_graph_rows,
             max_blocks=-(-loaded.max_model_len // block_size),
             max_num_tokens=max_num_tokens,
-            max_logits=num_rows * (1 + max_drafted),
+            max_logits=self._max_logits,
         )
         self._batch = InputBatch(
             num_rows=num_rows,
@@ -154,11 +156,12 @@ class ModelRunner:
         )
         self._pooler = PromptPooler()
         self.began_s = 0.0
-        # Other ranks are met inside a step, where the host has a hand in it.
+        # Shared experts are told of a step before it, and other ranks are met by the host.
+        slices = isinstance(loaded.experts, SlicedExperts | None)
+        self._rehearses = slices and not device.shares_memory
         is_alone = world.dp.size == pp.size == tp.size == 1
-        self._rehearses = is_alone and isinstance(loaded.experts, SlicedExperts | None)
         self._replays: ReplayedSteps | None = None
-        if device.has_graphs and self._rehearses and on_device is not None:
+        if device.has_graphs and slices and is_alone and on_device is not None:
             self._replays = ReplayedSteps(
                 device,
                 max_graph_rows,
@@ -168,25 +171,26 @@ class ModelRunner:
                 buffers=buffers,
             )
 
-    def warm_up(self, progress: Callable[[str], None]) -> None:
-        """Run what steps may launch, and capture what will be replayed; it takes seconds.
-
-        Kernels are compiled when they are first launched: no request is to wait for that. A model
-        that cannot be captured, as the reference runs some of its operations, has no graphs.
-
-        Args:
-            progress: Told, in words, what takes so long.
-        """
-        if self._device_sampler is None or not self._rehearses:
+    def rehearse(self, progress: Callable[[str], None]) -> None:
+        """Run what steps may launch, the largest one first; `progress` hears of it."""
+        if not self._rehearses:
             return
         progress("compiling the device's kernels")
+        kv_layers, width = self._kv_layers, self._hidden_size if self._receives else None
+        kept = None if self._device_sampler is None else self._device_sampler.kept_for_rules()
         with torch.inference_mode():
-            self._device_sampler.warm_up()
-            for num_requests, num_tokens in self._rehearsed:
-                inputs = self._buffers.rehearse(num_requests, num_tokens)
-                self._model.forward(inputs, self._kv_layers)
+            rehearse(self._model, kv_layers, self._buffers, self._rehearsed, width)
+            if not self._sends:
+                hidden = kv_layers[0].new_zeros(self._max_logits, self._hidden_size)
+                self._whole(self._model.logits(hidden))
+            if self._device_sampler is not None:
+                self._device_sampler.warm_up()
             if self._by_model is not None:
                 self._by_model.warm_up(self._rehearsed)
+        del kept  # what ran beside it had to find room
+
+    def capture(self, progress: Callable[[str], None]) -> None:
+        """Capture graphs; a model, some of whose operations the reference runs, may have none."""
         if self._replays is None:
             return
         progress("capturing decode steps as graphs")
@@ -208,8 +212,7 @@ class ModelRunner:
         """
         if self._drafts is None or self._sampler is None:
             return ()
-        dtype, size = self._kv_layers[0].dtype, self._hidden_size
-        hidden = torch.zeros(128, size, dtype=dtype, device=self._device.torch)
+        hidden = self._kv_layers[0].new_zeros(128, self._hidden_size)
         with torch.inference_mode():
             return measure_rows(partial(self._product, hidden))
 

@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -42,11 +43,14 @@ from pdserve.worker.drafting.loading import (
 )
 from pdserve.worker.grammar import GrammarPool
 from pdserve.worker.info import WorkerInfo
+from pdserve.worker.memory_shares import MemoryShares, measure
 from pdserve.worker.model_runner import ModelRunner
 from pdserve.worker.step_slices import StepSlices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
     from pdserve.config.schema import EngineConfig, ParallelConfig
     from pdserve.connectors.base import KVLayout
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import EngineId, Incarnation, RequestId
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
+    from pdserve.worker.device import Device, DeviceMemory
     from pdserve.worker.replays import LaunchedStep
 
 _ALL_CAME: Final = 1 << 62
@@ -102,10 +107,12 @@ class Worker:
                 as configured. Too little memory on one rank is said by every rank.
         """
         config, place = self._config, self._place
-        device = _device(config.device, place)
+        where = _device(config.device, place)
         num_threads = _set_threads(config.parallel, place)
-        kernels = kernels_on(device, self._progress)
-        world = self._world = self._join(device, kernels)
+        device = device_of(where, has_graphs=not config.model.enforce_eager)
+        before = device.memory()
+        kernels = kernels_on(where, self._progress)
+        world = self._world = self._join(where, kernels)
         if world.pp.is_last and world.tp.is_first:
             model = config.model
             self._grammars = GrammarPool(
@@ -114,22 +121,24 @@ class Worker:
             )
         if world.pp.size * world.tp.size > 1:
             self._slices = StepSlices(place.engine_rank, wake=self._wake)
-        loaded = load_model(config, device, kernels, world, self._progress)
-        medusa = load_medusa(config, loaded, world, device, kernels)
+        loaded = load_model(config, where, kernels, world, self._progress)
+        medusa = load_medusa(config, loaded, world, where, kernels)
         loaded = dataclasses.replace(loaded, medusa=medusa)
         draft_bytes = 0
         if needs_draft(config, world):
-            draft = load_draft(config, loaded, world.tp, device, kernels, self._progress)
+            draft = load_draft(config, loaded, world.tp, where, kernels, self._progress)
             loaded = dataclasses.replace(loaded, draft=draft)
             if draft is not None:
-                draft_bytes = layout_of(draft, loaded.dtype, config.cache).block_bytes
-        layout = self._plan(loaded, draft_bytes, device, world)
+                block_size = kv_memory.block_size_on(where, config.cache)
+                draft_bytes = layout_of(draft, loaded.dtype, block_size).block_bytes
+        run_over = partial(ModelRunner, loaded, config=config, device=device, world=world)
+        layout = self._plan(loaded, draft_bytes, device, world, run_over=run_over, before=before)
         self._progress(_in_words(layout, draft_bytes, loaded.max_model_len))
-        kv = kv_memory.allocate(layout, device)
+        kv = kv_memory.allocate(layout, where)
         fields = _layout_fields(loaded, layout)
         shape = _shape(loaded, layout, world)
         digest = hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:32]
-        numerics = _numerics(device, kernels, world)
+        numerics = _numerics(where, kernels, world)
         context = ConnectorContext(
             config=config,
             engine_id=self._engine_id,
@@ -146,16 +155,10 @@ class Worker:
         connector = connector_registry.find(transfer.kv_connector, transfer.settings)
         half = self._connector = connector.make_worker(context, self._wake)
         endpoint = half.register_kv_caches(kv, layout)
-        self._runner = ModelRunner(
-            loaded,
-            kv,
-            config,
-            device=device_of(device, has_graphs=not config.model.enforce_eager),
-            world=world,
-            hooks=half if connector.capabilities.is_layerwise else None,
-            grammars=self._grammars,
-        )
-        self._runner.warm_up(self._progress)
+        hooks = half if connector.capabilities.is_layerwise else None
+        self._runner = run_over(kv, hooks=hooks, grammars=self._grammars)
+        self._runner.rehearse(self._progress)
+        self._runner.capture(self._progress)
         return WorkerInfo(
             rank=place.engine_rank,
             layout=layout,
@@ -169,7 +172,7 @@ class Worker:
             dtype=layout.dtype,
             vocab_size=loaded.arch.vocab_size,
             eos_token_ids=loaded.arch.eos_token_ids,
-            device=str(device),
+            device=str(where),
             num_threads=num_threads,
             row_costs=self._runner.row_costs(),
             draft_cost=draft_cost(loaded) / world.pp.size,
@@ -185,12 +188,21 @@ class Worker:
         return join(place.mesh, place.rendezvous, device, sum_ranks=kernels.sum_ranks)
 
     def _plan(
-        self, loaded: LoadedModel, draft_bytes: int, device: torch.device, world: World
+        self,
+        loaded: LoadedModel,
+        draft_bytes: int,
+        device: Device,
+        world: World,
+        *,
+        run_over: Callable[[Tensor], ModelRunner],
+        before: DeviceMemory | None,
     ) -> KVLayout:
         """Agree with the other ranks of the engine on how many blocks there are.
 
         Args:
             draft_bytes: That a draft model adds to a block here.
+            run_over: Makes what runs steps over a pool.
+            before: The device's memory before there were weights; None if it is the host's.
 
         Raises:
             ConfigError: One of them cannot hold one request; each raises it, once all know.
@@ -199,25 +211,48 @@ class Worker:
         layout = kv_memory.layout_of_block(
             loaded.arch,
             loaded.dtype,
-            cache,
+            kv_memory.block_size_on(device.torch, cache),
             num_layers=len(loaded.layers),
             num_kv_heads=loaded.num_kv_heads,
         )
+        per_request = kv_memory.blocks_for(loaded.max_model_len, layout.block_size)
+        block_bytes = layout.block_bytes + draft_bytes
         # What is free is asked when every rank has its weights, and none has its KV yet.
         for group in (world.tp, world.pp):
             group.barrier()
+        offer = kv_memory.host_offer(num_local=self._place.num_local)
+        shares: MemoryShares | None = None
+        if before is not None and not kv_memory.is_sized(cache):
+            small = msgspec.structs.replace(layout, num_blocks=per_request)
+            shares = measure(
+                device,
+                before,
+                lambda: run_over(kv_memory.allocate(small, device.torch)),
+                self._progress,
+                kv_bytes=per_request * block_bytes,
+                utilization=cache.gpu_memory_utilization,
+            )
+            offer = kv_memory.Offer(shares.for_kv, shares.for_kv)
         scarcest = kv_memory.supply(
-            layout.block_bytes + draft_bytes,
+            block_bytes,
             cache,
-            max_model_len=loaded.max_model_len,
+            per_request=per_request,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            offer=kv_memory.offer(device, cache, num_local=self._place.num_local),
+            offer=offer,
         )
         # The scarcest of each stage, then of all stages.
         for group in (world.tp, world.pp):
             supplies = group.gather_ints([scarcest.num_blocks, scarcest.block_bytes])
             scarcest = min(kv_memory.Supply(*numbers) for numbers in supplies)
-        kv_memory.require_one_request(scarcest, cache, max_model_len=loaded.max_model_len)
+        if shares is not None:
+            self._progress(shares.in_words(scarcest.num_blocks * block_bytes))
+        kv_memory.require_one_request(
+            scarcest,
+            cache,
+            max_model_len=loaded.max_model_len,
+            block_size=layout.block_size,
+            is_share=shares is not None,
+        )
         return msgspec.structs.replace(layout, num_blocks=scarcest.num_blocks)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:

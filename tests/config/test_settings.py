@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from pdserve.config import connectors
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
@@ -28,6 +29,7 @@ from pdserve.config.up import UpConfig
 from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.connectors.registry import find
 from pdserve.errors import ConfigError
+from pdserve.worker.kv_memory import block_size_on
 
 ENGINE = engine_table(Role.BOTH)
 ROOTS: list[tuple[str, type[msgspec.Struct], Table]] = [
@@ -283,6 +285,18 @@ def test_one_rank_is_inline_and_several_are_processes() -> None:
         values = resolve(ENGINE, command_line=given, environ={})
         parallel = build("engine", EngineConfig, ENGINE, values).parallel
         assert parallel.executor_backend == backend
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "block_size"),
+    [("auto", "cpu", 16), ("auto", "cuda", 64), ("16", "cuda", 16)],
+)
+def test_blocks_are_larger_on_cuda_unless_somebody_says(
+    given: str, device: str, block_size: int
+) -> None:
+    resolved = resolve(ENGINE, command_line={"model": "m", "block-size": given}, environ={})
+    config = build("engine", EngineConfig, ENGINE, resolved)
+    assert block_size_on(torch.device(device), config.cache) == block_size
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1"])

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.worker.device import DeviceMemory
+
 T = TypeVar("T")
 _Point: TypeAlias = "tuple[int, Tensor | None]"
 
@@ -54,6 +56,7 @@ class RecordedDevice:
         self.replays: list[int] = []
         self.copies: list[int] = []
         self._staging: set[int] = set()
+        self._all_staging: list[Tensor] = []
         self._pending: list[_Copy] = []
         self._graphs: list[_Graph] = []
         self._is_capturing = False
@@ -62,6 +65,7 @@ class RecordedDevice:
 
     def staging(self, num_bytes: int) -> Tensor:
         memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._all_staging.append(memory)  # no other memory shall have its address
         self._staging.add(memory.untyped_storage()._cdata)
         return memory
 
@@ -109,6 +113,12 @@ class RecordedDevice:
         if self._watched is not None and memory is not None and number > self._num_passed:
             self._num_passed = number
             self._watched[1].copy_(memory)
+
+    def memory(self) -> DeviceMemory | None:
+        return None
+
+    def release(self) -> None:
+        pass
 
     @property
     def num_pending(self) -> int:

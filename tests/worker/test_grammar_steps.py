@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pdserve.config.schema import EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.kernels.registry import kernels_on
 from pdserve.models.registry import load_model
 from pdserve.parallel.group import World
@@ -51,7 +51,7 @@ class Engine(Driver):
         kernels = kernels_on(CPU, lambda _: None)
         loaded = load_model(config, CPU, kernels, World.alone(), lambda _: None)
         layout = kv_memory.layout_of_block(
-            loaded.arch, loaded.dtype, CacheConfig(), num_layers=2, num_kv_heads=2
+            loaded.arch, loaded.dtype, 16, num_layers=2, num_kv_heads=2
         )
         layout = msgspec.structs.replace(layout, num_blocks=40)
         self.pool = HeldPool(lambda: GrammarCompiler(load_text(model)))

@@ -13,12 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.config.schema import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
+from pdserve.config.schema import EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.config.speculative import SpeculativeConfig
 from pdserve.kernels.backend import REFERENCE
 from pdserve.models.registry import load_model
@@ -26,8 +21,9 @@ from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
 from pdserve.worker.device import HostDevice
 from pdserve.worker.drafting.loading import load_draft, load_medusa, needs_draft
-from pdserve.worker.graphs import StepGraphs, graph_sizes, rehearsed_steps
+from pdserve.worker.graphs import StepGraphs, graph_sizes
 from pdserve.worker.model_runner import ModelRunner
+from pdserve.worker.rehearsal import rehearsed_steps
 from pdserve.worker.step_buffers import StepBuffers
 from tests.worker.capturable import CAPTURABLE
 from tests.worker.driver import TINY, Driver, params
@@ -111,7 +107,7 @@ class Engine(Driver):
         layout = kv_memory.layout_of_block(
             loaded.arch,
             loaded.dtype,
-            CacheConfig(),
+            16,
             num_layers=len(loaded.layers),
             num_kv_heads=loaded.num_kv_heads,
         )
@@ -121,7 +117,8 @@ class Engine(Driver):
         self.runner = ModelRunner(loaded, self.kv, config, device=device, world=world, hooks=hooks)
         self.told: list[str] = []
         if warms_up:
-            self.runner.warm_up(self.told.append)
+            self.runner.rehearse(self.told.append)
+            self.runner.capture(self.told.append)
         super().__init__(self.runner, SimpleNamespace(layout=layout))  # type: ignore[arg-type]
 
 
@@ -168,8 +165,7 @@ def test_steps_of_every_size_are_rehearsed(rows: int, tokens: int, length: int) 
     for num_rows, num_tokens in steps:
         assert num_rows <= rows
         assert num_rows < num_tokens <= min(tokens, num_rows * length)
-    assert max(num_tokens for _, num_tokens in steps) == tokens
-    assert max(num_rows for num_rows, _ in steps) == rows
+    assert steps[0] == (rows, tokens)
     for num_tokens in range(2, tokens + 1):  # each size has one within its factor of two
         assert any(num <= num_tokens < 2 * num for _, num in steps)
 

@@ -101,7 +101,7 @@ def test_engines_that_share_their_kv_out_otherwise_have_the_same_digest(director
 def _blocks_with(world: World, config: EngineConfig, offers: list[int]) -> int | str:
     """How many blocks a rank has where each is offered so many bytes, or why it has none."""
     num_bytes = offers[world.mesh.rank]
-    kv_memory.offer = lambda *_args, **_named: kv_memory.Offer(num_bytes, num_bytes)
+    kv_memory.host_offer = lambda **_named: kv_memory.Offer(num_bytes, num_bytes)
     try:
         return start_rank(world, config)[1].layout.num_blocks
     except ConfigError as error:
@@ -134,9 +134,8 @@ def test_too_little_memory_on_one_rank_is_the_same_error_on_all(
 
 def test_ranks_of_one_machine_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_memory, "_free_host_bytes", lambda: 800)
-    cpu = torch.device("cpu")
-    assert kv_memory.offer(cpu, CacheConfig(), num_local=1).limit_bytes == 400
-    assert kv_memory.offer(cpu, CacheConfig(), num_local=4).limit_bytes == 100
+    assert kv_memory.host_offer(num_local=1).limit_bytes == 400
+    assert kv_memory.host_offer(num_local=4).limit_bytes == 100
 
 
 # ---- devices and threads -------------------------------------------------------------

@@ -315,10 +315,10 @@ def test_a_devices_offer_is_taken_within_its_limit(
     def plan() -> int:
         cache, arch = CacheConfig(), parse_arch(TINY)
         layout = layout_of_block(
-            arch, torch.float32, cache, num_layers=arch.num_layers, num_kv_heads=arch.num_kv_heads
+            arch, torch.float32, 16, num_layers=arch.num_layers, num_kv_heads=arch.num_kv_heads
         )
-        found = supply(layout.block_bytes, cache, max_model_len=256, max_num_seqs=8, offer=offer)
-        require_one_request(found, cache, max_model_len=256)
+        found = supply(layout.block_bytes, cache, per_request=16, max_num_seqs=8, offer=offer)
+        require_one_request(found, cache, max_model_len=256, block_size=16)
         return found.num_blocks
 
     if num_blocks is None:

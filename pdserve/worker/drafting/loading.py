@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pdserve.config.schema import CacheConfig, EngineConfig
+    from pdserve.config.schema import EngineConfig
     from pdserve.connectors.base import KVLayout
     from pdserve.kernels.backend import KernelBackend
     from pdserve.models.arch import ModelArch
@@ -188,12 +188,12 @@ def _likeliest_of(target: LoadedModel, tp: Group) -> Callable[[Tensor], Tensor]:
     return lambda states: torch.from_numpy(spread.first_largest(logits(states))[0])
 
 
-def layout_of(draft: LoadedDraft, dtype: torch.dtype, cache: CacheConfig) -> KVLayout:
+def layout_of(draft: LoadedDraft, dtype: torch.dtype, block_size: int) -> KVLayout:
     """The layout of a pool of one block of its KV."""
     return kv_memory.layout_of_block(
         draft.arch,
         dtype,
-        cache,
+        block_size,
         num_layers=draft.num_layers,
         num_kv_heads=draft.arch.num_kv_heads,
     )
@@ -234,8 +234,9 @@ def drafter_of(
     if draft is None:
         return FirstRanksDrafts(None, tp)
     num_rows = config.scheduler.max_num_seqs
+    block_size = kv_memory.block_size_on(device.torch, config.cache)
     layout = msgspec.structs.replace(
-        layout_of(draft, target.dtype, config.cache), num_blocks=num_blocks
+        layout_of(draft, target.dtype, block_size), num_blocks=num_blocks
     )
     if draft.head is not None:
         max_num_tokens = max(

@@ -1,0 +1,161 @@
+"""Shares the memory of a device out: what steps take is measured, and KV gets what is left.
+
+    before the weights -> with them -> after the largest steps -> with graphs of every size
+
+The steps run over KV of one request, which is given back before the pool is planned. Knows bytes
+alone: what is run is its caller's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.worker.device import Device, DeviceMemory
+
+_GIB: Final = 1 << 30
+_MOST_OF_CONTEXT_BYTES: Final = _GIB
+"""What CUDA takes of a device for a process before its first tensor, at most. It is there before
+anything can be measured, and cannot be told from what other processes have."""
+
+
+class Rehearsed(Protocol):
+    """What runs steps, and keeps the graphs of some; its KV goes with it."""
+
+    def rehearse(self, progress: Callable[[str], None]) -> None:
+        """Run the largest steps."""
+        ...
+
+    def capture(self, progress: Callable[[str], None]) -> None:
+        """Capture graphs."""
+        ...
+
+    def close(self) -> None:
+        """Give the graphs back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShares:
+    """What becomes of a device's memory, in bytes.
+
+    Attributes:
+        total: What there is.
+        utilization: The share of it that this process may take.
+        others: What other processes have.
+        weights: Taken by the model.
+        activations: Taken by a step at most, with its logits and what is drawn of them.
+        graphs: Taken by those that were captured.
+        driver: Taken by CUDA itself: its context, kernels, communicators.
+    """
+
+    total: int
+    utilization: float
+    others: int
+    weights: int
+    activations: int
+    graphs: int
+    driver: int
+
+    @property
+    def for_kv(self) -> int:
+        """What is left, of this process's share and of the device."""
+        taken = self.weights + self.activations + self.graphs + self.driver
+        allowed = min(int(self.total * self.utilization), self.total - self.others)
+        return max(0, allowed - taken)
+
+    def in_words(self, kv_bytes: int) -> str:
+        """Say what went where, on one line.
+
+        Args:
+            kv_bytes: What the pool takes.
+        """
+        parts = {
+            "weights": self.weights,
+            "activations": self.activations,
+            "graphs": self.graphs,
+            "CUDA": self.driver,
+            "KV": kv_bytes,
+        }
+        others = f"; other processes have {_gib(self.others)}" if self.others else ""
+        return (
+            f"GPU memory: {_gib(int(self.total * self.utilization))} of {_gib(self.total)} GiB by "
+            f"--gpu-memory-utilization {self.utilization:g}: "
+            f"{', '.join(f'{name} {_gib(size)}' for name, size in parts.items())}{others}"
+        )
+
+
+def measure(
+    device: Device,
+    before: DeviceMemory,
+    begin: Callable[[], Rehearsed],
+    progress: Callable[[str], None],
+    *,
+    kv_bytes: int,
+    utilization: float,
+) -> MemoryShares:
+    """Have the largest steps run, and graphs captured, and see what they take.
+
+    Args:
+        before: The device's memory as it was before the weights were loaded.
+        begin: Makes what runs steps.
+        progress: Told, in words, what takes so long.
+        kv_bytes: Size of the KV that the steps run over.
+        utilization: The share of the device's memory that this process may take.
+
+    Raises:
+        ConfigError: There is no room for the largest step.
+    """
+    device.release()
+    loaded = _looked(device)
+    try:
+        runner = begin()
+        try:
+            runner.rehearse(progress)
+            rehearsed = _looked(device)
+            runner.capture(progress)
+            captured = _looked(device)
+        finally:
+            runner.close()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step does not fit into the memory that the weights leave on {device.torch}: lower "
+            f"--max-num-batched-tokens, --max-num-seqs or --max-model-len ({error})",
+            param="max-num-batched-tokens",
+        ) from None
+    del runner
+    device.release()
+    context = min(_outside(before), _MOST_OF_CONTEXT_BYTES)
+    return MemoryShares(
+        total=before.total_bytes,
+        utilization=utilization,
+        others=_outside(before) - context,
+        weights=loaded.held_bytes,
+        activations=max(0, rehearsed.peak_bytes - loaded.held_bytes - kv_bytes),
+        graphs=captured.peak_bytes
+        - rehearsed.peak_bytes
+        + max(0, _outside(captured) - _outside(rehearsed)),
+        driver=context + max(0, _outside(rehearsed) - _outside(before)),
+    )
+
+
+def _looked(device: Device) -> DeviceMemory:
+    found = device.memory()
+    assert found is not None, "the device has memory of its own, as it had before"
+    return found
+
+
+def _outside(memory: DeviceMemory) -> int:
+    """What is in use, and not for tensors of this process."""
+    return memory.in_use_bytes - memory.held_bytes
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f}"
