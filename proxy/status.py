@@ -61,6 +61,7 @@ class Status:
             self._services.prefixes.measure()
         if self._services.pairing is not None:
             self._services.pairing.measure()
+        metrics.route.set_homes({each.url: each.home.value for each in backends})
         metrics.totals.look(list(backends), stories)
         return metrics.exposition(
             backends=backends.count(),

@@ -65,8 +65,9 @@ python -m tests.board --board grafana.json --draw out.png  # and a picture
 
 In November 2026, with the model of the tree, 3 clients and 897 requests in 24 s, none of vLLM's 43
 panels was empty with the proxy scraped alone (16 of performance_statistics, 14 of query_statistics,
-13 of grafana), and none of our 35. Grafana itself is in none of the registries that our tests use:
-the picture is of its board's layout and expressions, drawn from what Prometheus answers.
+13 of grafana), and none of the 35 that ours had then. Grafana itself is in none of the registries
+that our tests use: the picture is of its board's layout and expressions, drawn from what Prometheus
+answers.
 
 ![vLLM's board over the proxy](images/vllm-board.png)
 """

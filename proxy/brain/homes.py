@@ -148,7 +148,6 @@ class HomeRoles:
             num = bounds.nearest(self._control.share)
             homes = {url: Role.PREFILL if i < num else Role.DECODE for i, url in enumerate(both)}
         self._backends.give_homes(homes)
-        self._metrics.set_homes({each.url: each.home.value for each in self._backends})
 
 
 def _is_there(backend: Backend) -> bool:

@@ -113,7 +113,10 @@ def set_by_engine(gauge: Gauge, values: Mapping[str, float]) -> None:
 
 
 class RouteMetrics:
-    """The series of a proxy that chooses pairs by what it has learned; of others they stay 0."""
+    """The series of a proxy that chooses pairs by what it has learned.
+
+    Of others they stay 0, but for the homes of engines, which are their roles then.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.seconds = Histogram(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
+from pdserve.config.boxed import boxed_model_dir
 from tests.board.drawing import draw, legend_of, page
 from tests.board.grafana import filled, read, values_of
 from tests.board.prometheus import scraping
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from tests.board.prometheus import Prometheus
     from tests.e2e.deployment import Deployment
 
+PROXY_FLAGS = ("--split-policy", "shadow", "--tokenizer", str(boxed_model_dir()))
+"""Decisions are made and measured, and requests go where they go by default."""
 OURS = ROOT / "configs" / "grafana" / "pdserve.json"
 NUM_CLIENTS = 3
 STEP_S = 2.0
@@ -128,7 +131,9 @@ def main() -> int:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         with_serve = "engine" in views
-        deployment = stack.enter_context(pd_deployment(directory, "boxed", with_serve=with_serve))
+        deployment = stack.enter_context(
+            pd_deployment(directory, "boxed", with_serve=with_serve, proxy_flags=PROXY_FLAGS)
+        )
         watching = {
             view: stack.enter_context(
                 scraping(targets(deployment, view), directory / view, program=args.prometheus)
