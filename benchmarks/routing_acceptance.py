@@ -14,6 +14,7 @@ Rates are those at which the best fixed layout holds about 90 % of requests with
 9   early rejection at 1.5 times the rate
 10  a tenant that sends ten times as much as the other
 13  home roles where ten prompt tokens for an output token become ten output tokens for one
+14  a plan by what a proxy has learned at half the rate, against the same by what engines take
 16  decisions that follow from their records, bit for bit
 """
 
@@ -28,10 +29,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import routing_work
 from benchmarks.routing import figures, settings_of, work_of
+from pdserve.bench.goodput import parse_goodput
 from pdserve.config.policies import POLICIES
 from pdserve.planner.fleet import Fleet
+from pdserve.planner.planning import Planner, PlanQuestion, TimesError
 from pdserve.planner.proxy import FleetFaults
-from pdserve.planner.work import least_computed, parse_layout
+from pdserve.planner.work import FleetCosts, least_computed, parse_layout
 from pdserve.proxy.brain.decision import repeated
 
 if TYPE_CHECKING:
@@ -61,6 +64,7 @@ _OWN_WORKLOAD: Final = (10, 13)
 _PROMPTS: Final = routing_work.Shape(2000, 200, per_s=20.0, seconds=90.0)
 _TOKENS: Final = routing_work.Shape(200, 2000, per_s=10.5, seconds=150.0)
 """Ten prompt tokens for each of the answer, and one for ten: four engines are next to full."""
+_SLOS: Final = ("ttft:1000", "tpot:30")
 _NO_GATE: Final = {"early_rejection": False}
 _OF_FLEET: Final = ("faults", "num_proxies", "report_s")
 
@@ -257,6 +261,46 @@ def homes_follow(runs: Runs) -> dict[str, Any]:
     return found | {"ratio": round(found["4B"]["then"] / best, 3), "goal": 0.9}
 
 
+def planned_well(runs: Runs) -> dict[str, Any]:
+    """Row 14: the load that holds within 10 %, p50 and p90 of TTFT and ITL within 15 %."""
+    runs.run(_PREDICTED, factor=0.5)
+    assert runs.fleet is not None
+    assert runs.fleet.first.pairing is not None
+    model, true = runs.fleet.first.pairing.model, runs.fleet.costs
+    a, b, c = model.prefill.weights
+    d, e, f = model.step.weights
+    learned = FleetCosts(a, b, c, d, e, f, true.hop, true.handover, *model.wire.weights)
+    layout = parse_layout(runs.layouts[0])
+    plans = [
+        Planner(
+            PlanQuestion(
+                workload=runs.workload(1.0),
+                slos=parse_goodput(_SLOS),
+                share=0.9,
+                settings=settings_of(_PREDICTED),
+                costs=costs,
+                error=TimesError(
+                    prefill=model.prefill.error, step=model.step.error, wire=model.wire.error
+                ),
+                size=layout,
+            )
+        ).plan(0, [layout])
+        for costs in (learned, true)
+    ]
+    found, is_so = (plan.rows[0].figures for plan in plans)
+    off = {
+        name: round(getattr(found, name) / getattr(is_so, name) - 1, 3)
+        for name in ("ttft_p50_ms", "ttft_p90_ms", "itl_p50_ms", "itl_p90_ms")
+    }
+    return {
+        "highest_load": [plan.highest_load for plan in plans],
+        "goodput": [found.goodput, is_so.goodput],
+        "range": plans[0].goodput_range,
+        "off": off,
+        "goal": [0.1, 0.15],
+    }
+
+
 def bit_equal(runs: Runs) -> dict[str, Any]:
     """Row 16: all of them."""
     runs.run(_PREDICTED)
@@ -280,6 +324,7 @@ ROWS: Final[dict[int, Callable[[Runs], dict[str, Any]]]] = {
     9: early_rejection,
     10: greedy_tenant,
     13: homes_follow,
+    14: planned_well,
     16: bit_equal,
 }
 
