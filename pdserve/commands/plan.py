@@ -69,12 +69,14 @@ class _Asked:
     """A workload, and whose it is.
 
     Attributes:
+        model: What engines are started with; empty if nobody says.
         target: Where it can be played; None: nowhere.
         running: What is known of that.
     """
 
     requests: Sequence[Planned]
     description: str
+    model: str
     question: PlanQuestion
     target: Target | None
     running: RunningFleet | None
@@ -118,8 +120,7 @@ def run(table_: Table, resolved: Mapping[str, Resolved]) -> int:
     finally:
         line.end()
     per_s = len(asked.requests) / _span_s(asked.requests)
-    model = config.model or (asked.target.model if asked.target else "")
-    commands = start_commands(plan.best, model, asked.question.settings)
+    commands = start_commands(plan.best, asked.model, asked.question.settings)
     if config.json:
         print(
             json.dumps(
@@ -195,6 +196,7 @@ def _asked(
     return _Asked(
         requests=requests,
         description=plan.description,
+        model=config.model or served.root or served.model,
         question=question,
         target=target,
         running=running,

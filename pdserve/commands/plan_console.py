@@ -6,6 +6,7 @@ import itertools
 import shlex
 from typing import TYPE_CHECKING, Final
 
+from pdserve.config.boxed import BOXED, boxed_model_dir
 from pdserve.config.policies import looks_at_prefixes
 from pdserve.planner.work import parse_layout
 
@@ -107,7 +108,8 @@ def start_commands(layout_name: str, model: str, settings: Mapping[str, object])
     words = " ".join(f"--{flag} {value}" for flag, value in flags.items())
     events = reading = ""
     if looks_at_prefixes(*(str(settings[name]) for name in _POLICIES)):
-        events, reading = f" {_EVENTS}", f" --tokenizer {model}"
+        tokenizer = boxed_model_dir() if model == BOXED else model
+        events, reading = f" {_EVENTS}", f" --tokenizer {tokenizer}"
     ports = itertools.count(8100)
     engines = [
         f"pdserve {command} {model} --port {next(ports)} --proxy {_PROXY}{further}{events}"

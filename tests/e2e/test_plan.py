@@ -6,12 +6,16 @@ import json
 
 import pytest
 
+from pdserve.config.boxed import boxed_model_dir
 from tests.cli.process import pdserve
 from tests.e2e.conftest import pd_deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(400)]
 
-POLICY = ("--policy", "prefix_sticky", "--split-policy", "predicted", "--tokenizer", "boxed")
+POLICY = (
+    "--policy", "prefix_sticky", "--split-policy", "predicted",
+    "--tokenizer", str(boxed_model_dir()),
+)  # fmt: skip
 EVENTS = ("--kv-events-config.enable-kv-cache-events",)
 LOAD = (
     "--dataset-name", "random", "--random-input-len", "300", "--random-output-len", "24",
@@ -32,8 +36,9 @@ def test_a_deployment_says_what_it_takes_and_how_far_off_its_simulation_is(tmp_p
         )
     told = json.loads(found.stdout)
     assert {row["layout"] for row in told["plan"]["rows"]} == {"1P2D", "2P1D", "3B"}
-    assert told["costs"]["prefill_token"] > 0
-    assert told["start"][0].startswith(("pdserve up boxed", "pdserve proxy"))
+    costs = told["costs"]
+    assert costs["prefill"] + 300 * costs["prefill_token"] + 45_000 * costs["prefill_pair"] > 0
+    assert told["start"][0].startswith(("pdserve up /", "pdserve proxy --port"))
     check = told["check"]
     assert check["layout"] == "1P1D"
     assert check["measured"]["num_requests"] == 40
