@@ -180,6 +180,7 @@ def test_an_engine_with_more_to_do_is_not_more_attractive(fleet, num, which, mor
 
 @given(fleets, st.integers(1, 30_000), st.sampled_from([256, 2048]))
 def test_an_engine_that_has_more_of_the_prompt_is_not_less_attractive(fleet, num, more):
+    fleet = [msgspec.structs.replace(each, hit_tokens=min(num, each.hit_tokens)) for each in fleet]
     before = choose(num, *fleet).chosen
     for url in {before.prefill, before.decode}:
         warmer = [
