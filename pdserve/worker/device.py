@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from pdserve.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
 T = TypeVar("T")
+
+_LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +129,22 @@ class Device(Protocol):
 
 
 def device_of(device: torch.device, *, has_graphs: bool = True) -> Device:
-    """Return the device that torch names; `has_graphs` False has nothing captured on it."""
-    if device.type == "cuda":
-        return CudaDevice(device, has_graphs=has_graphs)
-    return HostDevice(device)
+    """Return the device that torch names; `has_graphs` False has nothing captured on it.
+
+    Raises:
+        ConfigError: It is older than what kernels are compiled for.
+    """
+    if device.type != "cuda":
+        return HostDevice(device)
+    major, minor = capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        raise ConfigError(
+            f"{device} is a {torch.cuda.get_device_name(device)} of compute capability "
+            f"{major}.{minor}, and the kernels need 8.0 (A100, RTX 30 and later): use another "
+            "device, or --device cpu",
+            param="device",
+        )
+    return CudaDevice(device, has_graphs=has_graphs)
 
 
 class HostDevice:

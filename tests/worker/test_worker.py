@@ -26,6 +26,7 @@ from pdserve.wire.transfer import (
     LeaseEnd,
     Settled,
 )
+from pdserve.worker.device import device_of
 from pdserve.worker.kv_memory import Offer, layout_of_block, require_one_request, supply
 from tests.tiny_models import write_tiny_model
 from tests.worker.driver import workers
@@ -260,6 +261,16 @@ def test_cuda_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)), device="cuda")
     with workers() as begin, pytest.raises(ConfigError, match="finds no CUDA device"):
         begin(config)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (7, 0), (6, 1)])
+def test_a_device_older_than_what_kernels_are_made_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    with pytest.raises(ConfigError, match=r"cuda:0 is a Tesla T4 .* need 8.0.* --device cpu"):
+        device_of(torch.device("cuda", 0))
 
 
 def test_the_pool_takes_an_exact_number_before_a_size_before_a_share(
