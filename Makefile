@@ -86,7 +86,7 @@ gpu-all: $(VENV)/.installed-dev ## On a CUDA device: its tests, compute-sanitize
 
 # GPU machines with torch 2.11 have Triton 3.6.0; 3.7.1 comes with our torch.
 OTHER_TRITON := 3.6.0
-gate: $(VENV)/.installed-dev ## What kernels become on Hopper, without a GPU, under both Tritons
+gate: $(VENV)/.installed-dev ## What kernels become on each architecture, without a GPU, under both Tritons
 	@test -d $(VENV)-triton/triton || $(PIP) --no-deps --target $(VENV)-triton "triton==$(OTHER_TRITON)"
 	@for path in "" $(abspath $(VENV)-triton); do \
 	  PYTHONPATH=$$path $(BIN)/python -m pytest -q tests/kernels/cuda/test_gate.py \

@@ -8,7 +8,7 @@ number of programs take in turn; requests with more are cut into tiles of tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from pdserve.kernels.cuda.segments import (
     multiprocessors,
     padded_requests,
 )
+from pdserve.kernels.cuda.target import Architecture, target
 
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 64
@@ -67,12 +68,23 @@ _HALF_WIDE = AttentionTiles(64, 512, 16, _tuned(4, 2), 1, 64, _tuned(8, 2))
 _FULL = AttentionTiles(32, 512, 16, _tuned(4, 2), 2, 32, _tuned(4, 2))
 _FULL_WIDE = AttentionTiles(32, 512, 16, _tuned(8, 1), 1, 16, _tuned(8, 1))
 
+# Hopper's have run, the others have been compiled. Tile and segment are the same for all.
+_SMALL_HALF = replace(_HALF, whole_rows=64, whole=_tuned(4, 2))
+_SMALL_HALF_WIDE = replace(_HALF_WIDE, split=_tuned(4, 1), whole_rows=32, whole=_tuned(4, 1))
+_TILES = {
+    Architecture.SM_80: (_SMALL_HALF, _HALF_WIDE, _FULL, _FULL_WIDE),
+    Architecture.SM_89: (_SMALL_HALF, _SMALL_HALF_WIDE, _FULL, _FULL_WIDE),
+    Architecture.SM_90: (_HALF, _HALF_WIDE, _FULL, _FULL_WIDE),
+    Architecture.SM_100: (_HALF, _HALF_WIDE, _FULL, _FULL_WIDE),
+}
+
 
 def tiles_for(dtype: torch.dtype, head_dim: int) -> AttentionTiles:
-    """Return how attention over heads of ``head_dim`` elements is cut on Hopper."""
+    """Return how attention over heads of ``head_dim`` elements is cut."""
+    half, half_wide, full, full_wide = _TILES[target().architecture]
     if dtype == torch.float32:
-        return _FULL if head_dim <= 128 else _FULL_WIDE
-    return _HALF if head_dim <= 128 else _HALF_WIDE
+        return full if head_dim <= 128 else full_wide
+    return half if head_dim <= 128 else half_wide
 
 
 class AttentionCall(NamedTuple):

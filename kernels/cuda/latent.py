@@ -6,6 +6,7 @@ read once, and are values too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -21,6 +22,7 @@ from pdserve.kernels.cuda.attention import (
 )
 from pdserve.kernels.cuda.launch import Tuning
 from pdserve.kernels.cuda.segments import DTYPES
+from pdserve.kernels.cuda.target import Architecture, target
 
 _MAX_LATENT = 512
 _FEW_HEADS = AttentionTiles(
@@ -36,12 +38,24 @@ _FULL = AttentionTiles(
     32, 1024, 16, Tuning(8, 1, overlaps=True), 1, 16, Tuning(8, 1, overlaps=True)
 )
 
+# Hopper's have been compiled, and so have the others.
+_ONE_STAGE = Tuning(8, 1, overlaps=True)
+_SMALL = AttentionTiles(32, 1024, 16, _ONE_STAGE, 1, 16, _ONE_STAGE)
+_SMALL_FULL = replace(_FULL, tile=16)
+_TILES = {
+    Architecture.SM_80: (_FEW_HEADS, _SOME_HEADS, _MANY_HEADS, _FULL),
+    Architecture.SM_89: (_SMALL, _SMALL, _SMALL, _SMALL_FULL),
+    Architecture.SM_90: (_FEW_HEADS, _SOME_HEADS, _MANY_HEADS, _FULL),
+    Architecture.SM_100: (_FEW_HEADS, _SOME_HEADS, _MANY_HEADS, _FULL),
+}
+
 
 def latent_tiles(dtype: torch.dtype, num_heads: int) -> AttentionTiles:
-    """Return how latent attention is cut on Hopper: the more heads, the fewer read a latent."""
+    """Return how latent attention is cut: the more heads, the fewer read a latent."""
+    few, some, many, full = _TILES[target().architecture]
     if dtype == torch.float32:
-        return _FULL
-    return _FEW_HEADS if num_heads < 32 else _SOME_HEADS if num_heads < 64 else _MANY_HEADS
+        return full
+    return few if num_heads < 32 else some if num_heads < 64 else many
 
 
 def latent_attention(
@@ -60,6 +74,7 @@ def latent_attention(
             `ops` says.
     """
     cut = _cut(
+        latent_tiles(q.dtype, q.shape[1]),
         (q.dtype, *q.shape[1:]),
         (kv_layer.dtype, kv_layer.shape, kv_layer.stride()),
         latent_dim,
@@ -70,6 +85,7 @@ def latent_attention(
 
 @cache
 def _cut(
+    tiles: AttentionTiles,
     query: tuple[torch.dtype, int, int],
     layer: tuple[torch.dtype, torch.Size, tuple[int, ...]],
     latent_dim: int,
@@ -88,7 +104,6 @@ def _cut(
             f"strided over blocks only, of one dtype of bf16, fp16 and fp32; not {latent_dim}, "
             f"{dtype} and {layer_dtype}, strides {strides}"
         )
-    tiles = latent_tiles(dtype, num_heads)
     whole, split = (
         max(n for n in range(1, rows + 1) if num_heads % n == 0)
         for rows in (tiles.whole_rows, tiles.split_rows)

@@ -20,15 +20,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
-_HOPPER = (9, 0)
+from pdserve.kernels.cuda.target import Architecture, target
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def launch(
     if 0 in grid:
         return
     if tuning.overlaps or "OVERLAPS" in kernel.arg_names:
-        overlaps = tuning.overlaps and _overlapping and can_overlap()
+        overlaps = tuning.overlaps and _overlapping and _can_overlap(target().architecture)
         constants |= {"OVERLAPS": overlaps, "launch_pdl": overlaps}
     kernel[grid](
         *args,
@@ -96,12 +95,9 @@ def without_overlap() -> Iterator[None]:
         _overlapping = before
 
 
-@lru_cache(maxsize=1)
-def can_overlap() -> bool:
-    """Whether the device lets kernels overlap: from Hopper on, and where code is but compiled."""
-    if is_interpreted():
-        return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _HOPPER
+@cache
+def _can_overlap(architecture: Architecture) -> bool:
+    return architecture.is_hopper_like and not is_interpreted()
 
 
 def is_interpreted() -> bool:

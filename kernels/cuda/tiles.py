@@ -1,4 +1,4 @@
-"""Tiles of the matrix products: tables by shape, and no measuring at run time.
+"""Tiles of the matrix products: tables by architecture and shape, and no measuring at run time.
 
 How many rows there are chooses a tile, and a tile never changes bits: of bf16 and fp16 because the
 tensor core sums any tile in the same order (`product`), of fp32 because it has only one.
@@ -9,7 +9,8 @@ and a decode step of Llama-3.1-8B 5.81 ms where only the kernels between product
 where products do too and have the L2 cache fetch weights meanwhile. For 64 rows overlapping saves 6
 of 174 us; for 256 it changes nothing.
 
-The times behind the tables are those of an H100 (benchmarks/results/2026-11-23-h100-*.json).
+The times behind the tables are those of an H100 (benchmarks/results/2026-11-23-h100-*.json). Tables
+of other architectures have only been compiled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.kernels.cuda.launch import Tuning
+from pdserve.kernels.cuda.target import Architecture, target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,30 +71,13 @@ def _tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: boo
     return ProductTile(rows=rows, cols=cols, depth=depth, tuning=tuning, **more)
 
 
-_MULTIPROCESSORS = 132
-
 # fp32 runs on the plain cores, whose order of summation is the compiler's for a tile's shape.
 FP32 = _tile(32, 64, 16, 4, 3)
 
-_Table = tuple[tuple[int, ProductTile], ...]
-"""Most columns, or rows, ascending -> tile; the last takes any number."""
+_Table = tuple[tuple[float, ProductTile], ...]
+"""Most of something, ascending -> tile; the last takes any number."""
 
-_ANY = 1 << 62
-
-# Few rows: the time is that of reading the weight, for which every multiprocessor should ask.
-# Narrow tiles where 64 columns a program would leave half of them idle, wide ones where there are
-# some programs for each.
-_FEW: _Table = (
-    (32 * _MULTIPROCESSORS, _tile(16, 32, 256, 4, 4)),
-    (128 * _MULTIPROCESSORS, _tile(16, 64, 128, 4, 5, swapped=True)),
-    (_ANY, _tile(16, 128, 128, 8, 4, swapped=True)),
-)
-_SOME_ROWS = 64
-_SOME: _Table = (
-    (32 * _MULTIPROCESSORS, _tile(64, 32, 256, 4, 4, described=True)),
-    (128 * _MULTIPROCESSORS, _tile(64, 64, 128, 4, 5, described=True)),
-    (_ANY, _tile(64, 64, 128, 4, 3, described=True)),
-)
+_ANY = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,64 +88,163 @@ class _Cost:
     us: float
 
 
-# Many rows: the time is that of the tensor cores, and a multiprocessor that has no tile of the last
-# wave waits for the others. So time is waves times that of a tile.
-_MANY = (
-    _Cost(_tile(256, 128, 64, 8, 4, described=True), 46.5),
-    _Cost(_tile(128, 128, 64, 8, 4, described=True), 27.0),
-    _Cost(_tile(64, 128, 128, 4, 4, described=True), 17.9),
-    _Cost(_tile(64, 64, 128, 4, 5, described=True), 14.9),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tables:
+    """The tiles of one architecture.
+
+    Attributes:
+        few: Of at most `FEW_ROWS`, by columns for each multiprocessor. The time is that of reading
+            the weight, for which every multiprocessor should ask: narrow tiles where 64 columns a
+            program would leave half of them idle, wide ones where there are some programs for each.
+        some: Of at most `_SOME_ROWS`, likewise.
+        many: Of more. The time is that of the tensor cores, and a multiprocessor that has no tile
+            of the last wave waits for the others. So time is waves times that of a tile.
+        heads: Of many small products at once, by rows.
+        gate_up: Of two products at once, twice the weight and the sums of a tile, by rows.
+        down: Of experts that come together after those, by rows; as many rows as of ``gate_up``.
+    """
+
+    few: _Table
+    some: _Table
+    many: tuple[_Cost, ...]
+    heads: _Table
+    gate_up: _Table
+    down: _Table
+
+
+_SOME_ROWS = 64
+
+# Heads, gate and up, down: not measured, chosen by registers and shared memory.
+_HOPPER = _Tables(
+    few=(
+        (32, _tile(16, 32, 256, 4, 4)),
+        (128, _tile(16, 64, 128, 4, 5, swapped=True)),
+        (_ANY, _tile(16, 128, 128, 8, 4, swapped=True)),
+    ),
+    some=(
+        (32, _tile(64, 32, 256, 4, 4, described=True)),
+        (128, _tile(64, 64, 128, 4, 5, described=True)),
+        (_ANY, _tile(64, 64, 128, 4, 3, described=True)),
+    ),
+    many=(
+        _Cost(_tile(256, 128, 64, 8, 4, described=True), 46.5),
+        _Cost(_tile(128, 128, 64, 8, 4, described=True), 27.0),
+        _Cost(_tile(64, 128, 128, 4, 4, described=True), 17.9),
+        _Cost(_tile(64, 64, 128, 4, 5, described=True), 14.9),
+    ),
+    heads=(
+        (16, _tile(16, 32, 128, 4, 4)),
+        (64, _tile(64, 64, 128, 4, 3)),
+        (_ANY, _tile(128, 128, 64, 8, 4)),
+    ),
+    gate_up=(
+        (16, _tile(16, 32, 128, 4, 5)),
+        (64, _tile(64, 64, 64, 4, 4, described=True)),
+        (_ANY, _tile(128, 128, 64, 8, 3, described=True)),
+    ),
+    down=(
+        (16, _tile(16, 64, 128, 4, 5)),
+        (64, _tile(64, 64, 128, 4, 3)),
+        (_ANY, _tile(128, 128, 64, 8, 4)),
+    ),
 )
+
+# No tile of these has run: they are Hopper's, with fewer stages where shared memory is less.
+_AMPERE = _Tables(
+    few=(
+        (32, _tile(16, 32, 256, 4, 4)),
+        (128, _tile(16, 64, 128, 4, 5)),
+        (_ANY, _tile(16, 128, 128, 8, 4)),
+    ),
+    some=(
+        (32, _tile(64, 32, 256, 4, 3)),
+        (128, _tile(64, 64, 128, 4, 4)),
+        (_ANY, _tile(64, 64, 128, 4, 3)),
+    ),
+    many=(
+        _Cost(_tile(256, 128, 64, 8, 3), 46.5),
+        _Cost(_tile(128, 128, 64, 8, 4), 27.0),
+        _Cost(_tile(64, 128, 128, 4, 3), 17.9),
+        _Cost(_tile(64, 64, 128, 4, 4), 14.9),
+    ),
+    heads=_HOPPER.heads,
+    gate_up=(
+        (16, _tile(16, 32, 128, 4, 5)),
+        (64, _tile(64, 64, 64, 4, 4)),
+        (_ANY, _tile(128, 128, 64, 8, 3)),
+    ),
+    down=_HOPPER.down,
+)
+_ADA = _Tables(
+    few=(
+        (32, _tile(16, 32, 256, 4, 3)),
+        (128, _tile(16, 64, 128, 4, 4)),
+        (_ANY, _tile(16, 128, 64, 4, 4)),
+    ),
+    some=(
+        (32, _tile(64, 32, 128, 4, 3)),
+        (_ANY, _tile(64, 64, 64, 4, 4)),
+    ),
+    many=(
+        _Cost(_tile(256, 128, 32, 8, 3), 46.5),
+        _Cost(_tile(128, 128, 32, 8, 4), 27.0),
+        _Cost(_tile(64, 128, 64, 4, 3), 17.9),
+        _Cost(_tile(64, 64, 64, 4, 4), 14.9),
+    ),
+    heads=(
+        (16, _tile(16, 32, 128, 4, 4)),
+        (64, _tile(64, 64, 64, 4, 4)),
+        (_ANY, _tile(128, 128, 32, 8, 4)),
+    ),
+    gate_up=(
+        (16, _tile(16, 32, 128, 4, 4)),
+        (64, _tile(64, 64, 64, 4, 3)),
+        (_ANY, _tile(128, 128, 32, 8, 3)),
+    ),
+    down=(
+        (16, _tile(16, 64, 128, 4, 4)),
+        (64, _tile(64, 64, 64, 4, 4)),
+        (_ANY, _tile(128, 128, 32, 8, 4)),
+    ),
+)
+_TABLES = {
+    Architecture.SM_80: _AMPERE,
+    Architecture.SM_89: _ADA,
+    Architecture.SM_90: _HOPPER,
+    Architecture.SM_100: _HOPPER,
+}
 
 
 def linear_tile(num_rows: int, num_cols: int, dtype: torch.dtype) -> ProductTile:
     """Return the tile of ``[num_rows, K] @ [num_cols, K].T``: K makes all waves equally longer."""
     if dtype == torch.float32:
         return FP32
+    tables, multiprocessors = _here(), target().multiprocessors
     if num_rows <= _SOME_ROWS:
-        return _chosen(_FEW if num_rows <= FEW_ROWS else _SOME, num_cols)
+        table = tables.few if num_rows <= FEW_ROWS else tables.some
+        return _chosen(table, num_cols / multiprocessors)
 
     def us(of: _Cost) -> float:
-        return -(-of.tile.num_programs(num_rows, num_cols) // _MULTIPROCESSORS) * of.us
+        return -(-of.tile.num_programs(num_rows, num_cols) // multiprocessors) * of.us
 
-    return min(_MANY, key=us).tile
-
-
-_HEADS: _Table = (
-    (16, _tile(16, 32, 128, 4, 4)),
-    (64, _tile(64, 64, 128, 4, 3)),
-    (_ANY, _tile(128, 128, 64, 8, 4)),
-)
+    return min(tables.many, key=us).tile
 
 
 def heads_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
     """Return the tile of many small products at once, as of `linear_tile`."""
     if dtype == torch.float32:
         return FP32
-    return _chosen(_HEADS, num_rows)
+    return _chosen(_here().heads, num_rows)
 
 
 GATED_ROWS = 64
 """Most rows of ``x`` whose gate and up are computed at once with their activation: the tiles that
 are best for more rows have no registers left for twice the sums."""
 
-# Gate and up are two products at once: twice the weight and the sums of a tile. Not measured:
-# chosen by registers and shared memory.
-_GATE_UP: _Table = (
-    (16, _tile(16, 32, 128, 4, 5)),
-    (64, _tile(64, 64, 64, 4, 4, described=True)),
-    (_ANY, _tile(128, 128, 64, 8, 3, described=True)),
-)
-_DOWN: _Table = (
-    (16, _tile(16, 64, 128, 4, 5)),
-    (64, _tile(64, 64, 128, 4, 3)),
-    (_ANY, _tile(128, 128, 64, 8, 4)),
-)
-
 
 def gated_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
     """Return the tile of a product whose gate and up are computed together."""
-    return FP32 if dtype == torch.float32 else _chosen(_GATE_UP, num_rows)
+    return FP32 if dtype == torch.float32 else _chosen(_here().gate_up, num_rows)
 
 
 def experts_tiles(
@@ -170,7 +254,11 @@ def experts_tiles(
     if dtype == torch.float32:
         return FP32, FP32
     mean = num_choices / num_experts
-    return _chosen(_GATE_UP, mean), _chosen(_DOWN, mean)
+    return _chosen(_here().gate_up, mean), _chosen(_here().down, mean)
+
+
+def _here() -> _Tables:
+    return _TABLES[target().architecture]
 
 
 def _chosen(table: _Table, size: float) -> ProductTile:

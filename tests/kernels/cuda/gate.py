@@ -1,9 +1,11 @@
-"""The compile gate: what launches become on a Hopper GPU, found on a machine that has none.
+"""The compile gate: what launches become on a GPU, found on a machine that has none.
 
 A test names a function that makes calls on ``meta`` tensors. A process of its own, where kernels
-are not interpreted, compiles each kernel that they launch for sm_90, with the types, alignments,
-constants and tuning of the launch itself, and reads the machine code back with the tools that come
-with Triton. `benchmarks/gpu` has the times; what is here cannot depend on a device.
+are not interpreted, compiles each kernel that they launch for sm_90, or for the target that a call
+assumes, with the types, alignments, constants and tuning of the launch itself, and reads the
+machine code back with the tools that come with Triton. What has more shared memory, or tensor
+memory, than a program may have there ends the gate: no launch would tell before there is a device.
+`benchmarks/gpu` has the times; what is here cannot depend on a device.
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from pdserve.kernels.cuda.target import LaunchTarget
+
 _SHARED_BYTES = 227 << 10
+_TENSOR_MEMORY_COLUMNS = 512
 _REGISTERS = 65536
 _TYPES = {
     torch.float32: "*fp32",
@@ -39,7 +45,7 @@ Calls = dict[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as sm_90 runs it.
+    """One kernel as a device runs it.
 
     Attributes:
         kernel: Its name.
@@ -103,6 +109,24 @@ def compiled(calls: str, *names: str) -> dict[str, list[Compiled]]:
     return {name: [Compiled(**one) for one in launches] for name, launches in found.items()}
 
 
+def assuming_each(targets: Iterable[LaunchTarget], calls: Calls) -> Calls:
+    """Return calls for each of some targets; a name begins with the architecture's."""
+    from pdserve.kernels.cuda.target import assuming
+
+    def on(target: LaunchTarget, call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            with assuming(target):
+                call()
+
+        return run
+
+    return {
+        f"{target.architecture.name} {name}": on(target, call)
+        for target in targets
+        for name, call in calls.items()
+    }
+
+
 def _compile_all(calls: Calls) -> dict[str, list[Compiled]]:
     """Run each call with launches that compile instead."""
     from triton.runtime import JITFunction
@@ -126,6 +150,8 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from pdserve.kernels.cuda.target import target
+
     signature, constants, attributes = {}, {}, {}
     values = dict(zip(kernel.arg_names, args, strict=False)) | options
     for parameter in kernel.params:
@@ -141,7 +167,11 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
             attributes[parameter.num,] = [["tt.divisibility", 16]]
     chosen = {k: v for k, v in options.items() if k not in signature}
     source = ASTSource(kernel, signature, constants, attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
+    there = target().architecture
+    built = triton.compile(source, target=GPUTarget("cuda", there.value, 32), options=chosen)
+    told = f"{kernel.__name__} {options} on {there}"
+    assert built.metadata.shared <= there.shared_bytes, told
+    assert (built.metadata.tmem_size or 0) <= _TENSOR_MEMORY_COLUMNS, told
     return _read(kernel.__name__, built, chosen["num_warps"])
 
 

@@ -1,0 +1,101 @@
+"""The architectures that kernels have tiles for, and which one this process computes on.
+
+A process has one device, or launches for none: then kernels are interpreted, or compiled for the
+architecture that somebody names.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+class Architecture(enum.Enum):
+    """What tables of tiles are made for; newer devices take the tables of what they are like."""
+
+    SM_80 = 80
+    SM_89 = 89
+    SM_90 = 90
+    SM_100 = 100
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one program may have."""
+        return {80: 163, 89: 99, 90: 227, 100: 227}[self.value] << 10
+
+    @property
+    def is_hopper_like(self) -> bool:
+        """Whether kernels may overlap, and tiles be loaded by descriptors."""
+        return self.value >= Architecture.SM_90.value
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTarget:
+    """What kernels are launched for.
+
+    Attributes:
+        architecture: Chooses the tiles.
+        multiprocessors: How many there are.
+    """
+
+    architecture: Architecture
+    multiprocessors: int
+
+
+H100 = LaunchTarget(Architecture.SM_90, 132)
+TARGETS = {
+    each.architecture: each
+    for each in (
+        LaunchTarget(Architecture.SM_80, 108),
+        LaunchTarget(Architecture.SM_89, 58),
+        H100,
+        LaunchTarget(Architecture.SM_100, 148),
+    )
+}
+"""An A100, an L4, an H100 and a B200."""
+
+
+def architecture_of(capability: tuple[int, int]) -> Architecture:
+    """Return whose tiles a device takes: those for as much shared memory as it has.
+
+    Args:
+        capability: Of the device, at least (8, 0).
+    """
+    major, minor = capability
+    if major == 8:
+        return Architecture.SM_80 if minor in (0, 7) else Architecture.SM_89
+    if major == 9:
+        return Architecture.SM_90
+    return Architecture.SM_100 if major in (10, 11) else Architecture.SM_89
+
+
+@cache
+def _of_device() -> LaunchTarget:
+    if not torch.cuda.is_available():
+        return H100
+    found = torch.cuda.get_device_properties()
+    return LaunchTarget(architecture_of((found.major, found.minor)), found.multi_processor_count)
+
+
+_assumed: LaunchTarget | None = None
+
+
+def target() -> LaunchTarget:
+    """Return what kernels are launched for: the device, or an H100 where there is none."""
+    return _assumed or _of_device()
+
+
+@contextmanager
+def assuming(other: LaunchTarget) -> Iterator[None]:
+    """Have tiles chosen for another target meanwhile."""
+    global _assumed  # noqa: PLW0603
+    before, _assumed = _assumed, other
+    try:
+        yield
+    finally:
+        _assumed = before
