@@ -31,6 +31,8 @@ from tests.sim.world import World, run_seed
 
 # Seeds that get to everything in few lives: the rarest situation comes up twice.
 FIRST_SEED, NUM_LIVES = 307, 600
+# Of those, most streams that are to move are over by then; here two do move.
+FIRST_SEED_OF_MOVES = 362
 
 
 @pytest.mark.slow
@@ -147,7 +149,7 @@ def test_engines_that_are_drained_and_restarted_in_turn_cost_no_request() -> Non
 
 @pytest.mark.slow
 def test_streams_that_move_with_their_kv_are_whole_wherever_an_engine_dies_meanwhile() -> None:
-    summary = simulate(150, seed=FIRST_SEED, max_failing=1, change=with_moves)
+    summary = simulate(110, seed=FIRST_SEED_OF_MOVES, max_failing=1, change=with_moves)
     assert not summary.failing
     assert summary.rungs["migrations (drain, moved)"]
     assert summary.rungs["migrations (drain, replayed)"]
