@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import resource
 import socket
 import subprocess
@@ -55,6 +56,16 @@ def pdserve_here(*arguments: str, **variables: str) -> subprocess.CompletedProce
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def free_neighbours(count: int) -> int:
+    """The first of so many ports in a row, of those that the kernel gives nobody by itself."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def free_ports(count: int) -> list[int]:

@@ -10,7 +10,7 @@ from pdserve.config.load import build, resolve
 from pdserve.config.settings import up_table
 from pdserve.config.up import UpConfig
 from pdserve.errors import ConfigError
-from tests.cli.process import free_ports
+from tests.cli.process import free_neighbours, free_ports
 
 PORTS = ("port", "prefill-port", "decode-port", "both-port", "kv-port", "kv-http-port")
 FOR_BOTH = {"prefill-replicas": 0, "decode-replicas": 0, "both-replicas": 3}
@@ -19,6 +19,10 @@ FOR_BOTH = {"prefill-replicas": 0, "decode-replicas": 0, "both-replicas": 3}
 def planned(given: dict[str, object]) -> DeploymentPlan:
     table = up_table()
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    for role in ("prefill", "decode", "both"):
+        num = given.get(f"{role}-replicas", 1)
+        if isinstance(num, int) and num > 1:
+            ports[f"{role}-port"] = free_neighbours(num)
     values = resolve(table, command_line={"model": BOXED, **ports, **given}, environ={})
     return plan(build("up", UpConfig, table, values), values, environ={})
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import socket
 import time
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from pdserve.wire.event_reader import ReaderState
 from pdserve.wire.events import BlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 from pdserve.wire.hashing import grain_hashes
 from pdserve.wire.ids import BlockHash, Incarnation
+from tests.cli.process import free_neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,7 +113,7 @@ def test_who_does_not_know_the_secret_hears_nothing_and_is_not_answered():
 
 
 def test_after_a_restart_at_the_same_place_a_reader_has_what_the_next_life_has():
-    port = free_neighbours()
+    port = free_neighbours(2)
     with publishing(port=port) as publisher, reading(publisher) as core:
         publisher.publish(computed(prompt(1)))
         read_until(core, lambda: core.num_grains == 2)
@@ -212,18 +211,8 @@ def test_readers_of_vllms_shape_get_maps_in_an_array_and_what_they_missed(has_to
         sub.close()
 
 
-def free_neighbours() -> int:
-    """The first of two TCP ports in a row, of those that the kernel gives nobody by itself."""
-    while True:
-        first = random.randrange(20_000, 32_000)
-        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", first))
-            other.bind(("127.0.0.1", first + 1))
-            return first
-
-
 def test_each_core_of_an_engine_has_a_port_of_its_own():
-    base = free_neighbours()
+    base = free_neighbours(2)
     keys = {"endpoint": f"tcp://127.0.0.1:{base}", "port": 0}
     with publishing(**keys, rank=0), publishing(**keys, rank=1) as second, zmq.Context() as context:
         sub = context.socket(zmq.SUB)
