@@ -5,7 +5,8 @@
 
 All of it is done by threads of the pool, which leave the interpreter's lock: most masks take some
 microseconds, but nothing bounds what a grammar can ask for. A step that needs a mask which is not
-there goes on without that row; nobody else waits for it.
+there goes on without that row; nobody else waits for it. A request whose masks take long has them
+made by threads that come behind all others, where cores are few.
 
 Where a request stands is a function of its grammar and its output tokens alone: it is built anew
 from them behind a hand-over, or a preemption. Knows neither logits nor rows.
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
     from pdserve.wire.sampling import Grammar
 
 _NUM_THREADS: Final = 4
+_NUM_SLOW_THREADS: Final = 2
+_SLOW_NICENESS: Final = 15
+SLOW_S: Final = 0.002
+"""CPU time of masks that is a part of a step's time."""
+_MASK_WEIGHT: Final = 0.25
+"""Of the last mask in the mean of a request's: a vocabulary's first masks take some ms."""
 _MAX_COMPILED_BYTES: Final = 256 << 20
 """Of grammars that are kept compiled, the ones used last."""
 _COMPILED_BYTES: Final = 128 << 10
@@ -54,10 +61,11 @@ class GrammarPool:
         load: Makes the compiler: called once, at once, in one of the threads.
         finds_forced: What a grammar leaves no choice of is worked out, too.
         max_bytes: Of grammars that are kept compiled, by an estimate; the last one is kept anyway.
+        slow_s: CPU time of a request's masks, on average, above which they are made by threads that
+            come behind all others.
 
     Attributes:
-        finds_forced: As above.
-        submit: Has something done in one of the threads.
+        finds_forced, slow_s: As above.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class GrammarPool:
         *,
         finds_forced: bool = False,
         max_bytes: int = _MAX_COMPILED_BYTES,
+        slow_s: float = SLOW_S,
     ) -> None:
         self._load = load
         self._max_bytes = max_bytes
@@ -75,8 +84,15 @@ class GrammarPool:
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
         self._threads = DeepThreads("grammars", num_threads=_NUM_THREADS)
+        self._slow_threads = DeepThreads(
+            "slow grammars", num_threads=_NUM_SLOW_THREADS, niceness=_SLOW_NICENESS
+        )
+        self.slow_s = slow_s
         self._threads.submit(self._make_compiler)
-        self.submit = self._threads.submit
+
+    def submit(self, work: Callable[[], None], *, is_slow: bool = False) -> None:
+        """Have something done in one of the threads."""
+        (self._slow_threads if is_slow else self._threads).submit(work)
 
     def matcher(self, text: str) -> LLMatcher:
         """Return a matcher of a grammar, at its beginning. To be called in one of the threads.
@@ -107,6 +123,7 @@ class GrammarPool:
     def close(self) -> None:
         """End the threads, each behind what it is at. May be called twice."""
         self._threads.close()
+        self._slow_threads.close()
 
     def _make_compiler(self) -> None:
         try:
@@ -151,6 +168,7 @@ class Constraint:
         self._unseen = [] if begin is None else list(outputs[begin:])
         self._matcher: LLMatcher | None = None
         self._was_waited_for = False
+        self._mask_s = 0.0
         self.forbidden = torch.ones(vocab_size, dtype=torch.bool)
         self._bias = torch.zeros(vocab_size)
         self.is_over = False
@@ -205,7 +223,7 @@ class Constraint:
     def _advance(self) -> None:
         self._busy.acquire()
         self._was_waited_for = False
-        self._pool.submit(self._work)
+        self._pool.submit(self._work, is_slow=self._mask_s > self._pool.slow_s)
 
     def _work(self) -> None:
         self.error = "the grammar could not be worked out"
@@ -225,7 +243,9 @@ class Constraint:
             self.is_rejected = self._matcher.validate_tokens(unseen) < len(unseen)
         if unseen and not self._matcher.consume_tokens(unseen):
             return in_short(self._matcher.get_error())
+        begin_s = time.thread_time()
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._mask_s += (time.thread_time() - begin_s - self._mask_s) * _MASK_WEIGHT
         if self._matcher.is_error():
             return in_short(self._matcher.get_error())
         bits = np.unpackbits(mask, count=len(self.forbidden), bitorder="little")

@@ -18,11 +18,12 @@ class HeldPool(GrammarPool):
     def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
         super().__init__(load)
         self._held: list[Callable[[], None]] = []
-        self._submit = self.submit
-        self.submit = self._held.append
+
+    def submit(self, work: Callable[[], None], *, is_slow: bool = False) -> None:
+        self._held.append(work)
 
     def release(self) -> None:
         """Have everything done that was submitted."""
         held, self._held[:] = self._held[:], []
         for work in held:
-            self._submit(work)
+            super().submit(work)

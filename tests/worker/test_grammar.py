@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import threading
 import time
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +17,7 @@ import torch
 from pdserve.config.boxed import boxed_model_dir
 from pdserve.config.schema import ModelConfig
 from pdserve.errors import ConfigError
-from pdserve.text.grammar import GrammarCompiler
+from pdserve.text.grammar import DeepThreads, GrammarCompiler
 from pdserve.text.load import load_text
 from pdserve.wire.sampling import Grammar
 from pdserve.worker.grammar import Constraint, GrammarPool
@@ -25,7 +28,7 @@ from tests.worker.driver import params
 from tests.worker.held_pool import HeldPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pdserve.text.load import Text
 
@@ -349,3 +352,35 @@ def test_tokens_at_which_a_grammar_becomes_too_large_are_no_others_fault(
     assert hindered is not None
     assert hindered.by is Hindrance.DEAD_END
     assert "too many" in hindered.why
+
+
+class NotingPool(GrammarPool):
+    """Notes of what is submitted whether it may come behind all other threads."""
+
+    def __init__(self, load: Callable[[], GrammarCompiler], *, slow_s: float) -> None:
+        self.are_slow: list[bool] = []
+        super().__init__(load, slow_s=slow_s)
+
+    def submit(self, work: Callable[[], None], *, is_slow: bool = False) -> None:
+        self.are_slow.append(is_slow)
+        super().submit(work, is_slow=is_slow)
+
+
+@pytest.mark.parametrize(("slow_s", "expected"), [(0.0, True), (60.0, False)])
+def test_masks_that_take_long_come_behind_all_other_threads(
+    slow_s: float, expected: bool, compiler: GrammarCompiler, vocab_size: int
+) -> None:
+    pool = NotingPool(lambda: compiler, slow_s=slow_s)
+    grammar = Grammar(text=GRAMMARS["schema"])
+    constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+    walk(constraint, 1, 3)
+    assert pool.are_slow == [False, *[expected] * 3]
+    pool.close()
+
+
+def test_threads_come_behind_others_by_as_much_as_they_are_told() -> None:
+    found: SimpleQueue[int] = SimpleQueue()
+    threads = DeepThreads("deep", num_threads=1, niceness=3)
+    threads.submit(lambda: found.put(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    assert found.get(timeout=30.0) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
+    threads.close()
