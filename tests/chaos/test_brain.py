@@ -108,7 +108,7 @@ def test_a_proxy_that_predicts_is_restarted(stage: Stage) -> None:
         expect={"finished"},
     )
     series = 'pdserve_index_hit_error_tokens_count{known_by="events"}'
-    wait_until(lambda: stage.deployment.metric("proxy", series) >= 1, 10.0)
+    wait_until(lambda: stage.deployment.metric("proxy", series) >= 2, 10.0)
     teach(stage)
     settle(stage, "a proxy that predicts is restarted", "once it has learned", time.monotonic())
 

@@ -41,9 +41,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
 }
 _BATCH = 500
 _WARM_UP = 2 * _BATCH
-_MAX_GROWTH_BYTES = 64 << 20
-"""Three servers' rings of ended requests, which are still filling, have 17 MiB of it when they are
-full; hypothesis keeps more with each kind of input that it has not met."""
+_MAX_GROWTH_BYTES = 48 << 20
 _MAX_DATA_BYTES = 4 << 30
 
 
