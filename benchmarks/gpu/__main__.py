@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.gpu import checks, targets
 from benchmarks.gpu.kernel_parts import part_hashes
 
-PARTS = ("peaks", "copies", "rows", "attention", "bits", "linear", "step")
+PARTS = ("peaks", "copies", "rows", "attention", "bits", "linear", "step", "serving")
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 60.0
 """For a part's imports and its last experiment, before it is killed."""

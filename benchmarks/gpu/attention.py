@@ -44,6 +44,11 @@ DECODES = sized(
 
 PROMPTS = sized([2048, 8192, 16384], [70])
 
+# The second needs a device.
+_TORCH = sized(
+    (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION), dry=(SDPBackend.FLASH_ATTENTION,)
+)
+
 SPLITS = [
     replace(
         BASE,
@@ -94,31 +99,44 @@ def compile_tiles(tiles: AttentionTiles, num_requests: int, num_tokens: int) -> 
         torch.cuda.synchronize()
 
 
-def compile_all() -> dict[str, Any]:
-    """Compile every tiling, and compare the bits meanwhile, in processes of their own."""
+def compare_bits() -> dict[str, Any]:
+    """Compare the bits of every case, in processes of their own."""
     if IS_DRY:
-        return {"bits": {name: bits(*of) for name, of in BITS.items()}}
+        return {name: bits(*of) for name, of in BITS.items()}
+    found: dict[str, Any] = {}
+    with _processes() as pool:
+        compared = [(name, pool.submit(bits, *of)) for name, of in BITS.items()]
+        for name, result in compared:
+            error = result.exception()
+            found[name] = {"error": str(error)[:600]} if error else result.result()
+            print(f"attention: bits: {name}: {json.dumps(found[name])}", flush=True)
+    return found
+
+
+def compile_all() -> dict[str, Any]:
+    """Compile every tiling that is swept, in processes of their own."""
+    if IS_DRY:
+        return {}
     wanted: dict[Any, None] = {}
     for tiles in SPLITS:
         for num_requests in sorted({1 if n <= 16 else n for n, _ in DECODES}):
             wanted[replace(tiles, programs_per_sm=1), num_requests, num_requests] = None
     for tiles in WHOLES:
         wanted[tiles, 1, 128] = None
-    found: dict[str, Any] = {"bits": {}, "failed": {}, "compiled": 0}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=context) as pool:
-        compared = [(name, pool.submit(bits, *of)) for name, of in BITS.items()]
+    found: dict[str, Any] = {"failed": {}, "compiled": 0}
+    with _processes() as pool:
         compiled = [(of, pool.submit(compile_tiles, *of)) for of in wanted]
-        for name, result in compared:
-            error = result.exception()
-            found["bits"][name] = {"error": str(error)[:600]} if error else result.result()
-            print(f"attention: bits: {name}: {json.dumps(found['bits'][name])}", flush=True)
         for of, done in compiled:
             if error := done.exception():
                 found["failed"][str(of)] = str(error)[:300]
             else:
                 found["compiled"] += 1
     return found
+
+
+def _processes() -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=context)
 
 
 # Times
@@ -162,16 +180,24 @@ class Decode:
             return self.row(time_in_graph(lambda i: self.by_torch(caches[i % self.num_layers])))
 
 
-def decode(experiments: Experiments, num_requests: int, context: int) -> None:
-    """Time all tilings at one context, and print the best."""
+def decode(
+    experiments: Experiments, num_requests: int, context: int, *, sweeps: bool = False
+) -> None:
+    """Time what is shipped at one context, and torch; or all tilings, and print the best."""
     name = f"decode {num_requests} x {context}"
     made: list[Decode] = []
+    inputs = f"{name}: inputs" + " of the sweep" * sweeps
     experiments.run(
-        f"{name}: inputs", lambda: made.append(Decode(num_requests, context)) or made[0].described()
+        inputs, lambda: made.append(Decode(num_requests, context)) or made[0].described()
     )
     if not made:
         return
     at = made[0]
+    if not sweeps:
+        experiments.run(f"{name}: as shipped", lambda: at.ours(BASE, budget_s=0.2))
+        for backend in _TORCH:
+            experiments.run(f"{name}: torch {backend.name}", lambda of=backend: at.theirs(of))
+        return
     found = {}
     for tiles in SPLITS:
         of = named(tiles, split=True)
@@ -179,9 +205,6 @@ def decode(experiments: Experiments, num_requests: int, context: int) -> None:
         if result is not None:
             found[of] = result
     _best(experiments, name, found)
-    experiments.run(f"{name}: as shipped", lambda: at.ours(BASE, budget_s=0.2))
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        experiments.run(f"{name}: torch {backend.name}", lambda of=backend: at.theirs(of))
 
 
 def _best(experiments: Experiments, name: str, found: dict[str, dict[str, Any]]) -> None:
@@ -221,26 +244,27 @@ class Prefill:
             return self.row(time_eager(lambda _: self.by_torch(cache), budget_s=0.1))
 
 
-def prefill(experiments: Experiments) -> None:
-    """Time all tilings at each length of prompt, and print the best."""
-    for length in PROMPTS:
-        name = f"prefill {length}"
-        found = {}
-        at: list[Prefill] = []
-        experiments.run(f"{name}: inputs", lambda n=length, at=at: at.append(Prefill(n, n)))
-        if not at:
-            continue
-        for tiles in WHOLES:
-            of = named(tiles, split=False)
-            result = experiments.run(f"{name}: {of}", lambda one=at[0], of=tiles: one.ours(of))
-            if result is not None:
-                found[of] = result
-        _best(experiments, name, found)
-        experiments.run(f"{name}: as shipped", lambda one=at[0]: one.ours(BASE, budget_s=0.2))
-        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-            experiments.run(
-                f"{name}: torch {backend.name}", lambda one=at[0], of=backend: one.theirs(of)
-            )
+def prefill(experiments: Experiments, length: int, *, sweeps: bool = False) -> None:
+    """Time what is shipped for one length of prompt, and torch; or all tilings: see `decode`."""
+    name = f"prefill {length}"
+    made: list[Prefill] = []
+    inputs = f"{name}: inputs" + " of the sweep" * sweeps
+    experiments.run(inputs, lambda: made.append(Prefill(length, length)))
+    if not made:
+        return
+    at = made[0]
+    if not sweeps:
+        experiments.run(f"{name}: as shipped", lambda: at.ours(BASE, budget_s=0.2))
+        for backend in _TORCH:
+            experiments.run(f"{name}: torch {backend.name}", lambda of=backend: at.theirs(of))
+        return
+    found = {}
+    for tiles in WHOLES:
+        of = named(tiles, split=False)
+        result = experiments.run(f"{name}: {of}", lambda tiles=tiles: at.ours(tiles))
+        if result is not None:
+            found[of] = result
+    _best(experiments, name, found)
 
 
 def chunks() -> dict[str, Any]:
@@ -282,14 +306,20 @@ def host() -> dict[str, Any]:
 
 
 def run(limit_s: float) -> dict[str, Any]:
-    """Run all experiments."""
+    """Run all experiments: what is shipped first, then sweeps for as long as there is time."""
     experiments = Experiments("attention", limit_s)
-    experiments.run("bits and compiling", compile_all)
+    experiments.run("bits", compare_bits)
     experiments.run("host", host)
     for num_requests, context in DECODES:
         decode(experiments, num_requests, context)
-    prefill(experiments)
+    for length in PROMPTS:
+        prefill(experiments, length)
     experiments.run("chunks", chunks)
     for name, experiment in LATENTS.items():
         experiments.run(f"latents: {name}", experiment)
+    experiments.run("compiling what is swept", compile_all)
+    for num_requests, context in DECODES:
+        decode(experiments, num_requests, context, sweeps=True)
+    for length in PROMPTS:
+        prefill(experiments, length, sweeps=True)
     return experiments.results

@@ -22,7 +22,7 @@ LAYERS, HEADS, HEAD_DIM = sized((32, 8, 128), (2, 2, 8))
 CHUNK = sized(256, 16)
 NUM_CHUNKS = sized(16, 2)
 HOST_BYTES = sized(256 << 20, 1 << 16)
-BOUNDS = sized((4, 8, 16, 32, 64, 132), (4,))
+BOUNDS = sized((8, 16, 32, 64), (4,))
 
 
 def chunks(block_size: int, num_chunks: int, layers: slice) -> ChunkCopy:

@@ -8,7 +8,6 @@ in any order, and those of every other backend.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cuda.checks import check_integers
+from pdserve.kernels.cuda.digest import kept_on
 from pdserve.kernels.cuda.launch import Tuning, launch
 from pdserve.kernels.reference.chunks import check_chunks
 
@@ -155,7 +155,7 @@ def copied(copy: ChunkCopy, *, to_pool: bool, max_programs: int = MAX_PROGRAMS) 
         words,
         pool_words,
         tables.to(kv.device, non_blocking=True),
-        _on_device(constants, kv.device),
+        kept_on(kv.device, constants),
         out,
         num_chunks,
         num_layers,
@@ -174,12 +174,6 @@ def copied(copy: ChunkCopy, *, to_pool: bool, max_programs: int = MAX_PROGRAMS) 
         PIECE=piece,
     )
     return out
-
-
-@lru_cache(maxsize=16)
-def _on_device(constants: Tensor, device: torch.device) -> Tensor:
-    """What `word_constants` has made once goes there once."""
-    return constants.to(device)
 
 
 def _is_aligned(words: Tensor, pool: Tensor, starts: Tensor, run: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +25,8 @@ def _unsigned(words: tl.tensor) -> tl.tensor:
 @triton.jit
 def digest_span(
     words: tl.tensor,
-    spans: tl.tensor,
+    tables: tl.tensor,
     constants: tl.tensor,
-    keys: tl.tensor,
     out: tl.tensor,
     stride_block: tl.tensor,
     stride_layer: tl.tensor,
@@ -39,8 +40,12 @@ def digest_span(
     TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
-    """Add one span's share to the sum of its row, layer and head; grid (spans, layers * heads)."""
-    span = spans + tl.program_id(0) * 5
+    """Add one span's share to the sum of its row, layer and head; grid (spans, layers * heads).
+
+    ``tables`` holds spans, then keys.
+    """
+    span = tables + tl.program_id(0) * 5
+    keys = tables + tl.num_programs(0) * 5
     layer_head = tl.program_id(1)
     layer, head = layer_head // HEADS, layer_head % HEADS
     row, block, first = tl.load(span), tl.load(span + 1), tl.load(span + 2)
@@ -88,15 +93,15 @@ def digests_on_device(
     num_layers, num_planes, num_heads = kv.shape[1:4]
     words = kv.view(torch.int32)
     num_words = words.shape[-1]
+    tables = torch.cat([spans.flatten(), keys.flatten()])
     out = torch.zeros((num_rows, num_layers, num_heads), dtype=torch.int64, device=kv.device)
     words_block = triton.next_power_of_2(num_words)
     launch(
         digest_span,
         (len(spans), num_layers * num_heads),
         words,
-        spans.to(kv.device),
-        constants.to(kv.device),
-        keys.to(kv.device),
+        tables.to(kv.device, non_blocking=True),
+        kept_on(kv.device, constants),
         out,
         *words.stride()[:5],
         tuning=TUNING,
@@ -108,3 +113,9 @@ def digests_on_device(
         BLOCK_SIZE=kv.shape[4],
     )
     return out
+
+
+@lru_cache(maxsize=16)
+def kept_on(device: torch.device, constants: Tensor) -> Tensor:
+    """Bring what `word_constants` has made once to a device, once."""
+    return constants.to(device)

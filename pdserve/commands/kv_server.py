@@ -178,7 +178,8 @@ def _clear(descriptor: int, num_bytes: int) -> None:
 
 def _serve(arguments: list[str]) -> None:
     """Run LMCache's server, in this process, until it is interrupted."""
-    os.environ.update(LMCACHE_SILENT)
+    # Engines bring their KV themselves: a device would only be asked for memory.
+    os.environ.update(LMCACHE_SILENT, CUDA_VISIBLE_DEVICES="")
     if os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING") == "WARNING":
         logging.disable(logging.INFO)  # uvicorn's as well, which has a line for each request
     sys.argv = [_PROGRAM, *arguments]

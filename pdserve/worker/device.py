@@ -203,6 +203,7 @@ class CudaDevice:
         self.torch = device
         self.has_graphs = has_graphs
         self._pool: Any = None
+        self._num_graphs = 0
         self._side: torch.cuda.Stream | None = None
 
     def staging(self, num_bytes: int) -> Tensor:
@@ -226,6 +227,7 @@ class CudaDevice:
         """
         if self._side is None:
             self._side = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
+        if not self._num_graphs:  # torch takes no pool again whose graphs have all been given back
             self._pool = torch.cuda.graph_pool_handle()
         here = torch.cuda.current_stream(self.torch)
         graph = torch.cuda.CUDAGraph()
@@ -241,7 +243,11 @@ class CudaDevice:
             finally:
                 graph.capture_end()
         here.wait_stream(self._side)
-        return _CudaGraph(graph), result
+        self._num_graphs += 1
+        return _CudaGraph(graph, self._forget), result
+
+    def _forget(self) -> None:
+        self._num_graphs -= 1
 
     def synchronize(self) -> None:
         """See `Device`."""
@@ -280,11 +286,13 @@ class _CudaEvent:
 
 
 class _CudaGraph:
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, forget: Callable[[], None]) -> None:
         self._graph = graph
+        self._forget = forget
 
     def replay(self) -> None:
         self._graph.replay()
 
     def close(self) -> None:
         self._graph.reset()
+        self._forget()

@@ -29,16 +29,19 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """Describe one token per row.
 
-    The normaliser is summed in fp64, so that a row's values do not depend on the order
-    of the sum, hence not on the batch.
+    The normaliser is a sum of whole numbers, so that a row's values do not depend on the order
+    of the sum, hence not on the batch; rounding them changes it by less than 1e-8.
 
     Args:
         logits: `[M, vocab_size]` fp32, unmodified.
         token_ids: `[M]` int64, the tokens that stand there.
         alternatives: To report, per row; ids are in the vocabulary.
     """
-    peak = logits.amax(-1, keepdim=True)
-    normaliser = (logits - peak).double().exp_().sum(-1, keepdim=True).log_() + peak
+    peak = logits.amax(-1, keepdim=True).double()
+    one = 2.0 ** (62 - logits.shape[-1].bit_length())
+    weights = (logits - peak).exp_().mul_(one).round_().long()
+    # What is not finite stays so: no number does in the sum.
+    normaliser = (weights.sum(-1, keepdim=True).double() / one).log_() + peak + (peak - peak)
     chosen = logits.gather(-1, token_ids[:, None])
     values = (chosen - normaliser).squeeze(-1).tolist()
     ranks = ((logits > chosen).sum(-1) + 1).tolist()

@@ -31,7 +31,7 @@ def start() -> Iterator[Callable[..., Driver]]:
                 EngineConfig(
                     model=ModelConfig(model=str(model), dtype="float32"),
                     device=device,
-                    cache=CacheConfig(num_gpu_blocks_override=64),
+                    cache=CacheConfig(num_gpu_blocks_override=64, block_size=16),
                     scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
                 )
             )

@@ -113,6 +113,23 @@ def test_replayed_steps_have_the_bits_of_launched_ones(
     assert len({*map(tuple, tokens.values())}) == len(ASKED)
 
 
+def test_steps_are_replayed_where_memory_was_measured_before(
+    cuda: torch.device, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ARCH))
+    with workers() as begin:
+        driver = begin(
+            EngineConfig(
+                model=ModelConfig(model=str(tmp_path), load_format="dummy", dtype="bfloat16"),
+                device="cuda",
+                cache=CacheConfig(gpu_memory_utilization=0.1),
+                scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=512),
+            )
+        )
+        assert driver.worker.runs_ahead, "the log says what cannot be captured"
+        assert len(play(driver)) == len(ASKED)
+
+
 def test_a_request_has_its_tokens_in_any_company(
     cuda: torch.device, start: Callable[[str], Driver]
 ) -> None:

@@ -88,6 +88,11 @@ def test_a_mapping_is_written_and_read_by_the_device_beside_its_steps(cuda: torc
     rest = starts, word_constants(num_places, 64), place_keys(range(3), planes, range(heads))
     here, there = kernels_on(cuda), kernels_on(torch.device("cpu"))
     wanted = there.gather_chunks(kv.cpu(), blocks, wanted_pool, *rest)
+    # The first time they are compiled, and memory is allocated, for which the device is waited.
+    with beside_steps(kv):
+        here.gather_chunks(kv, blocks, torch.from_numpy(pool), *rest)
+        here.scatter_chunks(torch.zeros_like(kv), others, torch.from_numpy(pool), *rest)
+    pool[:] = 0
     torch.cuda.synchronize()
 
     torch.cuda._sleep(1 << 30)  # half a second of a step
