@@ -200,8 +200,13 @@ class EventFeed:
 
     def _pump(self, name: _CoreName) -> None:
         core = self._cores.get(name)
-        if core is not None and core.subscription.pump(self._clock.monotonic_s()):
+        if core is None:
+            return
+        now_s = self._clock.monotonic_s()
+        if core.subscription.pump(now_s):
             asyncio.get_running_loop().call_soon(self._pump, name)
+        if core.subscription.reader.is_exact(now_s) is not core.is_exact:
+            self._believe()
 
     def _believe(self) -> None:
         """Take into account who is in step now."""

@@ -18,7 +18,7 @@ from pdserve.proxy.backend import Backend, Breaker
 from pdserve.proxy.brain.feed import EventFeed
 from pdserve.proxy.brain.index import PrefixIndex
 from pdserve.proxy.brain.prompt import RoutePrompt
-from pdserve.wire.event_reader import GONE_S
+from pdserve.wire.event_reader import GONE_S, ReaderState
 from pdserve.wire.events import BlocksCleared, EventEndpoint
 from pdserve.wire.hashing import grain_hashes
 from pdserve.wire.ids import Incarnation
@@ -200,6 +200,23 @@ async def test_an_engine_that_falls_silent_is_not_believed_until_it_is_heard_aga
             assert index.depths(grains, 0.0) == {}
         finally:
             await feed.stop()
+
+
+async def test_an_engine_that_is_said_to_be_live_is_believed():
+    for _ in range(5):
+        with telling(ScriptedEngine("decode")) as publisher:
+            clock, index = ManualClock(), PrefixIndex()
+            backend = Backend("http://e", Role.DECODE, is_static=True, breaker=Breaker(clock, 3, 5))
+            info = {**ScriptedEngine("decode").info(), "incarnation": LIFE}
+            info["kv_events"] = [publisher.endpoint]
+            backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
+            feed = EventFeed(index, [backend], clock, secret=SECRET)
+            feed.start()
+            try:
+                await until(lambda feed=feed: feed.states() == [ReaderState.LIVE])
+                assert feed.exact("http://e")
+            finally:
+                await feed.stop()
 
 
 async def test_the_events_of_more_engines_are_heard_than_zmq_has_sockets_for_by_itself():
