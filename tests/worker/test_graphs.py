@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -19,7 +23,7 @@ from pdserve.kernels.backend import REFERENCE
 from pdserve.models.registry import load_model
 from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
-from pdserve.worker.device import HostDevice
+from pdserve.worker.device import CudaDevice, HostDevice
 from pdserve.worker.drafting.loading import load_draft, load_medusa, needs_draft
 from pdserve.worker.graphs import StepGraphs, graph_sizes
 from pdserve.worker.model_runner import ModelRunner
@@ -370,3 +374,52 @@ def test_what_comes_from_the_device_is_read_behind_its_copy() -> None:
     assert host.tolist() != [3, 4]
     event.wait()
     assert host.tolist() == [3, 4]
+
+
+class Captures:
+    """CUDA's graphs as far as torch's pools go: one whose graphs were all given back is gone."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.pools: list[int] = []
+        self._num_alive: Counter[int] = Counter()
+        self._gone: set[int] = set()
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, fake in {
+            "Stream": lambda device: stream,
+            "current_stream": lambda device: stream,
+            "stream": nullcontext,
+            "synchronize": lambda device: None,
+            "graph_pool_handle": partial(next, count()),
+            "CUDAGraph": self._graph,
+        }.items():
+            patch.setattr(torch.cuda, name, fake)
+
+    def _graph(self) -> SimpleNamespace:
+        def begin(pool: int, capture_error_mode: str) -> None:
+            assert pool not in self._gone, "torch asserts that a pool has a graph"
+            self.pools.append(pool)
+            self._num_alive[pool] += 1
+            graph.pool = pool
+
+        def reset() -> None:
+            self._num_alive[graph.pool] -= 1
+            if not self._num_alive[graph.pool]:
+                self._gone.add(graph.pool)
+
+        graph = SimpleNamespace(capture_begin=begin, capture_end=lambda: None, reset=reset)
+        return graph
+
+
+def test_graphs_share_memory_while_there_are_some_and_new_ones_behind_them_have_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures = Captures(monkeypatch)
+    device = CudaDevice(torch.device("cuda", 0), has_graphs=True)
+    first, second = (device.capture(lambda: None)[0] for _ in range(2))
+    first.close()
+    third, _ = device.capture(lambda: None)
+    assert len({*captures.pools}) == 1
+    second.close()
+    third.close()
+    device.capture(lambda: None)
+    assert len({*captures.pools}) == 2

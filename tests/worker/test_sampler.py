@@ -17,6 +17,7 @@ from pdserve.scheduler.refusal import refusal_of
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import MAX_LOGPROBS
+from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.philox import uniforms
 from pdserve.worker.sampler import Sampler
 from tests.worker.driver import params
@@ -339,3 +340,21 @@ def test_logprobs_come_from_unmodified_logits(fields: dict[str, Any]) -> None:
         best = reference[row].topk(num_top)
         assert [t for t, _ in entry.top] == best.indices.tolist()
         assert [v for _, v in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_logprobs_are_to_the_bit_those_of_any_order_of_the_vocabulary() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(8, 5003, generator=generator) * 4
+    tokens = torch.arange(8)
+    told = token_logprobs(logits, tokens, [3] * 8)
+    exact = logits.double().log_softmax(-1)[tokens, tokens]
+    assert [each.logprob for each in told] == pytest.approx(exact.tolist(), abs=2e-8)
+    for _ in range(20):
+        order = torch.randperm(logits.shape[1], generator=generator)
+        moved = token_logprobs(logits[:, order], order.argsort()[tokens], [3] * 8)
+        assert [each.logprob for each in moved] == [each.logprob for each in told]
+        for one, other in zip(moved, told, strict=True):
+            assert [(int(order[token]), value) for token, value in one.top] == other.top
+    logits[3, 17], logits[4, 17], logits[5] = math.nan, math.inf, -math.inf
+    lost = token_logprobs(logits, tokens, [0] * 8)
+    assert [math.isnan(each.logprob) for each in lost] == [i in (3, 4, 5) for i in range(8)]
