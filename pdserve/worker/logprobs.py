@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pdserve.worker.prepared_step import PreparedStep
 
 
+_CACHED = 1 << 17
+"""Numbers that a core's cache keeps between one operation and the next."""
+
 Alternatives = int | tuple[int, ...]
 """What is told beside a token: so many of the likeliest ones, or those with these ids."""
 
@@ -37,11 +40,7 @@ def token_logprobs(
         token_ids: `[M]` int64, the tokens that stand there.
         alternatives: To report, per row; ids are in the vocabulary.
     """
-    peak = logits.amax(-1, keepdim=True).double()
-    one = 2.0 ** (62 - logits.shape[-1].bit_length())
-    weights = (logits - peak).exp_().mul_(one).round_().long()
-    # What is not finite stays so: no number does in the sum.
-    normaliser = (weights.sum(-1, keepdim=True).double() / one).log_() + peak + (peak - peak)
+    normaliser = _normaliser(logits)
     chosen = logits.gather(-1, token_ids[:, None])
     values = (chosen - normaliser).squeeze(-1).tolist()
     ranks = ((logits > chosen).sum(-1) + 1).tolist()
@@ -67,6 +66,19 @@ def token_logprobs(
                 described[row], top=list(zip(named, told, strict=True))
             )
     return described
+
+
+def _normaliser(logits: Tensor) -> Tensor:
+    """Return the logarithm of the sum of each row's exponentials, `[M, 1]` fp64."""
+    peak = logits.amax(-1, keepdim=True).double()
+    one = 2.0 ** (62 - logits.shape[-1].bit_length())
+    at_once = len(logits) if logits.is_cuda else max(1, _CACHED // logits.shape[-1])
+    parts = zip(logits.split(at_once), peak.split(at_once), strict=True)
+    sums = [
+        (part - most).exp_().mul_(one).round_().long().sum(-1, keepdim=True) for part, most in parts
+    ]
+    # What is not finite is lost in the sum, and not in the last term.
+    return (torch.cat(sums).double() / one).log_() + peak + (peak - peak)
 
 
 def not_a_number(entries: Mapping[RequestId, Sequence[TokenLogprobs]]) -> set[RequestId]:
