@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks.gpu import checks, targets
 from benchmarks.gpu.kernel_parts import part_hashes
+from benchmarks.gpu.report_file import write
 
 PARTS = ("peaks", "copies", "rows", "attention", "bits", "linear", "step", "serving")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -100,23 +101,15 @@ def run_part(name: str, limit_s: float) -> dict[str, Any]:
             ).returncode
         except subprocess.TimeoutExpired:
             code = f"killed after {limit_s + _GRACE_S:.0f} s"
-        found = json.loads(result.read_text()) if result.exists() else {"error": f"ended by {code}"}
+        found = json.loads(result.read_text()) if result.exists() else {}
+        if code:
+            found["error"] = f"ended by {code}"
     return {
         "seconds": round(time.monotonic() - started, 1),
         "clocks_before": before,
         "clocks_after": clocks(),
         "results": found,
     }
-
-
-def write(path: Path | None, report: dict[str, Any]) -> None:
-    """Write the report so far, whole or not at all."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    beside.replace(path)
 
 
 def outcome(report: dict[str, Any]) -> tuple[list[str], bool]:
@@ -155,6 +148,8 @@ def main() -> int:
     if args.here:
         (name,) = args.parts
         module = importlib.import_module(f"benchmarks.gpu.{name}")
+        experiments = importlib.import_module("benchmarks.gpu.timing").Experiments
+        experiments.path = args.json
         write(args.json, module.run(args.limit_s))
         return 0
     report: dict[str, Any] = {"benchmark": "gpu", "environment": environment(), "parts": {}}

@@ -14,9 +14,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
+
+from benchmarks.gpu.report_file import write
 
 IS_DRY = not torch.cuda.is_available()
 DEVICE = torch.device("cpu") if IS_DRY else torch.device("cuda", 0)
@@ -172,8 +175,11 @@ class Experiments:
         limit_s: Nothing starts after so many seconds.
 
     Attributes:
+        path: File of the results so far, for whoever ends this process; None: there is none.
         results: Name -> what the experiment returned, or ``{"error": ...}``.
     """
+
+    path: ClassVar[Path | None] = None
 
     def __init__(self, part: str, limit_s: float) -> None:
         self._part = part
@@ -208,6 +214,7 @@ class Experiments:
 
     def _keep(self, name: str, result: Any, found: Any) -> Any:
         self.results[name] = result
+        write(self.path, self.results)
         print(f"{self._part}: {name}: {json.dumps(result, default=str)}", flush=True)
         return found
 

@@ -73,7 +73,7 @@ def _normaliser(logits: Tensor) -> Tensor:
     peak = logits.amax(-1, keepdim=True).double()
     one = 2.0 ** (62 - logits.shape[-1].bit_length())
     at_once = len(logits) if logits.is_cuda else max(1, _CACHED // logits.shape[-1])
-    parts = zip(logits.split(at_once), peak.split(at_once), strict=True)
+    parts = zip(torch.split(logits, at_once), torch.split(peak, at_once), strict=True)
     sums = [
         (part - most).exp_().mul_(one).round_().long().sum(-1, keepdim=True) for part, most in parts
     ]
