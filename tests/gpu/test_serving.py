@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.config.boxed import boxed_model_dir
 from tests.e2e.conftest import pd_deployment
+from tests.e2e.deployment import Deployment
 from tests.e2e.test_equality import PROMPTS, assert_kv_moved, complete_all, complete_alone
 
 if TYPE_CHECKING:
@@ -34,3 +35,27 @@ def test_pd_on_cuda_gives_the_tokens_of_one_engine(
         assert sampled != greedy
         assert complete_alone(deployment, PROMPTS, **SAMPLED) == sampled
         deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
+
+
+def test_p_and_d_on_cuda_have_their_shares_of_its_memory_and_replay_graphs(
+    cuda: torch.device, tmp_path: Path
+) -> None:
+    deployment = Deployment(tmp_path)
+    common = [str(boxed_model_dir()), "--port", "0", "--device", "cuda"]
+    try:
+        deployment.start("proxy", "proxy", "--port", "0")
+        deployment.wait("proxy")
+        for name in ("prefill", "decode"):  # what others have is measured at the start
+            share = ["--gpu-memory-utilization", "0.1", "--proxy", deployment.url("proxy")]
+            deployment.start(name, name, *common, *share)
+            deployment.wait(name)
+        deployment.wait_routable(1, 1)
+        answers = complete_all(deployment.url("proxy"), PROMPTS)
+        assert_kv_moved(deployment, sum(map(len, PROMPTS)))
+        assert complete_alone(deployment, PROMPTS) == answers
+        logs = [deployment.processes[name].log for name in ("prefill", "decode")]
+        assert all("GPU memory: " in log for log in logs)
+        assert not any("without graphs" in log for log in logs)
+        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
+    finally:
+        deployment.end()
