@@ -178,6 +178,7 @@ class Transfers:
 
     def _take_handed_over_tokens(self, request: Request, handoff: KVHandoff, now_s: float) -> None:
         """Make the tokens that came with a handoff this request's first outputs."""
+        self._state.prompts.discard(request.request_id)
         for index, token_id in enumerate(handoff.first_token_ids):
             request.take_over(token_id)
             finish, stop_reason = request.finish_of_last_token(self._max_model_len)

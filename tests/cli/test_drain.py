@@ -56,6 +56,7 @@ def report(*, is_empty: bool = True) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_proxy_is_asked_and_what_became_of_the_requests_is_told(capsys):
     with proxy(**report()) as (one, asked_one), proxy(**report()) as (other, asked_other):
         assert main(["drain", ENGINE, "--proxy", one, other, "--deadline", "7"]) == 0
@@ -80,6 +81,7 @@ def test_requests_are_sent_there_again(capsys):
     assert capsys.readouterr().out == f"{ENGINE} is sent requests again\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "code", "told"),
     [(404, 3, "no such engine"), (401, 3, "--api-key"), (500, 4, "no such engine")],

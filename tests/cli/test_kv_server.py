@@ -167,6 +167,7 @@ def lmcache() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "chunk_size", "verdict", "says"),
     [

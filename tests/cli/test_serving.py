@@ -75,6 +75,7 @@ def test_a_percentage_is_logged_only_of_what_takes_long(
     assert lines == ["compiling", "weights 30 %", "KV memory"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, code: int) -> None:
     (port,) = free_ports(1)

@@ -59,6 +59,7 @@ def test_a_peer_finds_the_end_behind_all_questions_though_its_answers_were_not_r
         assert there.recv(100) == b""
 
 
+@pytest.mark.slow
 def test_a_peer_that_sleeps_finds_no_end_before_it_has_woken_and_answered() -> None:
     with connection() as (here, there):
         there.sendall(b"an answer from before")

@@ -134,6 +134,7 @@ def test_an_abandoned_job_that_is_stuck_is_told_only_once_its_agent_is_gone(
     assert bench.lanes.take_num_resets() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", Direction)
 def test_an_agent_that_is_destroyed_amid_a_read_parts_gently_with_its_peer(
     bench: Bench, world: World, direction: Direction

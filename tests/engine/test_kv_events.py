@@ -93,6 +93,7 @@ def test_a_reader_that_comes_late_has_what_came_before_and_after():
             assert publisher.counts() == {"published": 3, "dropped": 0, "queued": 0}
 
 
+@pytest.mark.slow
 def test_an_idle_engine_is_heard_of_all_the_same():
     with publishing() as publisher, reading(publisher) as core:
         read_until(core, lambda: core.reader.state(time.monotonic()) is ReaderState.LIVE)

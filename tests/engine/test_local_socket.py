@@ -63,6 +63,7 @@ class Stranger:
         return self.process.communicate()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stranger_cannot_speak_to_the_coordinator(kind: str) -> None:
     with running(1) as rig:
@@ -76,6 +77,7 @@ def test_a_stranger_cannot_speak_to_the_coordinator(kind: str) -> None:
         stranger.heard()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_stranger_cannot_speak_for_a_core_nor_take_its_requests(
     tmp_path: Path, kind: str

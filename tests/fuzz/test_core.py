@@ -35,6 +35,16 @@ def test_a_handoff_or_a_ticket_with_any_signature_ends_alone(signature: str) -> 
     pair.check_service()
 
 
+def test_who_gets_its_own_handoff_back_has_no_prompt_to_compute() -> None:
+    pair = Pair()
+    pair.p.scheduler.add(pair.request(handoff=pair.handoff(), remote_decode=True))
+    while pair.step(pair.p):
+        pass
+    assert pair.p.scheduler.stats().num_prompts == 0
+    pair.settle()
+    pair.check_service()
+
+
 FRAME = msgspec.msgpack.encode(Add(Pair().request()))
 
 

@@ -48,6 +48,7 @@ async def test_headers_of_a_second_request_have_the_same_deadline(serve):
         assert await wire.is_closed()
 
 
+@pytest.mark.slow
 async def test_a_connection_between_two_requests_stays_open(serve):
     async with connected(await serve(header_timeout_s=0.1)) as wire:
         for _ in range(2):
@@ -56,6 +57,7 @@ async def test_a_connection_between_two_requests_stays_open(serve):
             await asyncio.sleep(0.3)  # what must not happen would have happened by then
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
 async def test_a_body_without_progress_is_given_up_with_a_408(serve, path):
     async with connected(await serve(body_timeout_s=0.2)) as wire:
@@ -64,6 +66,7 @@ async def test_a_body_without_progress_is_given_up_with_a_408(serve, path):
         assert (status, error["code"]) == (408, "request_timeout")
 
 
+@pytest.mark.slow
 async def test_a_body_that_drips_is_given_up_and_one_that_gets_on_is_not(serve):
     url = await serve(body_timeout_s=0.4)  # 200 bytes are due in that time
     padded = b'{"max_tokens": 1,' + b" " * 1000 + GOOD[1:]

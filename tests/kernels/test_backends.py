@@ -53,6 +53,7 @@ def test_a_backend_of_one_operation_drives_a_whole_model(
     assert " attention" not in line
 
 
+@pytest.mark.slow
 def test_calls_that_a_twin_does_not_take_are_the_references_and_one_line_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -129,6 +129,7 @@ def _scenarios(shape: MeshShape) -> list[Scenario]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [MeshShape(tp=2), MeshShape(tp=4), MeshShape(dp=2), MeshShape(dp=2, tp=2)],

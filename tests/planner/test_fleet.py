@@ -25,6 +25,7 @@ def run(policy: str, layout: str = "2P2D", workload: list[Work] = TURNS):
     return figures(outcomes, least_computed(workload))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*sorted(POLICIES), "least_loaded/never", "prefix_sticky/ppd"])
 def test_every_request_ends_and_leaves_nothing_under_every_policy(policy):
     assert run(policy)["unfinished"] == 0

@@ -416,6 +416,7 @@ async def until_nobody_listens(client: aiohttp.ClientSession, url: str) -> None:
                 return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_lets_what_runs_finish_and_sigterm_takes_more_for_a_while(number, started):
     engine = await started("decode")

@@ -65,6 +65,7 @@ async def test_beyond_that_budget_requests_wait_for_the_decode_engine(make_stack
     await assert_nothing_held(stack)
 
 
+@pytest.mark.slow
 async def test_a_spent_budget_is_asked_again_when_it_says_so(make_stack):
     (prefill,), (decode,) = prefills(), decodes()
     told = budget_spent(retry_after="1")

@@ -192,6 +192,7 @@ async def test_a_hanging_engine_delays_the_page_by_a_second_at_most(
     assert not entry["is_refused"]
 
 
+@pytest.mark.slow
 async def test_an_engine_that_died_is_refused_before_the_next_health_check(make_stack, engine):
     stack = await make_stack(decode=[engine], health_check_interval_s=60.0)
     await data_of(stack)

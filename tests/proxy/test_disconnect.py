@@ -196,6 +196,7 @@ async def test_the_lease_is_given_back_when_the_decode_engine_has_ended(
     await assert_nothing_held(stack)
 
 
+@pytest.mark.slow
 async def test_a_decode_engine_that_does_not_end_keeps_no_lease(make_stack, prefill, decode):
     never = asyncio.Event()
 
@@ -212,6 +213,7 @@ async def test_a_decode_engine_that_does_not_end_keeps_no_lease(make_stack, pref
     assert len(prefill.released) == 1
 
 
+@pytest.mark.slow
 async def test_one_that_leaves_late_does_not_touch_a_connection_that_serves_another(
     make_stack, prefill, decode
 ):

@@ -57,6 +57,7 @@ async def test_what_runs_at_an_engine_ends_there_and_nothing_more_is_sent_to_it(
     assert metrics['pdserve_migrations_total{outcome="replayed",why="drain"}'] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("way", ["local", "pull", "push"])
 async def test_what_still_runs_shortly_before_the_deadline_goes_on_elsewhere(
@@ -220,6 +221,7 @@ def slow(*engines: ScriptedEngine) -> None:
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "path"),
     [("local", COMPLETIONS), ("pull", COMPLETIONS), ("push", COMPLETIONS), ("push", CHAT)],
@@ -260,6 +262,7 @@ def handoff_of(engine: ScriptedEngine) -> str:
     return engine.calls[-1].params["pdserve"]["handoffs"][0]
 
 
+@pytest.mark.slow
 async def test_a_stream_may_be_moved_twice(make_stack):
     one, other = decodes(2)
     free(one, other)
@@ -277,6 +280,7 @@ async def test_a_stream_may_be_moved_twice(make_stack):
     assert metrics['pdserve_migrations_total{outcome="moved",why="drain"}'] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hook", [answers(503, b"{}"), drops(), kv_failed()], ids=["503", "drops", "no kv"]
 )

@@ -278,6 +278,7 @@ async def test_a_decode_engine_that_dies_does_not_open_the_breaker_of_prefill(ma
     assert len(prefill.calls) == 4
 
 
+@pytest.mark.slow
 async def test_requests_at_an_engine_that_hangs_go_on_elsewhere(make_stack):
     stuck, good = prefills(2)
     never = asyncio.Event()
@@ -299,6 +300,7 @@ async def test_requests_at_an_engine_that_hangs_go_on_elsewhere(make_stack):
     assert text_in(await asyncio.wait_for(request, 30)) == text_of(3, 4)
 
 
+@pytest.mark.slow
 async def test_a_stream_whose_engine_hangs_goes_on_elsewhere(make_stack):
     (prefill,), (stuck, good) = prefills(), decodes(2)
     stuck.gate.clear()

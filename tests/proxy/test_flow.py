@@ -208,6 +208,7 @@ async def test_when_no_engine_has_room_the_client_is_told_so(make_stack):
     assert len(legs(stack.engines)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 async def test_engines_that_cannot_serve_now_are_a_503_with_retry_after(make_stack, stream):
     engines = [*prefills(), *decodes()]
@@ -325,6 +326,7 @@ async def test_a_request_beyond_its_time_gets_504_and_frees_its_lease(make_stack
     await until(lambda: not prefill.leased)
 
 
+@pytest.mark.slow
 async def test_a_stream_beyond_its_time_ends_with_an_error_event(make_stack):
     (prefill,), (decode,) = prefills(), decodes()
     decode.gate.clear()

@@ -202,6 +202,7 @@ async def test_an_engine_that_falls_silent_is_not_believed_until_it_is_heard_aga
             await feed.stop()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_said_to_be_live_is_believed():
     for _ in range(5):
         with telling(ScriptedEngine("decode")) as publisher:

@@ -194,6 +194,7 @@ async def test_a_missing_field_is_named(server, path, field):
     assert error["code"] == "missing_required_parameter"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'"x"', b"\xff"])
 async def test_a_body_that_is_no_json_object_is_a_400(server, data):
     async with server.session.post(server.url + COMPLETIONS, data=data) as response:

@@ -91,6 +91,7 @@ async def pair(text, **parameters: Any):
         await until(both.is_quiet)
 
 
+@pytest.mark.slow
 async def test_choices_wait_for_their_siblings_for_longer_than_a_lease(text):
     """The first of them is done long before the answer with all handoffs leaves the engine."""
     body = {"prompt": "The quick", "max_tokens": 3, "n": 6, "seed": 5}
@@ -144,6 +145,7 @@ def of_choice(chunks: list[Any], index: int) -> list[Any]:
     return [c for c in chunks if c["choices"] and c["choices"][0]["index"] == index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_sequential_proxy_written_for_vllm_gets_the_same_answer(text, path):
     body = BODIES[path] | {"seed": 5, "min_tokens": 4}

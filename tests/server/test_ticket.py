@@ -93,6 +93,7 @@ async def test_the_ticket_reaches_both_engines_as_it_was_sealed(text):
     assert decode.on_load_failure is OnLoadFailure.REPORT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [at_p, at_d])
 @pytest.mark.parametrize(
     ("more", "ours"),

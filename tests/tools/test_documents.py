@@ -3,6 +3,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.failures import document as failures
 from tests.cli.process import ROOT
 from tools import measured_kernels, metric_table, module_list, vllm_names
@@ -11,6 +13,7 @@ from tools.goals import PRODUCT
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
 
+@pytest.mark.slow
 def test_the_list_of_modules_is_what_their_docstrings_say(this_tree):
     text = module_list.document(this_tree)
     assert "\n| `block_pool.py` | Reference-counted pool of fixed-size KV blocks" in text

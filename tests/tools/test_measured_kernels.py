@@ -42,6 +42,7 @@ def test_what_attention_loads_is_part_of_latent_attention_too(kernels):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("was", "becomes"),
     [

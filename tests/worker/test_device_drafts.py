@@ -141,6 +141,7 @@ def test_a_request_that_has_rows_for_drafts_is_not_computed_ahead(tmp_path: Path
     assert not engine.runner.may_follow(engine.plan({"r": 1}, {"r": 1}))
 
 
+@pytest.mark.slow
 def test_drafts_that_are_looked_up_follow_steps_that_ran_ahead(tmp_path: Path) -> None:
     asked = [lasting(repeating(PLAIN[0]), 20), *(lasting(each, 45) for each in PLAIN[1:3])]
     wanted, *_ = generate(Engine(tmp_path, HostDevice(CPU)), asked, max_in_flight=1)

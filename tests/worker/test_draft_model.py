@@ -268,6 +268,7 @@ def requests_of(num: int, **fields: Any) -> Requests:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_blocks", "shape"),
     [

@@ -257,6 +257,7 @@ def test_a_closed_runner_has_given_its_graphs_back(tmp_path: Path) -> None:
 # ---- seeded faults -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_padding_that_is_left_from_an_earlier_step_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,6 +415,7 @@ def test_graphs_share_memory_while_there_are_some_and_new_ones_behind_them_have_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     captures = Captures(monkeypatch)
+    monkeypatch.setattr("pdserve.worker.device.gc.collect", lambda: None)  # of a heap of all tests
     device = CudaDevice(torch.device("cuda", 0), has_graphs=True)
     first, second = (device.capture(lambda: None)[0] for _ in range(2))
     first.close()
