@@ -57,7 +57,7 @@ layers:
 	@$(BIN)/lint-imports
 
 # Three shares that take alike, each file imported by one process alone; of a share, ARGS may choose none.
-FRONT := $(addprefix tests/,proxy http dialects bench text)
+FRONT := $(addprefix tests/,proxy http dialects bench)
 CORE  := $(addprefix tests/,server connectors cli tools stateful)
 quick: quick-front quick-core quick-rest
 quick-front: SHARE = $(FRONT)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 TIMES = ("--prompt-times", "4", "0.045", "2.5e-6", "--step-times", "7,0.06,6e-5")
 SLO = ("--slo", "ttft:1000", "tpot:30")
 RANDOM = (

@@ -35,15 +35,18 @@ class TestMemory(ConnectorConformance):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 class TestMemoryOfTwoRanks(TestMemory):
     prefill_shape = decode_shape = make_shape(tp=2)
 
 
+@pytest.mark.slow
 class TestMemoryFromTwoStagesToTwoRanksOfLargerBlocks(TestMemory):
     prefill_shape = make_shape(pp=2, block_size=16)
     decode_shape = make_shape(tp=2, block_size=64, num_blocks=8)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 class TestMemoryFromFourRanksToOneOfSmallerBlocks(TestMemory):
     prefill_shape = make_shape(tp=4, num_kv_heads=2, block_size=64, num_blocks=8)
@@ -58,6 +61,7 @@ class TestMemoryOfLatents(TestMemory):
     decode_shape = make_shape(pp=2, num_kv_heads=1, num_planes=1)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 class TestFaultyWithoutFaults(TestMemory):
     def make_connector(self) -> KVConnectorBase:

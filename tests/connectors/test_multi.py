@@ -68,6 +68,7 @@ class SavingConnector(StoreConnector):
         return _SavingScheduler(context.shape)
 
 
+@pytest.mark.slow
 class TestMemoryAndAStore(ConnectorConformance):
     def make_connector(self) -> KVConnectorBase:
         KEPT.clear()

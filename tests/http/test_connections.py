@@ -12,6 +12,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 GOOD = b'{"prompt": "The", "max_tokens": 1}'
 
 
+@pytest.mark.slow
 async def test_headers_that_never_end_are_given_up_with_a_408(serve):
     async with connected(await serve(header_timeout_s=0.2)) as wire:
         wire.send(HEAD)
@@ -20,6 +21,7 @@ async def test_headers_that_never_end_are_given_up_with_a_408(serve):
         assert await wire.is_closed()
 
 
+@pytest.mark.slow
 async def test_headers_that_drip_are_given_up_as_well(serve):
     async with connected(await serve(header_timeout_s=0.3)) as wire:
 
@@ -39,6 +41,7 @@ async def test_a_connection_that_says_nothing_is_closed(serve):
         assert await wire.is_closed()
 
 
+@pytest.mark.slow
 async def test_headers_of_a_second_request_have_the_same_deadline(serve):
     async with connected(await serve(header_timeout_s=0.2)) as wire:
         wire.send(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")

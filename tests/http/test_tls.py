@@ -142,6 +142,7 @@ def test_a_key_may_stand_behind_its_certificate(authority, tmp_path):
     assert server_context(TlsConfig(certfile=str(both))) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("proxy",), ("serve", "boxed")])
 def test_a_server_ends_before_it_starts_anything(command):
     done = pdserve(*command, "--port", "0", "--ssl-certfile", "/nowhere")

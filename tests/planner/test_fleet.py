@@ -10,6 +10,8 @@ from pdserve.config.policies import POLICIES, SPLIT_POLICIES
 from pdserve.planner.fleet import Fleet
 from pdserve.planner.work import FleetLayout, Work, least_computed, output_token, parse_layout
 
+pytestmark = pytest.mark.slow
+
 TURNS = conversations(40, 8.0, num_turns=4, num_systems=2, seed=1)
 
 
@@ -25,7 +27,6 @@ def run(policy: str, layout: str = "2P2D", workload: list[Work] = TURNS):
     return figures(outcomes, least_computed(workload))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*sorted(POLICIES), "least_loaded/never", "prefix_sticky/ppd"])
 def test_every_request_ends_and_leaves_nothing_under_every_policy(policy):
     assert run(policy)["unfinished"] == 0

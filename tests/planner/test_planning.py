@@ -18,6 +18,8 @@ from pdserve.planner.work import FleetCosts, FleetLayout, Work, parse_layout
 from pdserve.planner.workload import workload_of
 from pdserve.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 COSTS = FleetCosts()
 SETTINGS = {
     "prefill_policy": "prefix_sticky",
@@ -71,7 +73,6 @@ def test_the_best_layout_is_the_one_in_which_most_requests_keep_their_objectives
     assert next(each for each in plan.rows if each.layout == "1P3D").figures.goodput < 0.6
 
 
-@pytest.mark.slow
 def test_as_few_engines_are_found_as_hold_the_objectives():
     light = planner(work(12, 1.0, 500, 20)).plan(4)
     assert light.fewest is not None

@@ -126,6 +126,7 @@ async def test_streams_whose_kv_came_before_do_not_close_the_breaker_by_their_en
     assert stack.proxy.breakers.num_open_pairs == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("says", [True, False], ids=["says so", "of another make"])
 async def test_a_pair_is_tried_for_as_long_as_kv_goes_over_it_and_not_for_a_whole_stream(
     make_stack, engines, says

@@ -166,6 +166,7 @@ async def test_a_begun_stream_waits_and_goes_on_with_the_same_text(make_stack):
     await assert_nothing_held(stack)
 
 
+@pytest.mark.slow
 async def test_who_waits_too_long_is_told_so(make_stack, caplog):
     (prefill,), (decode,) = prefills(), decodes()
     prefill.hook = budget_spent(retry_after="3600")

@@ -153,6 +153,7 @@ async def test_it_says_of_engines_what_their_own_metrics_say(make_stack, engine)
     assert other["health"] == "ready"
 
 
+@pytest.mark.slow
 async def test_engines_are_asked_only_while_somebody_looks(make_stack, engine, monkeypatch):
     monkeypatch.setattr(watch, "INTERVAL_S", 0.02)
     monkeypatch.setattr(watch, "WATCHED_S", 0.3)

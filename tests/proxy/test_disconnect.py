@@ -283,6 +283,7 @@ async def test_while_one_engine_does_everything(make_stack, decode):
     await assert_nothing_held(stack)
 
 
+@pytest.mark.slow
 async def test_a_release_is_signed_and_tried_again(make_stack, prefill, decode):
     prefill.secret = "s3cret"
     prefill.failing_releases = 2
@@ -308,6 +309,7 @@ async def test_the_leases_of_many_choices_are_given_back_over_one_connection(sta
     assert len(prefill.release_peers) == 1
 
 
+@pytest.mark.slow
 async def test_leases_are_given_back_before_the_proxy_ends(make_stack, prefill, decode):
     decode.hook = hangs()
     prefill.failing_releases = 1

@@ -91,6 +91,7 @@ async def test_what_still_runs_shortly_before_the_deadline_goes_on_elsewhere(
     assert sum(failures) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("can_push", [False, True])
 async def test_prompts_that_wait_at_a_prefill_engine_go_to_another_one(make_stack, can_push):
     leaving, staying = prefills(2, can_push=can_push)
@@ -110,6 +111,7 @@ async def test_prompts_that_wait_at_a_prefill_engine_go_to_another_one(make_stac
     assert legs([leaving, staying]) == ["prefill", "prefill"]
 
 
+@pytest.mark.slow
 async def test_a_prefill_engine_is_empty_only_when_its_kv_was_read(make_stack):
     (prefill,), (decode,) = prefills(), decodes()
     stack = await make_stack([prefill], [decode])
@@ -301,6 +303,7 @@ async def test_a_stream_that_nobody_can_go_on_with_is_begun_again(make_stack, ho
     assert metrics['pdserve_migrations_total{outcome="failed",why="drain"}'] == 1
 
 
+@pytest.mark.slow
 async def test_the_client_of_a_stream_that_moves_may_leave(make_stack):
     leaving, staying = decodes(2)
     free(leaving)

@@ -138,6 +138,7 @@ async def test_tokens_that_are_swallowed_are_not_counted(make_stack):
 # --- nobody waits without a limit
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_is_cut_off_when_its_time_is_over(
     make_stack, monkeypatch
 ):

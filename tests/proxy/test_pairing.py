@@ -292,6 +292,7 @@ def test_a_wait_for_kv_weighs_more_before_a_short_answer_and_nothing_before_one_
     assert costs[1] == 0 < costs[1000] == costs[None] < costs[8]
 
 
+@pytest.mark.slow
 def test_the_joint_decision_serves_conversations_in_the_comparison():
     workload = conversations(120, 12.0, num_turns=4, num_systems=2, seed=1)
     fleet = Fleet(parse_layout("2P2D"), settings_of("prefix_sticky/predicted"))

@@ -227,6 +227,7 @@ async def test_what_is_not_split_is_a_decode_engines_alone_and_it_is_said_why(ma
     assert metrics[name] == 2
 
 
+@pytest.mark.slow
 async def test_what_is_split_takes_decode_engines_in_turn_whatever_the_split_policy(make_stack):
     prefill, decode = [ScriptedEngine("prefill")], [ScriptedEngine("decode") for _ in range(2)]
     stack = await make_stack(prefill, decode, split_policy="llmd", decode_policy="round_robin")

@@ -86,6 +86,7 @@ def known(stack, number: int, engine: ScriptedEngine, num_tokens: int = 600) -> 
     return stack.proxy._prefixes.known(asked).get(engine.url, 0)
 
 
+@pytest.mark.slow
 async def test_a_prompt_goes_to_the_engine_whose_events_say_it_has_it(make_stack, hits):
     prefill, decode = [ScriptedEngine("prefill") for _ in range(3)], ScriptedEngine("decode")
     with telling(prefill[0], "a0"), telling(prefill[1]) as publisher, telling(prefill[2], "a2"):
@@ -122,6 +123,7 @@ async def test_an_engine_that_does_not_tell_is_known_by_what_was_sent_there(make
     assert hits()[-1] == "local ~512 of 600"
 
 
+@pytest.mark.slow
 async def test_a_burst_of_one_cold_prompt_goes_to_one_engine_before_any_event_says_so(make_stack):
     engines = [ScriptedEngine("decode") for _ in range(3)]
     with telling(engines[0], "a0"), telling(engines[1], "a1"), telling(engines[2], "a2"):
@@ -137,6 +139,7 @@ async def test_a_burst_of_one_cold_prompt_goes_to_one_engine_before_any_event_sa
         await asyncio.gather(*burst)
 
 
+@pytest.mark.slow
 async def test_a_restarted_engine_has_nothing_of_what_its_former_life_had(make_stack):
     engine, other = ScriptedEngine("decode"), ScriptedEngine("decode")
     stack = await make_stack([], [engine, other], secret=SECRET, decode_policy="prefix_sticky")
@@ -176,6 +179,7 @@ async def test_an_engine_of_another_secret_is_known_by_what_was_sent_there(make_
         assert (await stack.metrics())['pdserve_index_cores{state="resync"}'] == 2
 
 
+@pytest.mark.slow
 async def test_an_engine_that_falls_silent_is_not_believed_until_it_is_heard_again():
     engine = ScriptedEngine("decode")
     with telling(engine) as publisher:
@@ -237,6 +241,7 @@ async def test_the_events_of_more_engines_are_heard_than_zmq_has_sockets_for_by_
         await feed.stop()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_names_no_place_for_its_events_keeps_nobody_from_reading_others(
     logged,
 ):

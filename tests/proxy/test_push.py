@@ -242,6 +242,7 @@ async def test_engines_of_other_block_sizes_are_paired_and_pushed_between(make_s
     assert (ticket.prefill.shape.block_size, ticket.decode.shape.block_size) == (16, 64)
 
 
+@pytest.mark.slow
 async def test_a_pair_whose_pushes_fail_is_pulled_from_and_both_engines_serve(make_stack):
     (prefill,), (decode,) = prefills(), decodes()
     decode.hook = kv_failed(leg="receive")

@@ -265,6 +265,7 @@ async def wiretap(make_stack):
     await engine.stop()
 
 
+@pytest.mark.slow
 async def test_a_recorded_registration_cannot_be_sent_again(wiretap):
     status, data, proof = await wiretap.say("POST")
     assert status == 200

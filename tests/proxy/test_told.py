@@ -36,6 +36,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS.keys())
 async def test_no_error_names_an_engine_or_repeats_its_words(make_stack, hook, stream):

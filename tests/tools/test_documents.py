@@ -38,6 +38,7 @@ def test_the_table_of_measured_kernels_is_what_figures_and_kernels_say():
     )
 
 
+@pytest.mark.slow
 def test_every_class_of_the_glossary_exists_and_its_words_are_in_order(this_tree):
     rows = re.findall(r"^\| ([\w -]+) \| (.+) \| (.+) \|$", GLOSSARY.read_text(), re.MULTILINE)
     words = [word for word, _, _ in rows][1:]

@@ -35,6 +35,7 @@ def test_a_tables_number_changes_the_parts_that_take_tiles_from_it(kernels):
     }
 
 
+@pytest.mark.slow
 def test_what_attention_loads_is_part_of_latent_attention_too(kernels):
     assert _changed(kernels, "paged.py", "other=0.0", "other=1.0") == {
         "attention",

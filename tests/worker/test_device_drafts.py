@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NUM_ROWS = 8
 NUM_DRAFTED = 6
 
@@ -141,7 +143,6 @@ def test_a_request_that_has_rows_for_drafts_is_not_computed_ahead(tmp_path: Path
     assert not engine.runner.may_follow(engine.plan({"r": 1}, {"r": 1}))
 
 
-@pytest.mark.slow
 def test_drafts_that_are_looked_up_follow_steps_that_ran_ahead(tmp_path: Path) -> None:
     asked = [lasting(repeating(PLAIN[0]), 20), *(lasting(each, 45) for each in PLAIN[1:3])]
     wanted, *_ = generate(Engine(tmp_path, HostDevice(CPU)), asked, max_in_flight=1)
@@ -157,7 +158,6 @@ def repeating(sampling: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(sampling, allowed_token_ids=(7, 8))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_what_drafts_by_a_model_reads_replayed_steps_as_launched_ones(
     tmp_path: Path, method: str

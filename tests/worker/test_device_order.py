@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pdserve.worker.replays import LaunchedStep
     from pdserve.worker.sampler import Sampled
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(1, 41))
 
 
