@@ -43,7 +43,7 @@ matrix: $(VENV)/.installed-dev ## What `make test` leaves to the night: every fa
 	@$(BIN)/python -m pytest -m "matrix and not gpu and not chaos" $(ARGS)
 
 # All at once: what waits leaves its core to the others. Each tells at its end.
-check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, quick tests (a minute and a half)
+check: $(VENV)/.installed-dev ## The quick loop: format, lint, types, layers, quick tests (little more than a minute)
 	@$(MAKE) --no-print-directory --jobs --output-sync lint types layers quick
 
 lint:
