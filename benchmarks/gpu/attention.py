@@ -12,8 +12,10 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,38 +182,6 @@ class Decode:
             return self.row(time_in_graph(lambda i: self.by_torch(caches[i % self.num_layers])))
 
 
-def decode(
-    experiments: Experiments, num_requests: int, context: int, *, sweeps: bool = False
-) -> None:
-    """Time what is shipped at one context, and torch; or all tilings, and print the best."""
-    name = f"decode {num_requests} x {context}"
-    made: list[Decode] = []
-    inputs = f"{name}: inputs" + " of the sweep" * sweeps
-    experiments.run(
-        inputs, lambda: made.append(Decode(num_requests, context)) or made[0].described()
-    )
-    if not made:
-        return
-    at = made[0]
-    if not sweeps:
-        experiments.run(f"{name}: as shipped", lambda: at.ours(BASE, budget_s=0.2))
-        for backend in _TORCH:
-            experiments.run(f"{name}: torch {backend.name}", lambda of=backend: at.theirs(of))
-        return
-    found = {}
-    for tiles in SPLITS:
-        of = named(tiles, split=True)
-        result = experiments.run(f"{name}: {of}", lambda tiles=tiles: at.ours(tiles))
-        if result is not None:
-            found[of] = result
-    _best(experiments, name, found)
-
-
-def _best(experiments: Experiments, name: str, found: dict[str, dict[str, Any]]) -> None:
-    ranked = sorted(found.items(), key=lambda pair: float(pair[1]["us"]))[:5]
-    experiments.run(f"{name}: best", lambda: dict(ranked))
-
-
 class Prefill:
     """One prompt's chunk at the end of a context."""
 
@@ -222,6 +192,9 @@ class Prefill:
         seen = num_tokens * (context - num_tokens) + num_tokens * (num_tokens + 1) // 2
         self.num_flops = 4 * HEADS[0] * HEAD_DIM * seen
         self.q = self.call.q.transpose(0, 1)[None].contiguous()
+
+    def described(self) -> dict[str, Any]:
+        return {"flops": self.num_flops}
 
     def by_torch(self, keys_and_values: Tensor) -> Tensor:
         keys, values = keys_and_values
@@ -244,27 +217,38 @@ class Prefill:
             return self.row(time_eager(lambda _: self.by_torch(cache), budget_s=0.1))
 
 
-def prefill(experiments: Experiments, length: int, *, sweeps: bool = False) -> None:
-    """Time what is shipped for one length of prompt, and torch; or all tilings: see `decode`."""
-    name = f"prefill {length}"
-    made: list[Prefill] = []
-    inputs = f"{name}: inputs" + " of the sweep" * sweeps
-    experiments.run(inputs, lambda: made.append(Prefill(length, length)))
+def timed(
+    experiments: Experiments, name: str, make: Callable[[], Decode | Prefill], *, sweeps: bool
+) -> None:
+    """Time what is shipped, and torch; or all tilings, and print the best."""
+    made: list[Decode | Prefill] = []
+
+    def inputs() -> dict[str, Any]:
+        made.append(make())
+        return made[0].described()
+
+    experiments.run(f"{name}: inputs" + " of the sweep" * sweeps, inputs)
     if not made:
         return
-    at = made[0]
+    (at,) = made
     if not sweeps:
         experiments.run(f"{name}: as shipped", lambda: at.ours(BASE, budget_s=0.2))
         for backend in _TORCH:
             experiments.run(f"{name}: torch {backend.name}", lambda of=backend: at.theirs(of))
         return
+    is_split = isinstance(at, Decode)
     found = {}
-    for tiles in WHOLES:
-        of = named(tiles, split=False)
+    for tiles in SPLITS if is_split else WHOLES:
+        of = named(tiles, split=is_split)
         result = experiments.run(f"{name}: {of}", lambda tiles=tiles: at.ours(tiles))
         if result is not None:
             found[of] = result
     _best(experiments, name, found)
+
+
+def _best(experiments: Experiments, name: str, found: dict[str, dict[str, Any]]) -> None:
+    ranked = sorted(found.items(), key=lambda pair: float(pair[1]["us"]))[:5]
+    experiments.run(f"{name}: best", lambda: dict(ranked))
 
 
 def chunks() -> dict[str, Any]:
@@ -310,16 +294,18 @@ def run(limit_s: float) -> dict[str, Any]:
     experiments = Experiments("attention", limit_s)
     experiments.run("bits", compare_bits)
     experiments.run("host", host)
-    for num_requests, context in DECODES:
-        decode(experiments, num_requests, context)
-    for length in PROMPTS:
-        prefill(experiments, length)
+    _time_all(experiments, sweeps=False)
     experiments.run("chunks", chunks)
     for name, experiment in LATENTS.items():
         experiments.run(f"latents: {name}", experiment)
     experiments.run("compiling what is swept", compile_all)
-    for num_requests, context in DECODES:
-        decode(experiments, num_requests, context, sweeps=True)
-    for length in PROMPTS:
-        prefill(experiments, length, sweeps=True)
+    _time_all(experiments, sweeps=True)
     return experiments.results
+
+
+def _time_all(experiments: Experiments, *, sweeps: bool) -> None:
+    for num_requests, context in DECODES:
+        name, make = f"decode {num_requests} x {context}", partial(Decode, num_requests, context)
+        timed(experiments, name, make, sweeps=sweeps)
+    for length in PROMPTS:
+        timed(experiments, f"prefill {length}", partial(Prefill, length, length), sweeps=sweeps)

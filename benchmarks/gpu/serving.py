@@ -34,7 +34,7 @@ CONCURRENCIES = sized((1, 8, 64), dry=(1, 2))
 NUM_PROMPTS = {1: sized(8, dry=3), 2: 4, 8: 32, 64: 128}
 INPUT, OUTPUT = sized((1024, 128), dry=(40, 8))
 MAX_MODEL_LEN = sized(4096, dry=512)
-_SHARED_NOTED = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")
 _FILE_BYTES = 2 << 30
 _START_S = 180.0
 _KEPT = re.compile(r"completed|failed|duration|output_throughput|(mean|median|p99)_(ttft|itl)_ms")
@@ -113,7 +113,7 @@ def write_checkpoint(folder: Path) -> dict[str, Any]:
 def run(limit_s: float) -> dict[str, Any]:
     """Run the part."""
     experiments = Experiments("serving", limit_s)
-    with tempfile.TemporaryDirectory(dir=_SHARED_NOTED) as folder:
+    with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as folder:
         model = Path(folder) / "model"
         model.mkdir()
         if experiments.run("checkpoint", lambda: write_checkpoint(model)) is None:
