@@ -60,9 +60,11 @@ if TYPE_CHECKING:
 
     from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
+    from pdserve.proxy.backend import Backend
     from pdserve.proxy.brain.index import PrefixIndex
     from pdserve.proxy.brain.prefixes import Feed
     from pdserve.proxy.epp.listener import EppListener
+    from pdserve.wire.events import CoreLoad
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +128,12 @@ class Proxy:
         )
         self.bodies = Bodies(config.limits)
         self._prefixes = make_prefixes(
-            config, self.backends, self._clock, self.metrics.prefixes, make_feed=make_feed
+            config,
+            self.backends,
+            self._clock,
+            self.metrics.prefixes,
+            make_feed=make_feed,
+            on_load=self._heard,
         )
         self.pairing, self.homes, route = None, None, self.metrics.route
         if config.split_policy in (PREDICTED, SHADOW):
@@ -296,6 +303,12 @@ class Proxy:
     def num_background_tasks(self) -> int:
         """Releases and drains under way."""
         return len(self._http.background)
+
+    def _heard(self, engine: Backend, load: CoreLoad) -> None:
+        """Take what an engine says that it has to do."""
+        engine.heard(load, self._clock.monotonic_s())
+        if self.pairing is not None:
+            self.pairing.heard(engine, load)
 
     def build_app(self) -> web.Application:
         """Return the application, not running yet."""

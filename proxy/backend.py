@@ -18,6 +18,7 @@ from pdserve.proxy.errors import WorkerError
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.proxy.client import Leg
+    from pdserve.wire.events import CoreLoad
     from pdserve.wire.request import EngineInfo, EngineStats
 
 
@@ -181,6 +182,12 @@ class Backend:
     def decodes(self) -> bool:
         """Whether its role includes decode for others."""
         return self.role is not Role.PREFILL
+
+    def heard(self, load: CoreLoad, now_s: float) -> None:
+        """Take what it says that it has to do, all its cores together."""
+        self.load_s = now_s
+        self.num_foreign = max(0, load.num_requests - self.in_flight)
+        self.kv_usage = load.kv_usage
 
     def lose_legs(self) -> None:
         """Fail every exchange with it: it was found dead."""

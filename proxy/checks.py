@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.client import EngineHttp, Leg
     from pdserve.proxy.totals import Totals
-    from pdserve.wire.request import EngineInfo, EngineLoad
+    from pdserve.wire.events import CoreLoad
+    from pdserve.wire.request import EngineInfo
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class HealthChecks:
         *,
         totals: Totals,
         headers: Mapping[str, str] | None = None,
-        on_load: Callable[[Backend, EngineLoad], None] | None = None,
+        on_load: Callable[[Backend, CoreLoad], None] | None = None,
     ) -> None:
         self._config = config
         self._backends = backends
@@ -230,13 +231,11 @@ class HealthChecks:
                 self._http.background.start(self._tell_reach(backend, report.engine))
         load = report.stats
         if load is not None:
-            backend.load_s = self._clock.monotonic_s()
-            total = load.num_running + load.num_waiting + load.num_receiving
-            backend.num_foreign = max(0, total - backend.in_flight)
-            backend.kv_usage = load.kv_usage
-            backend.is_idle = not (total or load.kv_usage)
+            brief = load.in_brief()
+            backend.is_idle = not (brief.num_requests or brief.num_used_blocks)
+            backend.heard(brief, self._clock.monotonic_s())
             if self._on_load is not None:
-                self._on_load(backend, load)
+                self._on_load(backend, brief)
         if report.wall_s is not None:
             self._compare_clocks(backend, asked_s, report.wall_s)
         if not backend.models:

@@ -22,7 +22,14 @@ from pdserve.config.checks import is_loopback
 from pdserve.errors import ConfigError
 from pdserve.kvcache.grains import GrainTracker
 from pdserve.wire.event_stream import GrainStream
-from pdserve.wire.events import HEARTBEAT_S, Ask, EventEndpoint, curve_secret, first_epoch
+from pdserve.wire.events import (
+    HEARTBEAT_S,
+    Ask,
+    CoreLoad,
+    EventEndpoint,
+    curve_secret,
+    first_epoch,
+)
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.vllm_events import VllmEvents
 
@@ -96,6 +103,7 @@ class KVEventPublisher:
 
     Attributes:
         endpoint: Where proxies of pdserve listen.
+        load: What the core has to do, for whoever listens; its loop sets it.
 
     Raises:
         ConfigError: An address cannot be taken.
@@ -142,6 +150,7 @@ class KVEventPublisher:
         except BaseException:
             self._close_sockets()
             raise
+        self.load = CoreLoad()
         self._num_published = 0
         self._is_ending = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -188,7 +197,7 @@ class KVEventPublisher:
                         due_s = min(due_s, time.monotonic() + _FLUSH_S)
                 is_full = self._stream.num_pending >= _FLUSH_GRAINS
                 if is_full or is_ending or self._snapshots in ready or due_s <= time.monotonic():
-                    self._pub.send(encode(self._stream.batch()))
+                    self._pub.send(encode(self._stream.batch(self.load)))
                     due_s = time.monotonic() + HEARTBEAT_S
                 if self._snapshots in ready:
                     self._answer(encode)

@@ -328,6 +328,7 @@ class EngineProcess:
         self._stats_due_s = None
         stats = self.core.scheduler.stats()
         if self._events is not None:
+            self._events.load = stats.in_brief()
             stats = msgspec.structs.replace(stats, kv_events=self._events.counts())
         self._publish(Outputs(outputs, stats))
 

@@ -23,6 +23,7 @@ from pdserve.planner.engine import FleetEngine, FleetTime
 from pdserve.planner.proxy import FleetFaults, VirtualProxy
 from pdserve.planner.work import FleetCosts, FleetOutcome, output_token
 from pdserve.proxy.brain.homes import SAMPLE_S
+from pdserve.wire.events import HEARTBEAT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,8 +40,8 @@ class Fleet:
     Args:
         settings: Fields of `ProxyConfig` that name the policies.
         num_proxies: Before the same engines; requests come to each in turn.
-        report_s: How often each asks the engines how much they have to do; as often as the real
-            one, unless told otherwise.
+        report_s: How often each hears how much engines have to do; as often as the real one at
+            least does, unless told otherwise.
     """
 
     layout: FleetLayout
@@ -48,7 +49,7 @@ class Fleet:
     costs: FleetCosts = field(default_factory=FleetCosts)
     faults: FleetFaults = field(default_factory=FleetFaults)
     num_proxies: int = 1
-    report_s: float = ProxyConfig().health_check_interval_s
+    report_s: float = HEARTBEAT_S
 
     def __post_init__(self) -> None:
         layout = self.layout

@@ -184,14 +184,12 @@ class VirtualProxy:
             model.learn_output(work.num_output)
 
     def hear(self) -> None:
-        """Ask every engine how much it has to do, as `HealthChecks` does."""
+        """Hear of every engine how much it has to do, as `EventFeed` does."""
         for backend in self.backends:
-            stats = self._engines[backend.url].scheduler.stats()
-            num = stats.num_running + stats.num_waiting + stats.num_receiving
-            backend.num_foreign = max(0, num - backend.in_flight)
-            backend.kv_usage, backend.load_s = stats.kv_usage, self._time.clock.monotonic_s()
+            load = self._engines[backend.url].scheduler.stats().in_brief()
+            backend.heard(load, self._time.clock.monotonic_s())
             if self.pairing is not None:
-                self.pairing.heard(backend, stats)
+                self.pairing.heard(backend, load)
 
     def arrive(self, work: Work, outcome: FleetOutcome, number: int) -> None:
         """Take a request."""

@@ -18,7 +18,7 @@ from pdserve.wire.event_stream import apply
 from pdserve.wire.events import Ask, Batch, MissingBatches, SnapshotPart, is_later_epoch
 
 if TYPE_CHECKING:
-    from pdserve.wire.events import Answer, GrainEvent
+    from pdserve.wire.events import Answer, CoreLoad, GrainEvent
 
 STALE_S: Final = 1.0
 """Silence of four heartbeats."""
@@ -78,6 +78,7 @@ class EventReader:
 
     Attributes:
         num_resyncs: How often it had to ask, the first time included.
+        load: What the core had to do as it was heard last; None: it has not said so yet.
     """
 
     def __init__(self, index: GrainIndex, *, now_s: float) -> None:
@@ -92,6 +93,7 @@ class EventReader:
         self._backoff_s = _FIRST_BACKOFF_S
         self._state = ReaderState.RESYNC
         self.num_resyncs = 1
+        self.load: CoreLoad | None = None
 
     def state(self, now_s: float) -> ReaderState:
         """Whether the index is in step."""
@@ -110,6 +112,7 @@ class EventReader:
     def heard(self, batch: Batch, now_s: float) -> None:
         """Take a batch of the stream, whichever it is."""
         self._heard_s = now_s
+        self.load = batch.load or self.load
         if self._state is ReaderState.RESYNC:
             self._buffer(batch, now_s)
         elif batch.epoch == self._epoch:

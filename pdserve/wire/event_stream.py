@@ -20,7 +20,7 @@ from pdserve.wire.events import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from pdserve.wire.events import Answer, GrainEvent
+    from pdserve.wire.events import Answer, CoreLoad, GrainEvent
 
 _NUM_KEPT: Final = 1024
 """Batches: some seconds of a busy engine. Who lacks more gets a snapshot."""
@@ -50,13 +50,17 @@ class GrainStream:
             apply(event, self._grains)
             self.num_pending += 1 if isinstance(event, GrainsCleared) else len(event.grains)
 
-    def batch(self) -> Batch:
-        """Return what has come since the last one: nothing, if it is a heartbeat."""
+    def batch(self, load: CoreLoad | None = None) -> Batch:
+        """Return what has come since the last one: nothing, if it is a heartbeat.
+
+        Args:
+            load: What the core has to do now.
+        """
         batch = Batch(self._epoch, self._next_seq, self._pending)
         self._pending, self.num_pending = [], 0
         self._next_seq += 1
         self._kept.append(batch)
-        return batch
+        return batch if load is None else Batch(batch.epoch, batch.seq, batch.events, load)
 
     def restart(self, grains: Mapping[str, set[int]]) -> None:
         """Begin a new epoch, of which all that is known is what is there now."""

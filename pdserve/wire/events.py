@@ -4,7 +4,8 @@ Caches speak of blocks, whose size is the engine's own; the wire speaks of *grai
 `hashing.GRAIN_TOKENS` tokens more each, which have the same names at every engine. A grain is there
 while all its blocks can be found.
 
-    PUB     `Batch`, msgpack: numbered without gaps within an epoch; an empty one is a heartbeat
+    PUB     `Batch`, msgpack: numbered without gaps within an epoch; an empty one is a heartbeat.
+            Each says how much the core has to do, beside what has happened to its KV
     ROUTER  `Ask` in; out `MissingBatches`, or a snapshot in `SnapshotPart`s, of that `ask`
 
 An epoch is one uninterrupted stream of one life of an engine: it ends with the engine, and when
@@ -101,16 +102,48 @@ class GrainsCleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
 GrainEvent: TypeAlias = GrainsStored | GrainsRemoved | GrainsCleared
 
 
+class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How much engine cores have to do: what of it routing is to know soon.
+
+    Attributes:
+        num_requests: That run, wait or receive KV.
+        num_prompts: Of these, as of `EngineLoad`.
+        num_used_blocks: Of KV, that are neither free nor only cached.
+        num_blocks: All there are.
+    """
+
+    num_requests: int = 0
+    num_prompts: int = 0
+    num_used_blocks: int = 0
+    num_blocks: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that are used."""
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    def plus(self, other: CoreLoad) -> CoreLoad:
+        """Return what both have to do."""
+        return CoreLoad(
+            self.num_requests + other.num_requests,
+            self.num_prompts + other.num_prompts,
+            self.num_used_blocks + other.num_used_blocks,
+            self.num_blocks + other.num_blocks,
+        )
+
+
 class Batch(msgspec.Struct, frozen=True, array_like=True):
     """What happened since the batch before.
 
     Attributes:
         seq: From 0 in each epoch.
+        load: What the core has to do as the batch is sent; None if it was sent before.
     """
 
     epoch: int
     seq: int
     events: list[GrainEvent] = []
+    load: CoreLoad | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from pdserve.wire.events import EventEndpoint
+from pdserve.wire.events import CoreLoad, EventEndpoint
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.sampling import SamplingParams
@@ -233,8 +233,17 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_usage(self) -> float:
         """Share of the KV blocks that are held, leased or receiving."""
+        return self.in_brief().kv_usage
+
+    def in_brief(self) -> CoreLoad:
+        """Return what is told with KV events."""
         free = self.blocks.get("free", 0) + self.blocks.get("cached", 0)
-        return 1 - free / self.num_blocks if self.num_blocks else 0.0
+        return CoreLoad(
+            num_requests=self.num_running + self.num_waiting + self.num_receiving,
+            num_prompts=self.num_prompts,
+            num_used_blocks=self.num_blocks - free,
+            num_blocks=self.num_blocks,
+        )
 
 
 class KVStoreStats(msgspec.Struct, kw_only=True, omit_defaults=True):

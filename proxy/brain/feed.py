@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -17,11 +17,11 @@ import zmq
 from pdserve.observe.log import log_event
 from pdserve.proxy.brain.index import Holder
 from pdserve.proxy.brain.subscription import CoreSubscription
-from pdserve.wire.events import HASH_VERSION
+from pdserve.wire.events import HASH_VERSION, CoreLoad
 from pdserve.wire.hashing import GRAIN_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
@@ -36,6 +36,8 @@ _TURN_S: Final = 0.1
 _MAX_TURNED_PER_S: Final = 2000
 """Cores that are looked at whether or not they have said something: with more of them a turn comes
 later."""
+_LOAD_S: Final = 0.1
+"""Between two times that it is told how much an engine has to do, at least."""
 _SWEPT: Final = 10_000
 """Entries that are looked at in one turn for what retired holders left: a few milliseconds."""
 
@@ -54,21 +56,38 @@ class _Core:
     is_exact: bool = False
 
 
+@dataclass(slots=True)
+class _Engine:
+    backend: Backend
+    cores: list[_Core] = field(default_factory=list)
+    told: CoreLoad | None = None
+    told_s: float = float("-inf")
+
+
 class EventFeed:
     """The subscriptions of one proxy.
 
     Args:
         backends: The engines, as they are at each turn.
         secret: The deployment's.
+        on_load: Told how much an engine has to do, again and again while it has.
     """
 
     def __init__(
-        self, index: PrefixIndex, backends: Iterable[Backend], clock: Clock, *, secret: str
+        self,
+        index: PrefixIndex,
+        backends: Iterable[Backend],
+        clock: Clock,
+        *,
+        secret: str,
+        on_load: Callable[[Backend, CoreLoad], None] = lambda engine, load: None,
     ) -> None:
         self._index = index
         self._backends = backends
         self._clock = clock
         self._secret = secret
+        self._on_load = on_load
+        self._engines: dict[str, _Engine] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._cores: dict[_CoreName, _Core] = {}
         self._exact: dict[str, tuple[int, ...]] = {}
@@ -134,7 +153,7 @@ class EventFeed:
 
     def _turn(self) -> None:
         wanted = {
-            _CoreName(backend.url, backend.info.incarnation, rank): endpoint
+            _CoreName(backend.url, backend.info.incarnation, rank): (backend, endpoint)
             for backend in self._backends
             if backend.info is not None and self._speaks(backend.url, backend.info.incarnation)
             for rank, endpoint in enumerate(self._readable(backend))
@@ -142,7 +161,7 @@ class EventFeed:
         for name in self._cores.keys() - wanted.keys():
             self._leave(name)
         for name in wanted.keys() - self._cores.keys():
-            self._join(name, wanted[name])
+            self._join(name, *wanted[name])
         for name in list(self._cores):
             self._pump(name)
         self._believe()
@@ -170,7 +189,7 @@ class EventFeed:
         level = logging.WARNING
         log_event(log, "its KV events are not read", level=level, url=url, reason=why)
 
-    def _join(self, name: _CoreName, endpoint: EventEndpoint) -> None:
+    def _join(self, name: _CoreName, backend: Backend, endpoint: EventEndpoint) -> None:
         assert self._context is not None
         holder = Holder(self._index, name.url)
         holder.believe(is_believed=False)
@@ -184,13 +203,18 @@ class EventFeed:
             why = f"{where} cannot be connected to ({error}): see its --kv-events-config"
             self._refuse(name.url, name.life, why)
             return
-        self._cores[name] = _Core(holder, subscription)
+        core = self._cores[name] = _Core(holder, subscription)
+        self._engines.setdefault(name.url, _Engine(backend)).cores.append(core)
         loop = asyncio.get_running_loop()
         for descriptor in subscription.file_descriptors:
             loop.add_reader(descriptor, self._pump, name)
 
     def _leave(self, name: _CoreName) -> None:
         core = self._cores.pop(name)
+        engine = self._engines[name.url]
+        engine.cores.remove(core)
+        if not engine.cores:
+            del self._engines[name.url]
         loop = asyncio.get_running_loop()
         for descriptor in core.subscription.file_descriptors:
             loop.remove_reader(descriptor)
@@ -207,6 +231,21 @@ class EventFeed:
             asyncio.get_running_loop().call_soon(self._pump, name)
         if core.subscription.reader.is_exact(now_s) is not core.is_exact:
             self._believe()
+        self._tell_load(name.url, now_s)
+
+    def _tell_load(self, url: str, now_s: float) -> None:
+        """Tell how much an engine has to do, once all its cores have said so."""
+        engine = self._engines[url]
+        if now_s - engine.told_s < _LOAD_S:
+            return
+        total = CoreLoad()
+        for core in engine.cores:
+            if core.subscription.reader.load is None:
+                return
+            total = total.plus(core.subscription.reader.load)
+        if total.num_requests or total != engine.told:
+            engine.told, engine.told_s = total, now_s
+            self._on_load(engine.backend, total)
 
     def _believe(self) -> None:
         """Take into account who is in step now."""

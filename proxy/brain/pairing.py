@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.record import DecisionRecord
     from pdserve.proxy.brain.work import EngineWork, PromptWork
     from pdserve.proxy.story import Story
-    from pdserve.wire.request import EngineLoad
+    from pdserve.wire.events import CoreLoad
 
 _MIN_GAPS: Final = 4
 _NAMING_GRAINS: Final = 2
@@ -136,11 +136,11 @@ class Pairing:
             is_shadow=self.is_shadow,
         )
 
-    def heard(self, engine: Backend, load: EngineLoad) -> None:
+    def heard(self, engine: Backend, load: CoreLoad) -> None:
         """Take what an engine says that it has to do."""
-        num = load.num_running + load.num_waiting + load.num_receiving
         prompts = load.num_prompts
-        self.ledger.heard(engine.url, num_prompts=prompts, num_streams=num - prompts)
+        num_streams = load.num_requests - prompts
+        self.ledger.heard(engine.url, num_prompts=prompts, num_streams=num_streams)
 
     def hold(
         self, engine: Backend, kind: str, prompt: RoutePrompt, num_cached: int

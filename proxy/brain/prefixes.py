@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.metrics import PrefixMetrics
     from pdserve.proxy.brain.prompt import RoutePrompt
     from pdserve.proxy.brain.prompt_reader import PromptReader
+    from pdserve.wire.events import CoreLoad
     from pdserve.wire.hop import EngineStages
 
 log = logging.getLogger(__name__)
@@ -233,11 +234,13 @@ def make_prefixes(
     metrics: PrefixMetrics,
     *,
     make_feed: Callable[[PrefixIndex], Feed] | None = None,
+    on_load: Callable[[Backend, CoreLoad], None] = lambda engine, load: None,
 ) -> Prefixes | None:
     """Return what a proxy's policies are to be told of prefixes; None if they look at none.
 
     Args:
         make_feed: Makes what brings events; None: from the engines' sockets.
+        on_load: Told, with the events, how much an engine has to do.
     """
     names = (config.prefill_policy, config.decode_policy, config.split_policy)
     if not looks_at_prefixes(*names):
@@ -248,7 +251,7 @@ def make_prefixes(
 
     index = PrefixIndex()
     if make_feed is None:
-        feed: Feed = EventFeed(index, backends, clock, secret=config.secret)
+        feed: Feed = EventFeed(index, backends, clock, secret=config.secret, on_load=on_load)
     else:
         feed = make_feed(index)
     reader = PromptReader(config, backends.max_model_len)

@@ -13,13 +13,20 @@ from pdserve.config.kv_events import KVEventsConfig
 from pdserve.config.schema import Role, TransferConfig
 from pdserve.engine.kv_events import KVEventPublisher
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
-from pdserve.observe.clock import ManualClock
+from pdserve.observe.clock import ManualClock, SystemClock
 from pdserve.proxy.backend import Backend, Breaker
 from pdserve.proxy.brain.feed import EventFeed
 from pdserve.proxy.brain.index import PrefixIndex
 from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.wire.event_reader import GONE_S, ReaderState
-from pdserve.wire.events import BlocksCleared, EventEndpoint
+from pdserve.wire.events import (
+    HEARTBEAT_S,
+    Batch,
+    BlocksCleared,
+    CoreLoad,
+    EventEndpoint,
+    GrainsStored,
+)
 from pdserve.wire.hashing import grain_hashes
 from pdserve.wire.ids import Incarnation
 from pdserve.wire.request import EngineInfo
@@ -222,6 +229,49 @@ async def test_an_engine_that_is_said_to_be_live_is_believed():
                 assert feed.exact("http://e")
             finally:
                 await feed.stop()
+
+
+async def test_with_its_events_an_engine_says_how_much_all_its_cores_have_to_do():
+    engine = ScriptedEngine("decode")
+    with telling(engine) as one, telling(engine) as other:
+        backend = Backend("http://e", Role.DECODE, is_static=True, breaker=Breaker(None, 3, 5.0))
+        info = {**ScriptedEngine("decode").info(), "incarnation": LIFE}
+        info["kv_events"] = [one.endpoint, other.endpoint]
+        backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
+        told: list[CoreLoad] = []
+        feed = EventFeed(
+            PrefixIndex(),
+            [backend],
+            SystemClock(),
+            secret=SECRET,
+            on_load=lambda engine, load: told.append(load),
+        )
+        feed.start()
+        try:
+            one.load, other.load = CoreLoad(4, 1, 30, 100), CoreLoad(2, 2, 10, 100)
+            await until(lambda: told and told[-1] == CoreLoad(6, 3, 40, 200))
+            num_told = len(told)
+            await until(lambda: len(told) > num_told + 1)  # it is as busy still
+            one.load = other.load = CoreLoad(num_blocks=100)
+            await until(lambda: told[-1] == CoreLoad(num_blocks=200))
+            num_told = len(told)
+            await asyncio.sleep(2 * HEARTBEAT_S)
+            assert len(told) == num_told
+        finally:
+            await feed.stop()
+
+
+def test_releases_without_loads_read_batches_with_them_and_the_other_way_round():
+    class Former(msgspec.Struct, array_like=True):
+        epoch: int
+        seq: int
+        events: list[GrainsStored] = []
+
+    batch = Batch(7, 3, [GrainsStored([1, 2])], CoreLoad(4, 1, 30, 100))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=Batch) == batch
+    former = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=Former)
+    assert former == Former(7, 3, [GrainsStored([1, 2])])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(former), type=Batch).load is None
 
 
 async def test_the_events_of_more_engines_are_heard_than_zmq_has_sockets_for_by_itself():

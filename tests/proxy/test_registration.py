@@ -410,7 +410,7 @@ async def test_load_from_others_is_told_apart_from_ours(make_stack):
     stack = await make_stack([], [engine])
     backend = stack.proxy.backends.get(engine.url)
     assert stack.proxy.backends.view(backend).num_foreign == 5
-    assert stack.proxy.backends.view(backend).kv_usage == 0.09999999999999998
+    assert stack.proxy.backends.view(backend).kv_usage == 0.1
     engine.gate.clear()
     async with stack.post({"prompt": "hi", "stream": True}) as response:
         await until(lambda: backend.num_foreign == 4)
