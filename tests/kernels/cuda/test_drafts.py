@@ -58,7 +58,7 @@ def tell(
 
 
 @pytest.mark.matrix
-@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.usefixtures("hopper_products")
 def test_tokens_and_logprobs_are_those_without_drafts_to_the_bit(tmp_path: Path) -> None:
     *wanted, num_steps = tell(tmp_path, None, {})
     *found, fewer = tell(tmp_path, DRAFTING, wanted[0])
