@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.index import PrefixIndex
     from pdserve.proxy.brain.prefixes import Feed
     from pdserve.proxy.epp.listener import EppListener
-    from pdserve.wire.events import CoreLoad
+    from pdserve.wire.events import RoutingLoad
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ class Proxy:
         """Releases and drains under way."""
         return len(self._http.background)
 
-    def _heard(self, engine: Backend, load: CoreLoad) -> None:
+    def _heard(self, engine: Backend, load: RoutingLoad) -> None:
         """Take what an engine says that it has to do."""
         engine.heard(load, self._clock.monotonic_s())
         if self.pairing is not None:

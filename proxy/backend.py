@@ -18,7 +18,7 @@ from pdserve.proxy.errors import WorkerError
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.proxy.client import Leg
-    from pdserve.wire.events import CoreLoad
+    from pdserve.wire.events import RoutingLoad
     from pdserve.wire.request import EngineInfo, EngineStats
 
 
@@ -183,7 +183,7 @@ class Backend:
         """Whether its role includes decode for others."""
         return self.role is not Role.PREFILL
 
-    def heard(self, load: CoreLoad, now_s: float) -> None:
+    def heard(self, load: RoutingLoad, now_s: float) -> None:
         """Take what it says that it has to do, all its cores together."""
         self.load_s = now_s
         self.num_foreign = max(0, load.num_requests - self.in_flight)

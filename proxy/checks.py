@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.client import EngineHttp, Leg
     from pdserve.proxy.totals import Totals
-    from pdserve.wire.events import CoreLoad
+    from pdserve.wire.events import RoutingLoad
     from pdserve.wire.request import EngineInfo
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class HealthChecks:
         *,
         totals: Totals,
         headers: Mapping[str, str] | None = None,
-        on_load: Callable[[Backend, CoreLoad], None] | None = None,
+        on_load: Callable[[Backend, RoutingLoad], None] | None = None,
     ) -> None:
         self._config = config
         self._backends = backends

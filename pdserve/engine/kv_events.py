@@ -25,8 +25,8 @@ from pdserve.wire.event_stream import GrainStream
 from pdserve.wire.events import (
     HEARTBEAT_S,
     Ask,
-    CoreLoad,
     EventEndpoint,
+    RoutingLoad,
     curve_secret,
     first_epoch,
 )
@@ -150,7 +150,7 @@ class KVEventPublisher:
         except BaseException:
             self._close_sockets()
             raise
-        self.load = CoreLoad()
+        self.load = RoutingLoad()
         self._num_published = 0
         self._is_ending = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

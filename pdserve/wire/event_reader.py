@@ -18,7 +18,7 @@ from pdserve.wire.event_stream import apply
 from pdserve.wire.events import Ask, Batch, MissingBatches, SnapshotPart, is_later_epoch
 
 if TYPE_CHECKING:
-    from pdserve.wire.events import Answer, CoreLoad, GrainEvent
+    from pdserve.wire.events import Answer, GrainEvent, RoutingLoad
 
 STALE_S: Final = 1.0
 """Silence of four heartbeats."""
@@ -93,7 +93,7 @@ class EventReader:
         self._backoff_s = _FIRST_BACKOFF_S
         self._state = ReaderState.RESYNC
         self.num_resyncs = 1
-        self.load: CoreLoad | None = None
+        self.load: RoutingLoad | None = None
 
     def state(self, now_s: float) -> ReaderState:
         """Whether the index is in step."""

@@ -20,7 +20,7 @@ from pdserve.wire.events import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from pdserve.wire.events import Answer, CoreLoad, GrainEvent
+    from pdserve.wire.events import Answer, GrainEvent, RoutingLoad
 
 _NUM_KEPT: Final = 1024
 """Batches: some seconds of a busy engine. Who lacks more gets a snapshot."""
@@ -50,7 +50,7 @@ class GrainStream:
             apply(event, self._grains)
             self.num_pending += 1 if isinstance(event, GrainsCleared) else len(event.grains)
 
-    def batch(self, load: CoreLoad | None = None) -> Batch:
+    def batch(self, load: RoutingLoad | None = None) -> Batch:
         """Return what has come since the last one: nothing, if it is a heartbeat.
 
         Args:

@@ -102,7 +102,7 @@ class GrainsCleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
 GrainEvent: TypeAlias = GrainsStored | GrainsRemoved | GrainsCleared
 
 
-class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
+class RoutingLoad(msgspec.Struct, frozen=True, array_like=True):
     """How much engine cores have to do: what of it routing is to know soon.
 
     Attributes:
@@ -122,9 +122,9 @@ class CoreLoad(msgspec.Struct, frozen=True, array_like=True):
         """Share of the blocks that are used."""
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
-    def plus(self, other: CoreLoad) -> CoreLoad:
+    def plus(self, other: RoutingLoad) -> RoutingLoad:
         """Return what both have to do."""
-        return CoreLoad(
+        return RoutingLoad(
             self.num_requests + other.num_requests,
             self.num_prompts + other.num_prompts,
             self.num_used_blocks + other.num_used_blocks,
@@ -143,7 +143,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     seq: int
     events: list[GrainEvent] = []
-    load: CoreLoad | None = None
+    load: RoutingLoad | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):

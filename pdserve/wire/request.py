@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from pdserve.wire.events import CoreLoad, EventEndpoint
+from pdserve.wire.events import EventEndpoint, RoutingLoad
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.sampling import SamplingParams
@@ -235,10 +235,10 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         """Share of the KV blocks that are held, leased or receiving."""
         return self.in_brief().kv_usage
 
-    def in_brief(self) -> CoreLoad:
+    def in_brief(self) -> RoutingLoad:
         """Return what is told with KV events."""
         free = self.blocks.get("free", 0) + self.blocks.get("cached", 0)
-        return CoreLoad(
+        return RoutingLoad(
             num_requests=self.num_running + self.num_waiting + self.num_receiving,
             num_prompts=self.num_prompts,
             num_used_blocks=self.num_blocks - free,

@@ -17,7 +17,7 @@ import zmq
 from pdserve.observe.log import log_event
 from pdserve.proxy.brain.index import Holder
 from pdserve.proxy.brain.subscription import CoreSubscription
-from pdserve.wire.events import HASH_VERSION, CoreLoad
+from pdserve.wire.events import HASH_VERSION, RoutingLoad
 from pdserve.wire.hashing import GRAIN_TOKENS
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class _Core:
 class _Engine:
     backend: Backend
     cores: list[_Core] = field(default_factory=list)
-    told: CoreLoad | None = None
+    told: RoutingLoad | None = None
     told_s: float = float("-inf")
 
 
@@ -80,7 +80,7 @@ class EventFeed:
         clock: Clock,
         *,
         secret: str,
-        on_load: Callable[[Backend, CoreLoad], None] = lambda engine, load: None,
+        on_load: Callable[[Backend, RoutingLoad], None] = lambda engine, load: None,
     ) -> None:
         self._index = index
         self._backends = backends
@@ -238,7 +238,7 @@ class EventFeed:
         engine = self._engines[url]
         if now_s - engine.told_s < _LOAD_S:
             return
-        total = CoreLoad()
+        total = RoutingLoad()
         for core in engine.cores:
             if core.subscription.reader.load is None:
                 return

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.record import DecisionRecord
     from pdserve.proxy.brain.work import EngineWork, PromptWork
     from pdserve.proxy.story import Story
-    from pdserve.wire.events import CoreLoad
+    from pdserve.wire.events import RoutingLoad
 
 _MIN_GAPS: Final = 4
 _NAMING_GRAINS: Final = 2
@@ -136,7 +136,7 @@ class Pairing:
             is_shadow=self.is_shadow,
         )
 
-    def heard(self, engine: Backend, load: CoreLoad) -> None:
+    def heard(self, engine: Backend, load: RoutingLoad) -> None:
         """Take what an engine says that it has to do."""
         prompts = load.num_prompts
         num_streams = load.num_requests - prompts

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.metrics import PrefixMetrics
     from pdserve.proxy.brain.prompt import RoutePrompt
     from pdserve.proxy.brain.prompt_reader import PromptReader
-    from pdserve.wire.events import CoreLoad
+    from pdserve.wire.events import RoutingLoad
     from pdserve.wire.hop import EngineStages
 
 log = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ def make_prefixes(
     metrics: PrefixMetrics,
     *,
     make_feed: Callable[[PrefixIndex], Feed] | None = None,
-    on_load: Callable[[Backend, CoreLoad], None] = lambda engine, load: None,
+    on_load: Callable[[Backend, RoutingLoad], None] = lambda engine, load: None,
 ) -> Prefixes | None:
     """Return what a proxy's policies are to be told of prefixes; None if they look at none.
 

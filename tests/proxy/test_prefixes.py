@@ -23,9 +23,9 @@ from pdserve.wire.events import (
     HEARTBEAT_S,
     Batch,
     BlocksCleared,
-    CoreLoad,
     EventEndpoint,
     GrainsStored,
+    RoutingLoad,
 )
 from pdserve.wire.hashing import grain_hashes
 from pdserve.wire.ids import Incarnation
@@ -238,7 +238,7 @@ async def test_with_its_events_an_engine_says_how_much_all_its_cores_have_to_do(
         info = {**ScriptedEngine("decode").info(), "incarnation": LIFE}
         info["kv_events"] = [one.endpoint, other.endpoint]
         backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
-        told: list[CoreLoad] = []
+        told: list[RoutingLoad] = []
         feed = EventFeed(
             PrefixIndex(),
             [backend],
@@ -248,12 +248,12 @@ async def test_with_its_events_an_engine_says_how_much_all_its_cores_have_to_do(
         )
         feed.start()
         try:
-            one.load, other.load = CoreLoad(4, 1, 30, 100), CoreLoad(2, 2, 10, 100)
-            await until(lambda: told and told[-1] == CoreLoad(6, 3, 40, 200))
+            one.load, other.load = RoutingLoad(4, 1, 30, 100), RoutingLoad(2, 2, 10, 100)
+            await until(lambda: told and told[-1] == RoutingLoad(6, 3, 40, 200))
             num_told = len(told)
             await until(lambda: len(told) > num_told + 1)  # it is as busy still
-            one.load = other.load = CoreLoad(num_blocks=100)
-            await until(lambda: told[-1] == CoreLoad(num_blocks=200))
+            one.load = other.load = RoutingLoad(num_blocks=100)
+            await until(lambda: told[-1] == RoutingLoad(num_blocks=200))
             num_told = len(told)
             await asyncio.sleep(2 * HEARTBEAT_S)
             assert len(told) == num_told
@@ -267,7 +267,7 @@ def test_releases_without_loads_read_batches_with_them_and_the_other_way_round()
         seq: int
         events: list[GrainsStored] = []
 
-    batch = Batch(7, 3, [GrainsStored([1, 2])], CoreLoad(4, 1, 30, 100))
+    batch = Batch(7, 3, [GrainsStored([1, 2])], RoutingLoad(4, 1, 30, 100))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=Batch) == batch
     former = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=Former)
     assert former == Former(7, 3, [GrainsStored([1, 2])])
