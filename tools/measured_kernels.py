@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from benchmarks.gpu.kernel_parts import part_hashes
 from benchmarks.gpu.targets import has_run
+from tools.written import write_or_check
 
 ROOT: Final = Path(__file__).parents[1]
 DOCUMENT: Final = ROOT / "docs" / "gpu.md"
@@ -88,14 +89,5 @@ def document() -> str:
     return f"{before}{_BEGIN}{table(part_hashes(), reports())}{_END}{after}"
 
 
-def main() -> int:
-    """Write the page, or check it."""
-    text = document()
-    if sys.argv[1:] == ["--check"]:
-        return int(DOCUMENT.read_text() != text)
-    DOCUMENT.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(DOCUMENT, document()))

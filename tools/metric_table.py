@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from pdserve.observe.vllm_series import VLLM_SERIES, SeriesScope
+from tools.written import write_or_check
 
 DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "metrics.md"
 _HEAD: Final = """\
@@ -94,14 +95,5 @@ def document() -> str:
     return "".join(parts)
 
 
-def main() -> int:
-    """Write the page, or check it."""
-    text = document()
-    if sys.argv[1:] == ["--check"]:
-        return int(DOCUMENT.read_text() != text)
-    DOCUMENT.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(DOCUMENT, document()))

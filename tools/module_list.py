@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tools.goals import PRODUCT, SourceTree
+from tools.written import write_or_check
 
 if TYPE_CHECKING:
     from tools.goals import Module
@@ -62,14 +63,5 @@ def _first_sentence(module: Module) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def main() -> int:
-    """Write the page, or check it."""
-    text = document(SourceTree(ROOT))
-    if sys.argv[1:] == ["--check"]:
-        return int(DOCUMENT.read_text() != text)
-    DOCUMENT.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(DOCUMENT, document(SourceTree(ROOT))))

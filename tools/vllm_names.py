@@ -14,6 +14,7 @@ from typing import Final
 from pdserve.config.settings import engine_flags
 from pdserve.config.vllm import RELEASE
 from pdserve.config.vllm.answers import VllmAnswer, VllmName, table
+from tools.written import write_or_check
 
 DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "vllm-flags.md"
 _HEAD: Final = f"""\
@@ -46,13 +47,5 @@ def _said(row: VllmName) -> str:
     return f"{row.answer.value}{': ' if text else ''}{text}"
 
 
-def main() -> int:
-    """Write the page, or compare it."""
-    if "--check" in sys.argv[1:]:
-        return int(DOCUMENT.read_text() != document())
-    DOCUMENT.write_text(document())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(DOCUMENT, document()))

@@ -82,6 +82,8 @@ def _of_device() -> LaunchTarget:
     return LaunchTarget(architecture_of((found.major, found.minor)), found.multi_processor_count)
 
 
+# Set by `assuming` alone, for tests that compile for devices that are not here: every launch asks
+# for its target, wherever it is made.
 _assumed: LaunchTarget | None = None
 
 

@@ -33,7 +33,7 @@ class EngineStatsLog:
             return None
         num_computed = now.local_compute_tokens - before.local_compute_tokens
         num_generated = now.generation_tokens - before.generation_tokens
-        num_open = now.num_running + now.num_waiting + now.num_receiving
+        num_open = now.in_brief().num_requests
         if not (num_open or num_computed or num_generated):
             return None
         return {

@@ -137,7 +137,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         seq: From 0 in each epoch.
-        load: What the core has to do as the batch is sent; None if it was sent before.
+        load: What the core has to do as the batch is sent; None in one that is sent again.
     """
 
     epoch: int
