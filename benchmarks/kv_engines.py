@@ -178,11 +178,12 @@ class Engine:
             scheduled = ScheduledRequest(request, table, generations, first, end)
             metadata = self.scheduler.build_connector_meta(_step(scheduled))
             assert metadata is not None
-            self.worker.start_load_kv(metadata)
+            is_layerwise = self.worker.start_load_kv(metadata)
             for layer in range(NUM_LAYERS):
                 _compute(layer_s)
                 ended_s = time.monotonic()
-                self.worker.save_kv_layer(layer)
+                if is_layerwise:
+                    self.worker.save_kv_layer(layer)
             self.worker.wait_for_save()
             self.step()
         request.output_token_ids.append(1)

@@ -67,20 +67,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a connector's halves can do.
 
     Attributes:
-        layerwise_load: `wait_for_layer_load` does something.
-        layerwise_save: `save_kv_layer` does something. If neither does, the model runner calls
-            neither.
         push: It takes tickets, on both sides.
     """
 
-    layerwise_load: bool = False
-    layerwise_save: bool = False
     push: bool = False
-
-    @property
-    def is_layerwise(self) -> bool:
-        """Whether the model runner has to call it around each layer."""
-        return self.layerwise_load or self.layerwise_save
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,16 +257,13 @@ class KVConnectorScheduler:
         faults: Count by name of what should stay rare, since the engine started.
         num_loaded: Tokens by the source that had them, where a connector has several: those that
             have come beside the steps, and those that a step has begun to load.
+        store_stats: What a store has done for this engine; None where there is none.
     """
 
     hands_over: bool = False
     num_loaded: Mapping[str, int] = MappingProxyType({})
     faults: Mapping[str, int] = MappingProxyType({})
-
-    @property
-    def store_stats(self) -> KVStoreStats | None:
-        """What a store has done for this engine; None where there is none."""
-        return None
+    store_stats: KVStoreStats | None = None
 
     def request_arrived(self, request: RequestView) -> KVSource:
         """A request is taken: peers may be met, leases kept alive, KV fetched from now on.
@@ -381,19 +368,17 @@ class KVConnectorWorker:
     def post(self, metadata: ConnectorMetadata) -> None:
         """Take instructions that belong to no step. Never blocks."""
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """Take the instructions of the step that is about to run. Never blocks."""
+    def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
+        """Take the instructions of the step that is about to run. Never blocks.
 
-    def has_layer_work(self) -> bool:
-        """Whether the two methods below do anything in the step that is about to run.
-
-        Asked behind `start_load_kv`, of layerwise connectors. If not, they are not called in this
-        step, which is quicker: a device may replay it whole.
+        Returns:
+            Whether the next two methods are to be called around each layer of this step. They are
+            not in any other step, nor in one that has no instructions: a device may replay those.
         """
-        return True
+        return False
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Return once `layer`'s KV may be read. Layerwise connectors override it."""
+        """Return once `layer`'s KV may be read."""
 
     def save_kv_layer(self, layer: int) -> None:
         """`layer`'s KV of this step is written. Starts; does not finish."""

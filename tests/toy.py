@@ -28,7 +28,9 @@ from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.transfer import ConnectorReport, EngineRef, Failed
 
 if TYPE_CHECKING:
-    from pdserve.connectors.base import KVConnectorBase, KVConnectorScheduler
+    from collections.abc import Sequence
+
+    from pdserve.connectors.base import KVConnectorBase, KVConnectorScheduler, KVConnectorWorker
     from pdserve.connectors.memory.exchange import Exchange
     from pdserve.wire.request import EngineOutput
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
@@ -112,8 +114,8 @@ class HeldExecutor(ToyExecutor):
             self.reports.append(report)
         return report
 
-    def _finish_kv(self) -> list[Failed]:
-        return [*super()._finish_kv(), *self._failing]
+    def _finish_kv(self, layers: Sequence[tuple[KVConnectorWorker, int]]) -> list[Failed]:
+        return [*super()._finish_kv(layers), *self._failing]
 
     def _said(self, rank: int) -> ConnectorReport:
         return ConnectorReport() if rank in self.late else super()._said(rank)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.connectors.base import (
-    Capabilities,
     ConnectorNews,
     Hold,
     KVConnectorBase,
@@ -294,13 +293,14 @@ class ToyStoreWorker(KVConnectorWorker):
         self._todo.append((self._num_polls + self._trouble.polls(), what))
         self._wake()
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+    def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
         self._step = msgspec.msgpack.decode(metadata.payload, type=Orders)
         self._failed = []
         self._valid = [self._num_valid(each) for each in self._step.loads]
         for load, num_valid in zip(self._step.loads, self._valid, strict=True):
             if num_valid < len(load.blocks):
                 self._failed.append(self._failure(load, num_valid))
+        return bool(self._step.loads)
 
     def wait_for_layer_load(self, layer: int) -> None:
         for load, num_valid in zip(self._step.loads, self._valid, strict=True):
@@ -384,7 +384,6 @@ class ToyStoreConnector(KVConnectorBase, frozen=True, kw_only=True):
     """
 
     name: str = STORE
-    capabilities: Capabilities = Capabilities(layerwise_load=True, layerwise_save=True)
     store: ToyStore = msgspec.field(default_factory=ToyStore)
     trouble: Trouble = msgspec.field(default_factory=Trouble)
     is_async: bool = False

@@ -154,7 +154,6 @@ class Engine:
         retried: Failed loads that the scheduler half had tried once more; not in `failed`.
         said: What each rank reported, in order, before the quorum.
         endpoints: Of the ranks, in order; none if the connector has no peers.
-        capabilities: The connector's.
     """
 
     def __init__(
@@ -190,7 +189,6 @@ class Engine:
             shape=shape,
             num_ranks=shape.num_ranks,
         )
-        self.capabilities = connector.capabilities
         self.news = threading.Event()
         self.ranks = [self.make_rank(connector, rank, dtype) for rank in range(shape.num_ranks)]
         endpoints = [rank.endpoint for rank in self.ranks if rank.endpoint is not None]
@@ -373,10 +371,9 @@ class Engine:
         step = StepView({request.request_id: end - first}, lambda _: scheduled)
         metadata = self.scheduler.build_connector_meta(step)
         for rank in self.ranks:
-            if metadata is not None:
-                rank.worker.start_load_kv(metadata)
+            is_layerwise = metadata is not None and rank.worker.start_load_kv(metadata)
             rank.write(blocks, seed, first, end)
-            if self.capabilities.is_layerwise and rank.worker.has_layer_work():
+            if is_layerwise:
                 for layer in range(len(rank.share.layers)):
                     rank.worker.wait_for_layer_load(layer)
                     rank.worker.save_kv_layer(layer)

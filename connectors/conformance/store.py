@@ -141,16 +141,14 @@ class StoreConformance(Bench):
         step = StepView({request.request_id: end - start}, lambda _: scheduled)
         metadata = engine.scheduler.build_connector_meta(step)
         for rank in engine.ranks:
-            if metadata is not None:
-                rank.worker.start_load_kv(metadata)
-            has_work = rank.worker.has_layer_work()
+            is_layerwise = metadata is not None and rank.worker.start_load_kv(metadata)
             for index in range(len(rank.share.layers)):
                 layer = slice(index, index + 1)
-                if has_work:
+                if is_layerwise:
                     rank.worker.wait_for_layer_load(index)
                 assert rank.holds(blocks, _SEED, *loaded, layers=layer), f"layer {index} lacks KV"
                 rank.write(blocks, _SEED, start, end, layers=layer)
-                if has_work:
+                if is_layerwise:
                     rank.worker.save_kv_layer(index)
             assert not rank.worker.wait_for_save()
         engine.step()

@@ -78,13 +78,9 @@ class FaultyWorker(KVConnectorWorker):
         """See `KVConnectorWorker`."""
         return self._inner.register_kv_caches(kv, layout)
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+    def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
         """See `KVConnectorWorker`."""
-        self._inner.start_load_kv(metadata)
-
-    def has_layer_work(self) -> bool:
-        """See `KVConnectorWorker`."""
-        return self._inner.has_layer_work()
+        return self._inner.start_load_kv(metadata)
 
     def wait_for_layer_load(self, layer: int) -> None:
         """See `KVConnectorWorker`."""

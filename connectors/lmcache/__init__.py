@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.base import Capabilities, KVConnectorBase
+from pdserve.connectors.base import KVConnectorBase
 from pdserve.connectors.lmcache.settings import LMCacheSettings
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ class LMCacheConnector(KVConnectorBase, frozen=True, kw_only=True):
     """
 
     name: str = "lmcache"
-    capabilities: Capabilities = Capabilities(layerwise_load=True)
     settings: LMCacheSettings = LMCacheSettings()
     checks_digests: bool = True
 

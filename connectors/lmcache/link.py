@@ -53,8 +53,7 @@ class StoreLink:
         self._wake = wake
         self._lock = threading.Lock()
         self._stats = KVStoreStats()
-        self._saved_up_to = 0
-        self._told = RankProgress(rank, 0, KVStoreStats())
+        self._saved_up_to = self._told_up_to = 0
         self._news: list[bytes] = []
         self._settled: list[Settled] = []
 
@@ -104,10 +103,9 @@ class StoreLink:
         with self._lock:
             payloads, self._news = self._news, []
             settled, self._settled = self._settled, []
-            progress = RankProgress(self._rank, self._saved_up_to, self._stats)
-            if progress != self._told:
-                self._told = msgspec.structs.replace(
-                    progress, stats=msgspec.structs.replace(self._stats)
-                )
+            if self._saved_up_to > self._told_up_to or self._stats != KVStoreStats():
+                stats, self._stats = self._stats, KVStoreStats()
+                self._told_up_to = self._saved_up_to
+                progress = RankProgress(self._rank, self._saved_up_to, stats)
                 payloads.append(msgspec.msgpack.encode(progress))
         return ConnectorReport(payloads=payloads, settled=settled)

@@ -129,10 +129,11 @@ class LoadDone(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
-    """What one rank has done since it started.
+    """What one rank has done.
 
     Attributes:
         saved_up_to: All saves up to this session are over.
+        stats: What it has counted since it said so last.
     """
 
     rank: int

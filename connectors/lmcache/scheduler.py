@@ -94,15 +94,10 @@ class LMCacheScheduler(KVConnectorScheduler):
         self._last_session = 0
         self._chunk_tokens = 0
         self._staged = StoreInstructions()
-        self._counted = KVStoreStats()
-        self._ranks: dict[int, RankProgress] = {}
+        self.store_stats: KVStoreStats = KVStoreStats()
+        self._saved_by_rank: dict[int, int] = {}
         self._saved_up_to = 0
         self._pending_saves: deque[tuple[int, int]] = deque()  # session and chunks of each
-
-    @property
-    def store_stats(self) -> KVStoreStats:
-        """See `KVConnectorScheduler`."""
-        return self._counted.plus(each.stats for each in self._ranks.values())
 
     # --- requests
 
@@ -119,7 +114,7 @@ class LMCacheScheduler(KVConnectorScheduler):
         if tracked.num_found is None:
             return None
         # Without the locks there is nothing to be had.
-        num_found = tracked.num_found if self._counted.is_up and tracked.looked_up else 0
+        num_found = tracked.num_found if self.store_stats.is_up and tracked.looked_up else 0
         num_tokens = num_found * self._chunk_tokens - num_computed_tokens
         return Match(max(0, num_tokens), is_async=False)
 
@@ -190,15 +185,15 @@ class LMCacheScheduler(KVConnectorScheduler):
     def _track(self, request: RequestView) -> None:
         tracked = self._tracked[request.request_id] = _Tracked(request)
         num_chunks = len(request.prompt_token_ids) // max(1, self._chunk_tokens)
-        if not self._counted.is_up or not num_chunks or _is_brought(request):
+        if not self.store_stats.is_up or not num_chunks or _is_brought(request):
             return
         tokens = request.prompt_token_ids[: num_chunks * self._chunk_tokens]
         tracked.looked_up = self._range(request, tokens, 0, num_chunks)
         tracked.num_found = None
         self._by_session[tracked.looked_up.session] = tracked
         self._staged.lookups.append(tracked.looked_up)
-        self._counted.num_lookups += 1
-        self._counted.num_queried_tokens += len(tokens)
+        self.store_stats.num_lookups += 1
+        self.store_stats.num_queried_tokens += len(tokens)
 
     def _let_go(self, request: RequestView, block_ids: Sequence[BlockId]) -> Hold | None:
         """It has lost its blocks, if it had any: save what it leaves, give up what it waits for."""
@@ -244,7 +239,7 @@ class LMCacheScheduler(KVConnectorScheduler):
         """The chunk behind the last one that may be saved by now."""
         before, policy = tracked.num_outputs_before, self._settings.save
         num_outputs = len(tracked.view.output_token_ids)
-        if before is None or num_outputs <= before or policy == "off" or not self._counted.is_up:
+        if before is None or num_outputs <= before or policy == "off" or not self.store_stats.is_up:
             return 0
         num_prompt = len(tracked.view.prompt_token_ids)
         # The newest token's KV is computed by the step behind it.
@@ -256,7 +251,7 @@ class LMCacheScheduler(KVConnectorScheduler):
         tracked.next_chunk = end
         num_pending = sum(num_chunks for _, num_chunks in self._pending_saves)
         if num_pending + end - first > self._settings.max_pending_chunks:
-            self._counted.num_dropped_chunks += end - first
+            self.store_stats.num_dropped_chunks += end - first
             return
         view, end_token = tracked.view, end * self._chunk_tokens
         tokens = [*view.prompt_token_ids, *view.output_token_ids][:end_token]
@@ -287,7 +282,7 @@ class LMCacheScheduler(KVConnectorScheduler):
     def _take(self, payload: bytes) -> tuple[RequestId, str] | Fetched | None:
         match read_news(payload):
             case ServerState(chunk_tokens):
-                self._counted.is_up = chunk_tokens > 0
+                self.store_stats.is_up = chunk_tokens > 0
                 self._chunk_tokens = chunk_tokens or self._chunk_tokens
             case LookupDone() as found:
                 return self._take_lookup(found)
@@ -300,7 +295,7 @@ class LMCacheScheduler(KVConnectorScheduler):
         return None
 
     def _take_lookup(self, found: LookupDone) -> tuple[RequestId, str] | None:
-        self._counted.num_late_lookups += found.is_late
+        self.store_stats.num_late_lookups += found.is_late
         tracked = self._by_session.get(found.session)
         if tracked is None or tracked.looked_up is None:
             return None  # it has ended; its locks are given up
@@ -322,7 +317,7 @@ class LMCacheScheduler(KVConnectorScheduler):
             return None
         num_good = min(each.num_chunks for each in tracked.loaded)
         num_tokens = (num_good - loaded.first) * self._chunk_tokens
-        self._counted.num_hit_tokens += num_tokens
+        self.store_stats.num_hit_tokens += num_tokens
         self._release(tracked, 0, 0)
         if num_good < (tracked.num_found or 0):
             tracked.next_chunk = min(tracked.next_chunk, num_good)
@@ -335,9 +330,10 @@ class LMCacheScheduler(KVConnectorScheduler):
         )
 
     def _take_progress(self, progress: RankProgress) -> None:
-        self._ranks[progress.rank] = progress
-        if len(self._ranks) == self._num_ranks:
-            self._saved_up_to = min(each.saved_up_to for each in self._ranks.values())
+        self.store_stats = self.store_stats.plus([progress.stats])
+        self._saved_by_rank[progress.rank] = progress.saved_up_to
+        if len(self._saved_by_rank) == self._num_ranks:
+            self._saved_up_to = min(self._saved_by_rank.values())
         while self._pending_saves and self._pending_saves[0][0] <= self._saved_up_to:
             self._pending_saves.popleft()
 

@@ -121,16 +121,13 @@ class LMCacheWorker(KVConnectorWorker):
         for each in told.saves:
             threads.saving.put(each)
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+    def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
         """See `KVConnectorWorker`."""
         threads, num_layers = self._started(), self._context.layout.num_layers
         self._loads = [LayerwiseLoad(load, num_layers) for load in read_loads(metadata)]
         for load in self._loads:
             threads.watch.are_read(load.load.chunks)
             threads.loading.put(load)
-
-    def has_layer_work(self) -> bool:
-        """See `KVConnectorWorker`."""
         return bool(self._loads)
 
     def wait_for_layer_load(self, layer: int) -> None:

@@ -45,7 +45,7 @@ class MemoryConnector(KVConnectorBase, frozen=True, kw_only=True):
     """
 
     name: str = "memory"
-    capabilities: Capabilities = Capabilities(layerwise_save=True, push=True)
+    capabilities: Capabilities = Capabilities(push=True)
     exchange: Exchange = msgspec.field(default_factory=Exchange)
     clock: Clock = msgspec.field(default_factory=SystemClock)
     new_nonce: Callable[[], str] = secrets.token_urlsafe

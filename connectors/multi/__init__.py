@@ -43,14 +43,9 @@ class MultiConnector(KVConnectorBase, frozen=True, kw_only=True):
         with_peers = [each.name for each in connectors if each.capabilities.push]
         if len(with_peers) > 1:
             raise _refusal(names, f"of {' and '.join(with_peers)} choose one: both go to engines")
-        able = [each.capabilities for each in connectors]
         return cls(
             name=",".join(names),
-            capabilities=Capabilities(
-                layerwise_load=any(each.layerwise_load for each in able),
-                layerwise_save=any(each.layerwise_save for each in able),
-                push=any(each.push for each in able),
-            ),
+            capabilities=Capabilities(push=bool(with_peers)),
             connectors=tuple(connectors),
         )
 
@@ -68,7 +63,7 @@ class MultiConnector(KVConnectorBase, frozen=True, kw_only=True):
         from pdserve.connectors.multi.worker import MultiWorker
         from pdserve.observe.clock import SystemClock
 
-        halves = [(each, each.make_worker(context, wake)) for each in self.connectors]
+        halves = {each.name: each.make_worker(context, wake) for each in self.connectors}
         return MultiWorker(halves, clock=SystemClock())
 
 

@@ -94,7 +94,7 @@ class MultiScheduler(KVConnectorScheduler):
         return faults
 
     @property
-    def store_stats(self) -> KVStoreStats | None:
+    def store_stats(self) -> KVStoreStats | None:  # type: ignore[override]
         """Of all stores together; the first says whether it is up."""
         said = [each.store_stats for each in self._children.values()]
         stats = [each for each in said if each is not None]

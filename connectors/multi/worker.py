@@ -21,11 +21,11 @@ from pdserve.wire.transfer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
-    from pdserve.connectors.base import KVConnectorBase, KVLayout
+    from pdserve.connectors.base import KVLayout
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import RequestId
     from pdserve.wire.transfer import Endpoint
@@ -37,17 +37,13 @@ class MultiWorker(KVConnectorWorker):
     """See `KVConnectorWorker`.
 
     Args:
-        children: Connectors, and what each of them has made of it.
+        halves: Worker halves, by the names of their connectors.
         clock: Measures what steps wait for loads.
     """
 
-    def __init__(
-        self, children: Sequence[tuple[KVConnectorBase, KVConnectorWorker]], *, clock: Clock
-    ) -> None:
-        self._halves = {each.name: half for each, half in children}
-        able = [(each.name, half, each.capabilities) for each, half in children]
-        self._loads = [(name, half) for name, half, can in able if can.layerwise_load]
-        self._saves = [half for _, half, can in able if can.layerwise_save]
+    def __init__(self, halves: Mapping[str, KVConnectorWorker], *, clock: Clock) -> None:
+        self._halves = halves
+        self._layerwise: list[tuple[str, KVConnectorWorker]] = []
         self._clock = clock
         self._step = MultiInstructions({})
         self._waited_s: defaultdict[str, float] = defaultdict(float)
@@ -74,28 +70,27 @@ class MultiWorker(KVConnectorWorker):
         for name, payload in MultiInstructions.from_metadata(metadata).payloads.items():
             self._halves[name].post(ConnectorMetadata(payload))
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+    def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
         """See `KVConnectorWorker`."""
         self._step = MultiInstructions.from_metadata(metadata)
         self._waited_s.clear()
-        for name, payload in self._step.payloads.items():
-            self._halves[name].start_load_kv(ConnectorMetadata(payload))
-
-    def has_layer_work(self) -> bool:
-        """See `KVConnectorWorker`."""
-        loads = [half for _, half in self._loads]
-        return any(half.has_layer_work() for half in (*loads, *self._saves))
+        self._layerwise = [
+            (name, self._halves[name])
+            for name, payload in self._step.payloads.items()
+            if self._halves[name].start_load_kv(ConnectorMetadata(payload))
+        ]
+        return bool(self._layerwise)
 
     def wait_for_layer_load(self, layer: int) -> None:
         """See `KVConnectorWorker`."""
-        for name, half in self._loads:
+        for name, half in self._layerwise:
             began_s = self._clock.monotonic_s()
             half.wait_for_layer_load(layer)
             self._waited_s[name] += self._clock.monotonic_s() - began_s
 
     def save_kv_layer(self, layer: int) -> None:
         """See `KVConnectorWorker`."""
-        for half in self._saves:
+        for _, half in self._layerwise:
             half.save_kv_layer(layer)
 
     def wait_for_save(self) -> Sequence[Failed]:

@@ -94,8 +94,11 @@ class TransferWorker(KVConnectorWorker):
         """See `KVConnectorWorker`."""
         self._started().submit(metadata)
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """See `KVConnectorWorker`: what the step computes of prompts that are handed over."""
+    def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
+        """See `KVConnectorWorker`: what the step computes of prompts that are handed over.
+
+        Only a prompt's last chunk may be written layer by layer.
+        """
         observations = self._started().observations
         while observations:
             seen = observations.popleft()
@@ -111,16 +114,12 @@ class TransferWorker(KVConnectorWorker):
         last = [chunk for chunk in proven if chunk.end_token >= chunk.num_tokens]
         if last and not self._is_cuda and self._choice.choose(last[0].num_step_tokens):
             self._layerwise = last
-
-    def has_layer_work(self) -> bool:
-        """See `KVConnectorWorker`: only a prompt's last chunk may be written layer by layer."""
         return bool(self._layerwise)
 
     def save_kv_layer(self, layer: int) -> None:
         """See `KVConnectorWorker`."""
-        if self._layerwise:
-            for chunk in self._layerwise:
-                self._say(chunk, layers_end=layer + 1, is_over=False)
+        for chunk in self._layerwise:
+            self._say(chunk, layers_end=layer + 1, is_over=False)
 
     def wait_for_save(self) -> Sequence[Failed]:
         """See `KVConnectorWorker`. It waits for nothing, and loads nothing inside steps."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class TransferConnector(KVConnectorBase, frozen=True, kw_only=True):
     """The transfer protocol over TCP and a mover. See `KVConnectorBase`."""
 
-    capabilities: Capabilities = Capabilities(layerwise_save=True, push=True)
+    capabilities: Capabilities = Capabilities(push=True)
 
     def make_mover(
         self, context: ConnectorContext, kv: Tensor, layout: KVLayout, host: str, reactor: Reactor

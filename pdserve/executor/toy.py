@@ -33,7 +33,7 @@ from pdserve.wire.transfer import ConnectorReport
 from pdserve.worker.info import WorkerInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from pdserve.config.schema import EngineConfig
     from pdserve.connectors.base import KVConnectorBase, KVConnectorWorker
@@ -191,7 +191,7 @@ class ToyExecutor:
             )
             for number, rank in enumerate(self._ranks)
         ]
-        self._capabilities = connector.capabilities
+        self._can_push = connector.capabilities.push
         self.connectors = [connector.make_worker(context, wake) for context in self._contexts]
         self.quorum = Quorum(shape.num_ranks)
 
@@ -209,7 +209,7 @@ class ToyExecutor:
                     layout_digest=context.layout_digest,
                     layout_fields=context.layout_fields,
                     shape=context.shape,
-                    can_push=self._capabilities.push,
+                    can_push=self._can_push,
                     endpoint=endpoint,
                     max_model_len=self._max_model_len,
                     architecture="toy",
@@ -268,11 +268,10 @@ class ToyExecutor:
     # ---- the model ---------------------------------------------------------------------
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        if step.connector_metadata is not None:
-            for connector in self.connectors:
-                connector.start_load_kv(step.connector_metadata)
+        metadata = step.connector_metadata
+        layers = [] if metadata is None else self._begin_kv(metadata)
         if step.num_scheduled_tokens:
-            for connector, layer in self._layers():
+            for connector, layer in layers:
                 connector.wait_for_layer_load(layer)
         computed = self._take(step)
         ids: list[RequestId] = []
@@ -319,7 +318,7 @@ class ToyExecutor:
                     request.tokens.extend(tokens)
                 ids.append(request_id)
                 sampled.append(tokens)
-        failed = self._finish_kv() if step.num_scheduled_tokens else []
+        failed = self._finish_kv(layers) if step.num_scheduled_tokens else []
         self._look_at_wrong_kv(failed)
         return ModelRunnerOutput(
             step_id=step.step_id,
@@ -334,17 +333,19 @@ class ToyExecutor:
             failed_loads=failed,
         )
 
-    def _layers(self) -> Iterator[tuple[KVConnectorWorker, int]]:
-        """The layers of each rank whose connector works layer by layer."""
-        if self._capabilities.is_layerwise:
-            for connector, rank in zip(self.connectors, self._ranks, strict=True):
-                for layer in range(rank.layout.num_layers):
-                    yield connector, layer
+    def _begin_kv(self, metadata: ConnectorMetadata) -> list[tuple[KVConnectorWorker, int]]:
+        """Begin the step's loads; return the layers of each rank whose connector wants them."""
+        return [
+            (connector, layer)
+            for connector, rank in zip(self.connectors, self._ranks, strict=True)
+            if connector.start_load_kv(metadata)
+            for layer in range(rank.layout.num_layers)
+        ]
 
-    def _finish_kv(self) -> list[Failed]:
+    def _finish_kv(self, layers: Sequence[tuple[KVConnectorWorker, int]]) -> list[Failed]:
         """End the step's loads and saves; return what has not come on some rank."""
         failed: dict[RequestId, Failed] = {}
-        for connector, layer in self._layers():
+        for connector, layer in layers:
             connector.save_kv_layer(layer)
         for connector in self.connectors:
             for each in connector.wait_for_save():

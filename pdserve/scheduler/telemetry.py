@@ -6,6 +6,7 @@ where they leave (`state`). Decides nothing and has no clock.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -128,7 +129,7 @@ class Telemetry:
             kv_ladder=dict(counters.ladder),
             recompute_tokens=counters.recompute_tokens,
             kv_seconds=counters.kv_seconds,
-            kv_store=state.connector.store_stats,
+            kv_store=copy.copy(state.connector.store_stats),
             kv_source_tokens=dict(state.connector.num_loaded),
             steps_by_tokens=list(counters.steps_by_tokens),
             num_step_tokens=counters.step_tokens,

@@ -19,11 +19,11 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.models.decoder import LayerHooks, StreamTap
+from pdserve.models.decoder import StreamTap
 from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.config.schema import EngineConfig
+    from pdserve.models.decoder import LayerHooks
     from pdserve.models.registry import LoadedModel
     from pdserve.parallel.group import World
     from pdserve.wire.step import NewRequest, SchedulerOutput
@@ -65,21 +66,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class StepHooks(LayerHooks, Protocol):
-    """The layers' hooks, and whether a step needs them."""
-
-    def has_layer_work(self) -> bool:
-        """Whether they do anything in the step that is about to run."""
-        ...
-
-
 class ModelRunner:
     """Runs steps of one rank's part of a model over its pool of KV blocks.
 
     Args:
         kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`.
-        hooks: Called around each layer of the steps that they have work in, if the connector works
-            layer by layer.
         grammars: On the engine's output rank.
     """
 
@@ -91,7 +82,6 @@ class ModelRunner:
         *,
         device: Device,
         world: World,
-        hooks: StepHooks | None = None,
         grammars: GrammarPool | None = None,
     ) -> None:
         self._model = loaded.model
@@ -100,7 +90,6 @@ class ModelRunner:
         self._hidden_size = loaded.arch.hidden_size
         self._kv_layers = list(kv.unbind(1))
         self._device = device
-        self._hooks = hooks
         scheduler, max_drafted = config.scheduler, config.speculative.max_drafted
         num_rows, block_size = scheduler.max_num_seqs, kv.shape[-2]
         self._max_logits = num_rows * (1 + max_drafted)
@@ -238,9 +227,9 @@ class ModelRunner:
         reader = self._drafts.reader if self._drafts else None
         return None if reader is None else StreamTap(reader.aux_layers)
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelRunnerOutput:
         """Launch one step, and collect it."""
-        return self.collect(self.launch(step))
+        return self.collect(self.launch(step, hooks))
 
     @property
     def runs_ahead(self) -> bool:
@@ -252,17 +241,20 @@ class ModelRunner:
         """See `ReplayedSteps`."""
         return self._replays is not None and self.runs_ahead and self._replays.may_follow(step)
 
-    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+    def launch(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> LaunchedStep:
         """Run one step; if it is a graph's, and only its tokens are asked for, begin it.
 
         At most one step may be launched and not collected, and only if this one `may_follow` it.
+
+        Args:
+            hooks: Called around each layer of this step, if the connector has work in it.
 
         Raises:
             InternalError: The step does not fit what the worker knows.
         """
         ahead = None if self._replays is None else self._replays.sampled_before(step)
         with torch.inference_mode():
-            return LaunchedStep(step, self._launch(step, ahead))
+            return LaunchedStep(step, self._launch(step, ahead, hooks))
 
     def collect(self, launched: LaunchedStep) -> ModelRunnerOutput:
         """Wait until the device has finished a step, whose KV may leave from here on.
@@ -276,15 +268,14 @@ class ModelRunner:
         assert self._replays is not None
         return self._replays.collect(launched.step.step_id, result, self._drafts)
 
-    def _launch(self, step: SchedulerOutput, ahead: Tensor | None) -> ModelRunnerOutput | StepAhead:
+    def _launch(
+        self, step: SchedulerOutput, ahead: Tensor | None, hooks: LayerHooks | None
+    ) -> ModelRunnerOutput | StepAhead:
         if self._drafts is not None:
             self._drafts.begin(step.num_draft_rows)
         self._apply(step)
         if not step.num_scheduled_tokens:
             return self._run_empty(step)
-        hooks = self._hooks
-        if hooks is not None and not hooks.has_layer_work():
-            hooks = None
         # What is replayed calls no hook.
         replays = self._replays if hooks is None and self._pooler.is_idle else None
         graphs = None if replays is None else replays.graphs
@@ -324,7 +315,7 @@ class ModelRunner:
         step: SchedulerOutput,
         prepared: PreparedStep,
         staged: StagedDraws | None,
-        hooks: StepHooks | None,
+        hooks: LayerHooks | None,
     ) -> ModelRunnerOutput:
         """Run a step that is no graph, to its end."""
         tap = self._tap()

@@ -155,8 +155,7 @@ class Worker:
         connector = connector_registry.find(transfer.kv_connector, transfer.settings)
         half = self._connector = connector.make_worker(context, self._wake)
         endpoint = half.register_kv_caches(kv, layout)
-        hooks = half if connector.capabilities.is_layerwise else None
-        self._runner = run_over(kv, hooks=hooks, grammars=self._grammars)
+        self._runner = run_over(kv, grammars=self._grammars)
         self._runner.rehearse(self._progress)
         self._runner.capture(self._progress)
         return WorkerInfo(
@@ -282,9 +281,9 @@ class Worker:
         """
         runner, connector = self._started()
         self._began_s = time.monotonic()
-        if step.connector_metadata is not None:
-            connector.start_load_kv(step.connector_metadata)
-        return runner.launch(step)
+        told = step.connector_metadata
+        is_layerwise = told is not None and connector.start_load_kv(told)
+        return runner.launch(step, connector if is_layerwise else None)
 
     def collect(self, launched: LaunchedStep) -> ModelRunnerOutput:
         """Return the results of the oldest step that was launched, once they are there."""

@@ -44,6 +44,7 @@ class StoreWorker(base.KVConnectorWorker):
 
     def start_load_kv(self, metadata):
         self._loads, self._saves = msgspec.msgpack.decode(metadata.payload)
+        return bool(self._loads or self._saves)
 
     def wait_for_layer_load(self, layer):
         for key, block in self._loads:
@@ -56,7 +57,6 @@ class StoreWorker(base.KVConnectorWorker):
 
 class StoreConnector(base.KVConnectorBase):
     name: str = "store"
-    capabilities: base.Capabilities = base.Capabilities(layerwise_load=True, layerwise_save=True)
 
     def make_scheduler(self, context, endpoints):
         return StoreScheduler(context.shape)

@@ -230,15 +230,14 @@ class PushEngine:
             end - first,
         )
         metadata = StepInstructions(chunks=[chunk]).to_metadata()
-        for worker in self.workers:
-            worker.start_load_kv(metadata)
+        layerwise = [worker.start_load_kv(metadata) for worker in self.workers]
         for layer in range(max(kv.shape[1] for kv in self.kvs)):
             if not is_computed:
                 self.write_kv(blocks, seed, first, end, layer)
             if per_layer_s:
                 time.sleep(per_layer_s)
-            for worker, kv in zip(self.workers, self.kvs, strict=True):
-                if layer < kv.shape[1] and worker.has_layer_work():
+            for worker, kv, is_layerwise in zip(self.workers, self.kvs, layerwise, strict=True):
+                if layer < kv.shape[1] and is_layerwise:
                     worker.save_kv_layer(layer)
         for worker in self.workers:
             worker.wait_for_save()

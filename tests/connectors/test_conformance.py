@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.config.connectors import names
-from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.conformance import ConnectorConformance, Engine, make_shape, prompt_of
 from pdserve.connectors.conformance.pull import PullConformance
 from pdserve.connectors.faulty import FaultKind, FaultyConnector, Plan
@@ -18,7 +17,6 @@ from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.registry import find
-from pdserve.connectors.transfer.worker import TransferWorker
 from pdserve.connectors.views import StepView
 from pdserve.errors import ConfigError
 from pdserve.wire.transfer import LoadFailure, PushTicket
@@ -236,12 +234,3 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
     test.setup_method()
     test.test_the_tokens_arrive_and_the_lease_settles_as_read()
     test.teardown_method()
-
-
-@pytest.mark.parametrize("connector", [MemoryConnector(), NixlConnector()])
-def test_what_a_connector_says_it_does_by_layers_it_does(connector: KVConnectorBase) -> None:
-    declared, worker = connector.capabilities, TransferWorker
-    assert declared.layerwise_load is (
-        worker.wait_for_layer_load is not KVConnectorWorker.wait_for_layer_load
-    )
-    assert declared.layerwise_save is (worker.save_kv_layer is not KVConnectorWorker.save_kv_layer)

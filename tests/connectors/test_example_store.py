@@ -71,10 +71,11 @@ class SlowWorker(StoreWorker):
 
         return self._thread.submit(work)
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        super().start_load_kv(metadata)
+    def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
+        is_layerwise = super().start_load_kv(metadata)
         load, layers = super().wait_for_layer_load, range(self._kv.shape[1])
         self._layers = [self._later(load, layer) for layer in layers]
+        return is_layerwise
 
     def wait_for_layer_load(self, layer: int) -> None:
         self._layers[layer].result()

@@ -15,6 +15,7 @@ from pdserve.connectors.base import (
     Hold,
     KVConnectorBase,
     KVConnectorScheduler,
+    KVConnectorWorker,
     KVSource,
     Match,
 )
@@ -26,11 +27,13 @@ from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.multi.messages import MultiInstructions
 from pdserve.connectors.multi.scheduler import MultiScheduler
 from pdserve.connectors.multi.sources import Costs, choose
+from pdserve.connectors.multi.worker import MultiWorker
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.connectors.registry import find
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import ConfigError, HandoffRefusedError
+from pdserve.observe.clock import SystemClock
 from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.request import FinishReason
 from pdserve.wire.transfer import (
@@ -502,6 +505,30 @@ def test_nothing_is_told_of_a_start_over_which_the_one_that_does_not_load_fails(
     assert bench.children["good"].told == [("arrived",)]
 
 
+class _LayersWorker(KVConnectorWorker):
+    """Asks for the layers of steps whose instructions are `layers`."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
+        return metadata.payload == b"layers"
+
+    def save_kv_layer(self, layer: int) -> None:
+        self.saved.append(layer)
+
+
+def test_around_layers_only_those_are_called_that_have_asked_for_this_step() -> None:
+    halves = {name: _LayersWorker() for name in ("asks", "asks not", "hears nothing")}
+    worker = MultiWorker(halves, clock=SystemClock())
+    told = {"asks": ConnectorMetadata(b"layers"), "asks not": ConnectorMetadata(b"none")}
+    metadata = MultiInstructions.of(told).to_metadata()
+    assert metadata is not None
+    assert worker.start_load_kv(metadata)
+    worker.save_kv_layer(3)
+    assert [half.saved for half in halves.values()] == [[3], [], []]
+
+
 # ---- configuration -----------------------------------------------------------------------------
 
 
@@ -528,9 +555,7 @@ def test_connectors_are_named_with_commas_and_a_store_that_has_a_url_joins(
             NixlConnector(settings=NixlSettings(lanes=2)),
             UrlStore(settings=UrlSettings(url="tcp://127.0.0.1:1")),
         )
-        assert multi.capabilities == Capabilities(
-            layerwise_load=True, layerwise_save=True, push=True
-        )
+        assert multi.capabilities == Capabilities(push=True)
     assert find("null", {"elsewhere.url": "x"}).name == "elsewhere"
     assert find("nixl", {"elsewhere.url": ""}).name == "nixl"
 

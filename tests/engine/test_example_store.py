@@ -40,10 +40,11 @@ PROMPT = [(7 * i + 3) % 200 for i in range(3 * BLOCK_SIZE)]
 class LosingWorker(StoreWorker):
     """Finds of each load only the first block, and leaves what it finds in the others."""
 
-    def start_load_kv(self, metadata: Any) -> None:
-        super().start_load_kv(metadata)
+    def start_load_kv(self, metadata: Any) -> bool:
+        is_layerwise = super().start_load_kv(metadata)
         self._has_lost = len(self._loads) > 1
         del self._loads[1:]
+        return is_layerwise
 
     def wait_for_save(self) -> Sequence[Failed]:
         failed = Failed(request_id=AGAIN, reason=LoadFailure.DIGEST, num_valid_tokens=BLOCK_SIZE)

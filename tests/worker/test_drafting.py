@@ -29,7 +29,6 @@ from pdserve.worker.drafting.costs import measure_rows
 from pdserve.worker.drafting.drafts import Drafts
 from pdserve.worker.drafting.ngram import NgramDrafter
 from pdserve.worker.drafting.suffix import SuffixDrafter
-from pdserve.worker.model_runner import ModelRunner
 from pdserve.worker.sampler import Sampler
 from pdserve.worker.worker import Worker
 from tests.worker.driver import GREEDY, TINY, Driver, params
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.sampling import SamplingParams
+    from pdserve.worker.model_runner import ModelRunner
 
 VOCAB = TINY["vocab_size"]
 NUM_ROWS = 6
@@ -95,8 +95,8 @@ class Recall:
 
 
 def runner_of(driver: Driver) -> ModelRunner:
-    """What runs the steps of a driver: its worker's, or itself."""
-    runner = driver.worker if isinstance(driver.worker, ModelRunner) else driver.worker._runner
+    """What runs the steps of a driver."""
+    runner = driver.worker._runner
     assert runner is not None
     return runner
 
@@ -140,7 +140,7 @@ def run(
         }
         answer = driver.step(num_tokens, {name: num for name, num in granted.items() if num > 0})
         assert not answer.non_finite_ids
-        driver.worker.finish_step()
+        runner_of(driver).finish_step()
         num_steps += len(answer.request_ids)
         for name, entries in answer.logprobs.items():
             logprobs.setdefault(str(name), []).extend(entries)

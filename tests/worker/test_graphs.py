@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.kernels.backend import KernelBackend
+    from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.worker.device import Device
 
 CPU = torch.device("cpu")
@@ -69,15 +70,26 @@ class Hooks:
         self.step = 0
         self.calls: list[str] = []
 
-    def has_layer_work(self) -> bool:
+    def of_step(self) -> Hooks | None:
+        """Itself, if it has work in the next step."""
         self.step += 1
-        return self.step in self._busy
+        return self if self.step in self._busy else None
 
     def wait_for_layer_load(self, layer: int) -> None:
         self.calls.append(f"{self.step} wait {layer}")
 
     def save_kv_layer(self, layer: int) -> None:
         self.calls.append(f"{self.step} save {layer}")
+
+
+class RunnerAlone:
+    """What a driver needs of a worker."""
+
+    def __init__(self, runner: ModelRunner, hooks: Hooks) -> None:
+        self._runner, self._hooks = runner, hooks
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        return self._runner.execute(step, self._hooks.of_step())
 
 
 class Engine(Driver):
@@ -118,12 +130,13 @@ class Engine(Driver):
         layout = msgspec.structs.replace(layout, num_blocks=80)
         self.kv = kv_memory.allocate(layout, CPU)
         self.device = device
-        self.runner = ModelRunner(loaded, self.kv, config, device=device, world=world, hooks=hooks)
+        self.runner = ModelRunner(loaded, self.kv, config, device=device, world=world)
         self.told: list[str] = []
         if warms_up:
             self.runner.rehearse(self.told.append)
             self.runner.capture(self.told.append)
-        super().__init__(self.runner, SimpleNamespace(layout=layout))  # type: ignore[arg-type]
+        worker: Any = RunnerAlone(self.runner, hooks or Hooks())
+        super().__init__(worker, SimpleNamespace(layout=layout))  # type: ignore[arg-type]
 
 
 def play(engine: Engine) -> dict[str, list[int]]:

@@ -6,6 +6,7 @@ import mmap
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
+    from pdserve.models.decoder import LayerHooks
     from pdserve.worker.replays import LaunchedStep
     from tests.worker.driver import Driver
 
@@ -45,8 +47,9 @@ MIB = 1 << 20
 class RecordingConnector(KVConnectorWorker):
     """Writes down how it is called; its next report is `report`."""
 
-    def __init__(self, **capabilities: bool) -> None:
-        self.capabilities = Capabilities(**capabilities)
+    def __init__(self, *, is_layerwise: bool = False) -> None:
+        self.capabilities = Capabilities()
+        self.is_layerwise = is_layerwise
         self.calls: list[str] = []
         self.report = ConnectorReport()
         self.failed: Sequence[Failed] = ()
@@ -67,8 +70,9 @@ class RecordingConnector(KVConnectorWorker):
     def post(self, metadata: ConnectorMetadata) -> None:
         self.calls.append(f"post {metadata.payload.decode()}")
 
-    def start_load_kv(self, metadata: ConnectorMetadata) -> None:
+    def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
         self.calls.append(f"load {metadata.payload.decode()}")
+        return self.is_layerwise
 
     def wait_for_layer_load(self, layer: int) -> None:
         self.calls.append(f"wait {layer}")
@@ -115,10 +119,10 @@ def empty_step(payload: bytes | None = None) -> SchedulerOutput:
 SETTLED = ConnectorReport(settled=[Settled(request_id=RequestId("x"), end=LeaseEnd.READ)])
 
 
-def test_a_step_calls_the_connector_around_the_forward(
+def test_of_a_step_without_instructions_a_connector_hears_behind_the_forward_alone(
     make_driver: Callable[..., Driver], install: Callable[..., RecordingConnector]
 ) -> None:
-    connector = install()
+    connector = install(is_layerwise=True)
     driver = make_driver()
     assert driver.info.endpoint == Endpoint(host="127.0.0.1", port=4321)
     driver.add("r", [1, 2, 3])
@@ -138,27 +142,29 @@ def test_what_belongs_to_a_step_is_told_before_the_forward(
     assert runner is not None
     launch = runner.launch
 
-    def spy(step: SchedulerOutput) -> LaunchedStep:
+    def spy(step: SchedulerOutput, hooks: LayerHooks | None) -> LaunchedStep:
         connector.calls.append("forward")
-        return launch(step)
+        return launch(step, hooks)
 
     monkeypatch.setattr(runner, "launch", spy)
     driver.worker.execute(empty_step(b"abc"))
     assert connector.calls == ["register", "load abc", "forward"]
 
 
-@pytest.mark.parametrize("capability", ["layerwise_load", "layerwise_save"])
-def test_a_layerwise_connector_is_called_around_each_layer(
+@pytest.mark.parametrize("is_layerwise", [True, False])
+def test_a_connector_is_called_around_each_layer_of_the_steps_that_it_asks_for(
     make_driver: Callable[..., Driver],
     install: Callable[..., RecordingConnector],
-    capability: str,
+    *,
+    is_layerwise: bool,
 ) -> None:
-    connector = install(**{capability: True})
+    connector = install(is_layerwise=is_layerwise)
     driver = make_driver()
     driver.add("r", [1, 2, 3])
-    driver.step({"r": 3})
-    layers = ["wait 0", "save 0", "wait 1", "save 1"]
-    assert connector.calls == ["register", *layers, "saved"]
+    told = ConnectorMetadata(b"abc")
+    driver.worker.execute(msgspec.structs.replace(driver.plan({"r": 3}), connector_metadata=told))
+    layers = ["wait 0", "save 0", "wait 1", "save 1"] if is_layerwise else []
+    assert connector.calls == ["register", "load abc", *layers, "saved"]
 
 
 def test_posts_and_reports_pass_by_the_steps(
