@@ -40,6 +40,7 @@ import zmq
 
 from benchmarks.deployments import Asker, processes, told
 from benchmarks.engine import environment
+from benchmarks.played_http import PlayedConnection, PlayedRequest
 from pdserve.bench.records import Planned
 from pdserve.lifeline import end_with_parent
 from pdserve.server.registration import Registrar
@@ -171,60 +172,31 @@ class FleetEngine:
         return {"do_remote_prefill": True, "remote_engine_id": lease.engine_id, "pdserve": sealed}
 
 
-class EngineConnection(asyncio.Protocol):
-    """One connection to an engine; requests come one after the other."""
+class EngineConnection(PlayedConnection):
+    """One connection to an engine."""
 
     def __init__(self, engine: FleetEngine) -> None:
+        super().__init__()
         self._engine = engine
-        self._buffer = bytearray()
-        self._transport: asyncio.Transport
-        self._task: asyncio.Task[None] | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        head, separator, rest = bytes(self._buffer).partition(b"\r\n\r\n")
-        if not separator:
-            return
-        first, *lines = head.decode("latin-1").split("\r\n")
-        headers = {
-            name.lower(): value for name, _, value in (line.partition(": ") for line in lines)
-        }
-        length = int(headers.get("content-length", 0))
-        if len(rest) < length:
-            return
-        self._buffer = bytearray(rest[length:])
-        method, path, _ = first.split(" ")
-        body = rest[:length]
-        if method == "GET":
-            page = self._engine.pages.get(path)
-            self._reply(404 if page is None else 200, page or b"{}")
-        elif path.endswith("completions"):
-            self._task = asyncio.get_running_loop().create_task(self._stream(headers, body))
-        elif path == "/pdserve/reach":
-            num = len(msgspec.json.decode(body)["endpoints"])
-            self._reply(200, msgspec.json.encode({"reasons": [None] * num}))
+    def take(self, request: PlayedRequest) -> None:
+        """See `PlayedConnection`."""
+        if request.method == "GET":
+            page = self._engine.pages.get(request.path)
+            self.reply(404 if page is None else 200, page or b"{}")
+        elif request.path.endswith("completions"):
+            stream = self._stream(request.headers["x-request-id"], request.body)
+            self.task = asyncio.get_running_loop().create_task(stream)
+        elif request.path == "/pdserve/reach":
+            num = len(msgspec.json.decode(request.body)["endpoints"])
+            self.reply(200, msgspec.json.encode({"reasons": [None] * num}))
         else:
-            self._reply(200, b"{}")
+            self.reply(200, b"{}")
 
-    def _reply(self, status: int, body: bytes) -> None:
-        self._transport.write(
-            b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-            % (status, len(body), body)
-        )
-
-    async def _stream(self, headers: dict[str, str], body: bytes) -> None:
+    async def _stream(self, request_id: str, body: bytes) -> None:
         request = msgspec.json.decode(body)
         params = request.get(PARAMS) or {}
-        request_id = headers["x-request-id"]
-        self._transport.write(
+        self.transport.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
             b"%b: scripted\r\nTransfer-Encoding: chunked\r\n\r\n" % LAYOUT_HEADER.encode()
         )
@@ -255,13 +227,13 @@ class EngineConnection(asyncio.Protocol):
             self._event({"choices": [], "usage": usage})
         self._event({STAGES: stages})
         self._write(b"data: [DONE]\n\n")
-        self._transport.write(b"0\r\n\r\n")
+        self.transport.write(b"0\r\n\r\n")
 
     def _event(self, content: Any) -> None:
         self._write(b"data: " + msgspec.json.encode(content) + b"\n\n")
 
     def _write(self, data: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 async def _play(num: int, proxy: str, *, with_events: bool) -> None:

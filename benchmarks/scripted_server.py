@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.played_http import PlayedConnection, PlayedRequest
 from pdserve.bench.precise_loop import new_precise_loop
 from pdserve.bench.priority import raise_priority
 
@@ -70,46 +71,28 @@ class Server:
         self.max_open = 0
 
 
-class Connection(asyncio.Protocol):
-    """One connection; requests come one after the other."""
+class Connection(PlayedConnection):
+    """One connection; a request has arrived when its last bytes have."""
 
     def __init__(self, server: Server) -> None:
+        super().__init__()
         self._server = server
-        self._buffer = b""
-        self._transport: asyncio.Transport
-        self._task: asyncio.Task[None] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        self._arrived_s = 0.0
 
     def data_received(self, data: bytes) -> None:
-        arrived_s = time.monotonic()
-        self._buffer += data
-        head, separator, rest = self._buffer.partition(b"\r\n\r\n")
-        if not separator:
-            return
-        first, *lines = head.decode("latin-1").split("\r\n")
-        headers = {}
-        for line in lines:
-            name, _, value = line.partition(":")
-            headers[name.strip().lower()] = value.strip()
-        length = int(headers.get("content-length", 0))
-        if len(rest) < length:
-            return
-        self._buffer = rest[length:]
-        method, path, _ = first.split(" ")
-        if method != "POST":
-            self._get(path)
-        elif not path.endswith("completions"):
-            self._reply(404, {"error": {"message": "no"}})
+        """See `PlayedConnection`."""
+        self._arrived_s = time.monotonic()
+        super().data_received(data)
+
+    def take(self, request: PlayedRequest) -> None:
+        """See `PlayedConnection`."""
+        if request.method != "POST":
+            self._get(request.path)
+        elif not request.path.endswith("completions"):
+            self._say(404, {"error": {"message": "no"}})
         else:
-            answer = self._answer(path, headers, rest[:length], arrived_s)
-            self._task = asyncio.get_running_loop().create_task(answer)
+            answer = self._answer(request, self._arrived_s)
+            self.task = asyncio.get_running_loop().create_task(answer)
 
     def _get(self, path: str) -> None:
         pages: dict[str, Any] = {
@@ -118,31 +101,25 @@ class Connection(asyncio.Protocol):
             "/bodies": self._server.bodies,
         }
         page = pages.get(path)
-        self._reply(200 if page is not None else 404, page or {"error": {"message": "no"}})
+        self._say(200 if page is not None else 404, page or {"error": {"message": "no"}})
 
-    def _reply(self, status: int, content: Any) -> None:
-        body = json.dumps(content).encode()
-        self._transport.write(
-            b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-            % (status, len(body), body)
-        )
+    def _say(self, status: int, content: Any) -> None:
+        self.reply(status, json.dumps(content).encode())
 
-    async def _answer(
-        self, path: str, headers: dict[str, str], body: bytes, arrived_s: float
-    ) -> None:
+    async def _answer(self, came: PlayedRequest, arrived_s: float) -> None:
         server = self._server
-        request = json.loads(body)
-        is_chat = path.endswith("/chat/completions")
-        if server.key and headers.get("authorization") != f"Bearer {server.key}":
-            self._reply(401, {"error": {"message": "bad key"}})
+        request = json.loads(came.body)
+        is_chat = came.path.endswith("/chat/completions")
+        if server.key and came.headers.get("authorization") != f"Bearer {server.key}":
+            self._say(401, {"error": {"message": "bad key"}})
             return
         script = self._script(request, is_chat)
-        request_id = headers.get("x-request-id", "")
+        request_id = came.headers.get("x-request-id", "")
         times: dict[str, Any] = {"arrived_s": arrived_s, "token_s": [], "is_whole": False}
         server.times[request_id] = times
         server.bodies[request_id] = request
         if script.status != 200:
-            self._reply(script.status, {"error": {"message": "as the script says"}})
+            self._say(script.status, {"error": {"message": "as the script says"}})
             return
         server.num_open += 1
         server.max_open = max(server.max_open, server.num_open)
@@ -203,18 +180,16 @@ class Connection(asyncio.Protocol):
             times["token_s"].append(time.monotonic())
             if place == 0:
                 kind = "Transfer-Encoding: chunked" if is_chunked else "Connection: close"
-                self._transport.write(f"{head}{kind}\r\n\r\n".encode())
+                self.transport.write(f"{head}{kind}\r\n\r\n".encode())
             await self._write(b"".join(held), script, is_chunked)
             held.clear()
         if script.length:
             content = b"".join(held).replace(b"\n", script.line_end.encode())
-            self._transport.write(
-                f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
-            )
+            self.transport.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         elif is_chunked:
-            self._transport.write(b"0\r\n\r\n")
+            self.transport.write(b"0\r\n\r\n")
         if script.end == "break":
-            self._transport.abort()
+            self.transport.abort()
         times["is_whole"] = True
 
     @staticmethod
@@ -239,7 +214,7 @@ class Connection(asyncio.Protocol):
         for begin in range(0, len(content), size):
             piece = content[begin : begin + size]
             frame = b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece
-            self._transport.write(frame)
+            self.transport.write(frame)
             if script.cut:
                 await asyncio.sleep(0)
 

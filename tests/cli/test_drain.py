@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdserve.cli import main
+from tests.cli.answering import Asked, answering
 from tests.cli.process import free_ports
 
 if TYPE_CHECKING:
@@ -24,30 +23,12 @@ def proxy(status: int = 200, **answer: Any) -> Iterator[tuple[str, list[tuple[st
     """Yield the URL of one that answers so, and what it was asked."""
     asked: list[tuple[str, dict]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def _answer(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append((f"{self.command} {self.path}", json.loads(body)))
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def told(request: Asked) -> tuple[int, bytes]:
+        asked.append((f"{request.method} {request.path}", json.loads(request.body)))
+        return status, json.dumps(answer).encode()
 
-        do_POST = do_DELETE = _answer  # noqa: N815
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(told) as url:
+        yield url, asked
 
 
 def report(*, is_empty: bool = True) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import itertools
 import json
 import os
@@ -10,8 +9,8 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -19,6 +18,7 @@ from pdserve.commands import kv_server, tier_checks
 from pdserve.commands.findings import Grade
 from pdserve.commands.kv_server import arguments_of, make_room
 from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
+from tests.cli.answering import Asked, answering
 from tests.cli.process import pdserve_here
 
 MIB = 1 << 20
@@ -143,28 +143,14 @@ def test_a_redis_server_that_says_nothing_is_no_tier(monkeypatch: pytest.MonkeyP
     assert "timed out" in finding.text
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
-    """Says what it was told to say, by path."""
+def lmcache(said: dict[str, object]) -> AbstractContextManager[str]:
+    """A server that says this, by path."""
 
-    said: ClassVar[dict[str, object]] = {}
+    def answer(asked: Asked) -> tuple[int, bytes]:
+        is_known = asked.path in said
+        return 200 if is_known else 404, json.dumps(said.get(asked.path)).encode()
 
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path in self.said else 404)
-        self.end_headers()
-        self.wfile.write(json.dumps(self.said.get(self.path)).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def lmcache() -> Iterator[str]:
-    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    return answering(answer)
 
 
 @pytest.mark.slow
@@ -177,22 +163,20 @@ def lmcache() -> Iterator[str]:
     ],
 )
 def test_a_server_that_runs_says_its_version_and_its_chunks(
-    lmcache: str, version: str, chunk_size: int, verdict: Grade, says: str
+    version: str, chunk_size: int, verdict: Grade, says: str
 ) -> None:
-    Answers.said = {
-        "/version": version,
-        "/status": {"chunk_size": chunk_size, "is_healthy": True},
-    }
-    finding = tier_checks.server(lmcache, 16)
+    status = {"chunk_size": chunk_size, "is_healthy": True}
+    with lmcache({"/version": version, "/status": status}) as url:
+        finding = tier_checks.server(url, 16)
     assert finding.verdict is verdict
     assert says in finding.text
 
 
-def test_what_is_no_lmcache_server_is_said_to_be_none(lmcache: str) -> None:
-    Answers.said = {"/version": "0.5.6", "/status": ["what"]}
-    assert "is no LMCache server" in tier_checks.server(lmcache, 16).text
-    Answers.said = {}
-    assert "is no LMCache server: HTTP 404" in tier_checks.server(lmcache, 16).text
+def test_what_is_no_lmcache_server_is_said_to_be_none() -> None:
+    with lmcache({"/version": "0.5.6", "/status": ["what"]}) as url:
+        assert "is no LMCache server" in tier_checks.server(url, 16).text
+    with lmcache({}) as url:
+        assert "is no LMCache server: HTTP 404" in tier_checks.server(url, 16).text
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
     finding = tier_checks.server(gone, 16)

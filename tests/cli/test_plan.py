@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,10 +10,11 @@ import pytest
 from pdserve.commands.plan_asking import ask_fleet
 from pdserve.commands.plan_console import start_commands
 from pdserve.errors import PdserveError
+from tests.cli.answering import answering
 from tests.cli.process import pdserve_here
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 pytestmark = pytest.mark.slow
@@ -185,28 +183,8 @@ def learned(**changed: Any) -> dict[str, Any]:
     return pages | changed
 
 
-@contextmanager
-def proxy(pages: dict[str, Any]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            data = json.dumps(pages[self.path.partition("?")[0]]).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def proxy(pages: dict[str, Any]) -> AbstractContextManager[str]:
+    return answering(lambda asked: (200, json.dumps(pages[asked.path.partition("?")[0]]).encode()))
 
 
 def test_times_layout_and_room_are_what_a_running_proxy_says():

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
 from pdserve.wire.trace import Collection, Missing, Part
+from tests.cli.answering import Asked, answering
 from tests.cli.process import free_ports, pdserve
 from tests.observe.test_chrome_trace import UNTIL_S, decoded, front, prefilled, process
 from tests.observe.trace_checks import check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 pytestmark = pytest.mark.slow
 
@@ -35,36 +33,21 @@ COLLECTION = Collection(
 )
 
 
-@contextmanager
-def answering(status: int, body: bytes) -> Iterator[str]:
+def tracing(status: int, body: bytes) -> AbstractContextManager[str]:
     """A server that gives one answer to those who have the key `k`."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            is_known = self.headers.get("Authorization") == "Bearer k"
-            error = {"error": {"message": "the API key is missing or wrong"}}
-            self.send_response(status if is_known else 401)
-            self.end_headers()
-            self.wfile.write(body if is_known else json.dumps(error).encode())
+    def answer(asked: Asked) -> tuple[int, bytes]:
+        is_known = asked.headers["Authorization"] == "Bearer k"
+        error = {"error": {"message": "the API key is missing or wrong"}}
+        return (status, body) if is_known else (401, json.dumps(error).encode())
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return answering(answer)
 
 
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
 def test_the_file_is_a_trace_and_what_is_printed_says_what_it_holds(tmp_path, name):
     path = tmp_path / name
-    with answering(200, msgspec.json.encode(COLLECTION)) as url:
+    with tracing(200, msgspec.json.encode(COLLECTION)) as url:
         done = pdserve("trace", "--url", url, "-o", str(path), "--api-key", "k")
     assert done.returncode == 0, done.stderr
     data = path.read_bytes()
@@ -86,7 +69,7 @@ def test_a_deployment_that_was_idle_leaves_no_file_and_is_told(tmp_path):
     idle = msgspec.structs.replace(
         COLLECTION, processes=[process(Part.PROXY, "", []), process(Part.CORE, "prefill", [])]
     )
-    with answering(200, msgspec.json.encode(idle)) as url:
+    with tracing(200, msgspec.json.encode(idle)) as url:
         done = pdserve("trace", "--url", url, "-o", str(path), "--api-key", "k")
     assert done.returncode == 1
     assert "nothing ran in the last 10 s" in done.stderr
@@ -103,14 +86,14 @@ def test_nobody_at_the_url_is_told_with_what_to_give():
 
 
 def test_a_wrong_key_is_told_with_the_flag_that_gives_another():
-    with answering(200, b"{}") as url:
+    with tracing(200, b"{}") as url:
         done = pdserve("trace", "--url", url, "--api-key", "wrong")
     assert done.returncode == 3
     assert "--api-key" in done.stderr
 
 
 def test_an_answer_that_is_no_trace_is_told_as_that():
-    with answering(200, b"<html>") as url:
+    with tracing(200, b"<html>") as url:
         done = pdserve("trace", "--url", url, "--api-key", "k")
     assert done.returncode == 4
     assert "no trace of pdserve" in done.stderr

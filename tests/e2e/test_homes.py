@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.test_up import Up
 from tests.e2e.test_equality import complete_all
-from tests.e2e.test_kill import PROMPTS, stream_tokens
+from tests.e2e.test_kill import PROMPTS, begin_streams, stream_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,11 +78,7 @@ def test_killing_one_of_three_engines_for_both_loses_no_stream_and_changes_no_to
         if "both1" in process.cmdline()
     )
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        streams = [
-            pool.submit(stream_tokens, up.url, prompt, 0.03 * index, NUM_TOKENS)
-            for index, prompt in enumerate(PROMPTS)
-        ]
-        time.sleep(0.3)  # some of them have begun, others have not
+        streams = begin_streams(pool, up.url, PROMPTS, NUM_TOKENS)
         victim.kill()
         ends = [stream.result(timeout=90) for stream in streams]
     assert ends == [(tokens, "finished") for tokens in expected]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from tests.e2e.test_equality import complete, complete_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
     from pathlib import Path
 
     from tests.e2e.deployment import Deployment
@@ -27,9 +29,17 @@ LEASE_S = 6.0
 
 
 def stream_tokens(
-    url: str, prompt: list[int], start_after_s: float, num_tokens: int = NUM_TOKENS
+    url: str,
+    prompt: list[int],
+    start_after_s: float,
+    num_tokens: int = NUM_TOKENS,
+    begun: threading.Event | None = None,
 ) -> tuple[list[int], str]:
-    """Token ids of a stream, and how it ended: finished, or an error's code."""
+    """Token ids of a stream, and how it ended: finished, or an error's code.
+
+    Args:
+        begun: Set when the first event has come.
+    """
     time.sleep(start_after_s)
     body: dict[str, Any] = {
         "prompt": prompt,
@@ -55,6 +65,8 @@ def stream_tokens(
             if not line.startswith("data: "):
                 continue
             event = json.loads(line.removeprefix("data: "))
+            if begun is not None:
+                begun.set()
             if "error" in event:
                 end = str(event["error"]["code"])
                 continue
@@ -72,6 +84,19 @@ def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:
         yield from (line.decode() for line in lines)
 
 
+def begin_streams(
+    pool: ThreadPoolExecutor, url: str, prompts: list[list[int]], num_tokens: int = NUM_TOKENS
+) -> list[Future[tuple[list[int], str]]]:
+    """Streams that begin one after the other; returns when the middle one has."""
+    begun = [threading.Event() for _ in prompts]
+    streams = [
+        pool.submit(stream_tokens, url, prompt, 0.03 * index, num_tokens, begun[index])
+        for index, prompt in enumerate(prompts)
+    ]
+    assert begun[len(prompts) // 2].wait(60)
+    return streams
+
+
 def kill_amid_requests(
     deployment: Deployment, victim: str, prompts: list[list[int]]
 ) -> dict[str, int]:
@@ -80,11 +105,7 @@ def kill_amid_requests(
     expected = complete_all(deployment.url("serve"), prompts, max_tokens=NUM_TOKENS)
     url = deployment.url("proxy")
     with ThreadPoolExecutor(len(prompts)) as pool:
-        futures = [
-            pool.submit(stream_tokens, url, prompt, 0.03 * index)
-            for index, prompt in enumerate(prompts)
-        ]
-        time.sleep(0.35)
+        futures = begin_streams(pool, url, prompts)
         deployment.processes[victim].kill()
         results = [future.result(timeout=90) for future in futures]
     ends: dict[str, int] = {}

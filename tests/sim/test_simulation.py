@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -28,6 +29,11 @@ from tests.sim.scenario import (
 )
 from tests.sim.seeds import FAILED_ONCE, FAILED_ONCE_WITH_STORE
 from tests.sim.world import World, run_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.sim.scenario import Scenario
 
 # Seeds that get to everything in few lives: the rarest situation comes up twice.
 FIRST_SEED, NUM_LIVES = 307, 600
@@ -72,12 +78,20 @@ def assert_it_got_to_what_it_is_for(summary: Summary) -> None:
     assert summary.outcomes["left"]
 
 
+def same_of(
+    num_lives: int, change: Callable[[Scenario], Scenario], *, ok_share: float = 0.7
+) -> Summary:
+    """The same of changed lives, of which so many are answered."""
+    summary = simulate(num_lives, seed=FIRST_SEED, max_failing=1, change=change)
+    assert not summary.failing
+    assert summary.outcomes["ok"] > num_lives * ok_share
+    return summary
+
+
 @pytest.mark.slow
 def test_the_same_holds_with_a_store_behind_the_engines_that_is_late_and_loses_blocks() -> None:
     num_lives = 120
-    summary = simulate(num_lives, seed=FIRST_SEED, max_failing=1, change=with_store)
-    assert not summary.failing
-    assert summary.outcomes["ok"] > num_lives * 0.7
+    summary = same_of(num_lives, with_store)
     reached = {name for name, number in summary.reached.items() if number}
     assert reached >= {"store received", "store failed: digest", "push received", "pull received"}
     assert summary.reached["tokens from toystore"] > num_lives
@@ -86,23 +100,13 @@ def test_the_same_holds_with_a_store_behind_the_engines_that_is_late_and_loses_b
 
 @pytest.mark.matrix
 def test_the_same_holds_where_engines_draft_each_in_its_own_way() -> None:
-    num_lives = 150
-    summary = simulate(num_lives, seed=FIRST_SEED, max_failing=1, change=with_drafts)
-    assert not summary.failing
-    assert summary.outcomes["ok"] > num_lives * 0.6
+    same_of(150, with_drafts, ok_share=0.6)
 
 
 @pytest.mark.slow
 def test_the_same_holds_where_outputs_are_bound_by_grammars_that_are_late() -> None:
     num_lives = 200
-    summary = simulate(
-        num_lives,
-        seed=FIRST_SEED,
-        max_failing=1,
-        change=lambda scenario: with_grammars(with_drafts(scenario)),
-    )
-    assert not summary.failing
-    assert summary.outcomes["ok"] > num_lives * 0.7
+    summary = same_of(num_lives, lambda scenario: with_grammars(with_drafts(scenario)))
     assert summary.reached["decode died during decode"]
     assert summary.reached["sat out"] > num_lives / 4
 
@@ -110,23 +114,13 @@ def test_the_same_holds_where_outputs_are_bound_by_grammars_that_are_late() -> N
 @pytest.mark.slow
 def test_the_same_holds_where_chats_call_tools_and_engines_draft() -> None:
     num_lives = 200
-    summary = simulate(
-        num_lives,
-        seed=FIRST_SEED,
-        max_failing=1,
-        change=lambda scenario: with_tools(with_drafts(scenario)),
-    )
-    assert not summary.failing
-    assert summary.outcomes["ok"] > num_lives * 0.7
+    summary = same_of(num_lives, lambda scenario: with_tools(with_drafts(scenario)))
     assert summary.reached["calls"] > num_lives / 10
 
 
 @pytest.mark.slow
 def test_the_same_holds_where_pairs_of_engines_are_chosen_by_predictions() -> None:
-    num_lives = 150
-    summary = simulate(num_lives, seed=FIRST_SEED, max_failing=1, change=with_brain)
-    assert not summary.failing
-    assert summary.outcomes["ok"] > num_lives * 0.7
+    summary = same_of(150, with_brain)
     chosen = {name for name, number in summary.rungs.items() if number}
     assert chosen & {f"disagg_decisions (local, {reason})" for reason in REASONS}
 
