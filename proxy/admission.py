@@ -1,6 +1,6 @@
 """Limits how many requests run at once, how many may wait, and for how long.
 
-Knows numbers and time only; who of those who wait comes next is `FairPlaces`' to say.
+Knows only numbers and time; `FairPlaces` says which of the waiting requests comes next.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class AdmissionQueue:
         return self._places.tokens_before(tenant)
 
     def look(self) -> None:
-        """Have those who wait looked at again: what they wait for may have come."""
+        """Look again at the requests that wait: what they wait for may have come."""
         self._places.look()
 
     async def _acquire(self, claim: Claim) -> None:

@@ -77,7 +77,7 @@ class Breaker:
                 return trial_s is None or self._clock.monotonic_s() - trial_s >= self._timeout_s
 
     def begin(self) -> float | None:
-        """Note that a request goes through; return its name if it is one that tries."""
+        """Note that a request goes through; return when, if it is the one that may try."""
         if self.state is not BreakerState.HALF_OPEN or not self.allows:
             return None
         self._trial_s = self._clock.monotonic_s()
@@ -87,7 +87,7 @@ class Breaker:
         """Note that a request has ended, or that nothing more can be learnt from it.
 
         Args:
-            trial_s: What `begin` said of it. Others of before the breaker opened may still run.
+            trial_s: What `begin` returned. Requests from before the breaker opened may still run.
         """
         if trial_s is not None and trial_s == self._trial_s:
             self._trial_s = None
@@ -113,7 +113,7 @@ class Backend:
         url: Base URL, without a slash at the end; names the engine.
         is_static: Given on the command line: stays without a lease.
         lease_end_s: Monotonic; when a registered engine is forgotten.
-        pending_tokens: Of the prompts of the requests in flight, without what it had of them;
+        pending_tokens: Prompt tokens of the requests in flight that it did not have already;
             counted only for policies that look at prefixes.
         num_foreign: Requests there that are not this proxy's, as of `load_s`.
         models: Entries of its `/v1/models`.
@@ -121,11 +121,11 @@ class Backend:
         is_watched: Its health is being checked.
         is_gone: It was forgotten; what runs there goes on.
         told_s: Monotonic; when the log last said how it is.
-        snapshot: Which life of it said what of itself last.
+        snapshot: What it last said of itself, and in which life it said so.
         is_idle: It held no request, and no KV that others may read, as of `load_s`; true where it
             does not say.
         is_draining: It is being left, or was: no request is sent there.
-        home_role: Of one that does both, what it is for first as the load is now; None: either.
+        home_role: The role that one that does both takes first under this load; None: either.
         ahead_s: By how much its host's wall clock is ahead of this one's, at least; 0 where they
             agree as far as can be told.
     """
@@ -172,7 +172,7 @@ class Backend:
 
     @property
     def home(self) -> Role:
-        """What it is for first: its role, or for the time being one half of that."""
+        """The role that it takes first: its own, or one half of it for the time being."""
         return self.home_role or self.role
 
     def prefills(self) -> bool:

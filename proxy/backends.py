@@ -96,9 +96,9 @@ class Backends:
         return frozenset(backend for backend in self if backend.available)
 
     def some(self, number: int, num_each: int) -> list[Backend]:
-        """Return so many engines of each home role, others for another number; O(`num_each`).
+        """Return `num_each` engines of each home role; O(`num_each`).
 
-        Numbers that follow one another take turns at all of them.
+        Each `number` gives other engines, and numbers in a row take turns at all of them.
         """
         if not self._pools:
             for each in self._backends.values():
@@ -121,7 +121,7 @@ class Backends:
         return self._backends.get(url)
 
     def give_homes(self, homes: Mapping[str, Role]) -> None:
-        """Note which engines are for what first; those that are not named are for their role."""
+        """Note the home roles of engines; those that are not named keep to their own role."""
         for each in self._backends.values():
             home = homes.get(each.url)
             if each.home_role is not home:

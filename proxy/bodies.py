@@ -118,7 +118,7 @@ class ClientBody:
 
     @property
     def max_output(self) -> int | None:
-        """Tokens that it may have of output; None if it does not say, or says nonsense."""
+        """Output tokens that it may have; None if it does not say, or says nonsense."""
         given = [_value(self.fields.get(name)) for name in _OUTPUT_LIMITS]
         return min((each for each in given if isinstance(each, int) and each > 0), default=None)
 

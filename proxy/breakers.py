@@ -96,7 +96,7 @@ class Breakers:
             num_tokens: What it adds to `Backend.pending_tokens`.
 
         Yields:
-            That breaker: `succeed` is said once, when the engine begins to answer as it should.
+            That breaker; `succeed` is called once, when the engine begins to answer as it should.
         """
         breaker = backend.breaker  # of this life: a restarted engine gets another one
         backend.in_flight += 1

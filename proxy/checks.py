@@ -177,8 +177,8 @@ class HealthChecks:
     def _tell(self, backend: Backend, before: Health) -> None:
         """Log a change of health, and at intervals that an engine is still away.
 
-        That it is away before it was ever seen is no fault for a while: any start order works. A
-        proxy without a single engine that is ready is one for somebody to look at now.
+        For a while, an engine that was never seen may be away without fault: any start order
+        works. A proxy without a single ready engine needs somebody's attention at once.
         """
         now_s = self._clock.monotonic_s()
         is_ready = backend.health is Health.READY
@@ -208,7 +208,7 @@ class HealthChecks:
         """Judge a failed check: a refusal is certain, a late answer may mean a busy machine.
 
         Args:
-            reads: Of the legs there, when the check began. An engine of which something has come
+            reads: Reads by its legs when the check began. An engine that has sent anything
                 since is alive.
         """
         if failure.reason == "timeout":
@@ -244,7 +244,7 @@ class HealthChecks:
             self._totals.add(backend, load)
 
     async def _tell_reach(self, backend: Backend, engine: EngineInfo) -> None:
-        """Log it if an engine that did not register, and was not refused then, is out of reach."""
+        """Log that an engine is out of reach, if it has not registered and so was not refused."""
         try:
             await self.reach.require(backend.url, backend.role, engine)
         except HandshakeError as error:
@@ -285,10 +285,10 @@ class HealthChecks:
 
 
 def interval_of(backend: Backend, num_engines: int, interval_s: float) -> float:
-    """Return the time to an engine's next check; one that is not well is wanted soon.
+    """Return the time to an engine's next check; one that is not well is checked soon.
 
-    In a large fleet all have to wait, and for times of their own: else those that came at once
-    would be asked at once for ever.
+    In a large fleet all wait longer, each for a time of its own: otherwise engines that came
+    together would be asked together for ever.
 
     Args:
         num_engines: Of the fleet.

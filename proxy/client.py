@@ -143,7 +143,7 @@ class EngineHttp:
             raise _failure(url, error) from error
 
     async def post_empty(self, url: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
-        """POST nothing; on failure return the status, 0 for no answer, and the words."""
+        """POST nothing; on failure return the status (0: no answer) and what was said."""
         try:
             async with asyncio.timeout(ORDER_TIMEOUT_S):
                 async with self._session.post(url, headers=headers) as response:
@@ -369,8 +369,8 @@ class Leg:
         would lose it, and with it the lease until it expires.
 
         Args:
-            is_handoff: Takes the data of an event, or a whole answer, and tells whether that was
-                what it is waited for.
+            is_handoff: Takes the data of an event, or a whole answer, and tells whether that is
+                what is waited for.
         """
         rest = partial(self._read_until, is_handoff)
         self._http.background.start(self._leave(rest, ABANDON_TIMEOUT_S))

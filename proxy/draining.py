@@ -1,4 +1,4 @@
-"""Leaves an engine in bounded time: an operator asks for it, or the engine, which got SIGTERM.
+"""Empties an engine in bounded time, as an operator asks, or the engine itself after SIGTERM.
 
     POST /drain     no request is sent there any more; answered when it is empty, or at the deadline
     DELETE /drain   requests are sent there again
@@ -153,14 +153,14 @@ class _Drain:
             await asyncio.sleep(min(_POLL_S, self._end_s - now_s))
 
     def _move(self) -> None:
-        """Have the engine give some streams away; it does so with those that it can."""
+        """Ask the engine to give some streams away; it gives away those that it can."""
         left = [each for each in self._backend.legs if each not in self._asked]
         for leg in left[:_MOVED_AT_ONCE]:
             self._asked.add(leg)
             self._http.background.start(self._give_away(leg.request_id))
 
     async def _give_away(self, request_id: str) -> None:
-        """Have a stream end with a handoff; whether it does, it says itself."""
+        """Ask for a stream to end with a handoff; the stream itself tells whether it does."""
         asked = MigrateRequest(request_id=request_id)
         with suppress(WorkerError):
             await self._http.order(self._backend.url, MIGRATE_PATH, asked, ORDER_TIMEOUT_S)

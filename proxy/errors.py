@@ -11,7 +11,7 @@ Knows HTTP bodies and server-sent events; knows nothing of routing or of retries
     |  |  |- NonFiniteError       it is well, but the model makes NaN of this request
     |  |  |- DrainedError         it is well, but what runs there is taken away
     |  |  |  |- MovedError           ... and it says from where another one may go on
-    |  |- PoisonousError    a request that engines end with: no further one is asked
+    |  |- PoisonousError    engines died while they had the request: no other one is asked
     RefusedError            an engine said 4xx: the client's own mistake, passed on as it is
     ClientGoneError               nobody reads the answer any more
 """

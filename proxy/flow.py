@@ -13,8 +13,8 @@ PREFILL   the prefill engine has the request; in a push the decode engine has it
 TRANSFER  the decode engine has the handoff and reads the KV, or gets the last of what is written
           to it; nothing of it has been passed on yet.
 DECODE    its bytes are passed on as they come.
-LOCAL     one engine does everything: because there is no pair, nothing is generated (of prompts
-          that become vectors), or as the last resort.
+LOCAL     one engine does everything: because there is no pair, because nothing is generated
+          (prompts that become vectors), or as the last resort.
 
 The ladder when a leg fails, each rung counted and told:
 
@@ -335,7 +335,7 @@ class Flow:
         )
 
     def _may_hold(self, handoff: Handoff, failure: LegFailure) -> bool:
-        """Whether another engine may find the lease still there."""
+        """Whether another engine may still find the lease alive."""
         owner = handoff.prefill
         life = owner.info.incarnation if owner.info is not None else None
         is_gone = owner.health is Health.UNREACHABLE or life != handoff.life
@@ -369,7 +369,7 @@ class Flow:
         """Serve the whole request on one engine, swallowing what the client already has.
 
         Args:
-            is_fallback: In place of another engine that there is: engines take only so much of
+            is_fallback: In place of another engine that exists: engines take on only so much of
                 that.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Who is let in: what a request claims of the places, and whether it is turned away as it comes.
+"""Decides who is let in: what a request claims of the places, and whether it is turned away.
 
 Counts what tenants take, and which requests kept their objectives.
 """
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _HELD: Final = 0.5
 _HELD_OVER_SHARE: Final = 0.02
-"""Of its objective for the first token: what every engine may have to compute before a request is
-held back; the second one of who has had clearly more than its part of late."""
+"""Shares of a request's objective for the first token: it is held back while every engine has more
+to compute than that; the second one is for tenants that have lately had more than their part."""
 _FIRST_OUTPUT: Final = 150.0
 """Output tokens of a request, where nothing is learned."""
 
@@ -38,7 +38,7 @@ class Gate:
     Args:
         tokens_before: Returns what waits for a place before a request of a tenant.
         pairing: None unless pairs are chosen by what was learned. Without it, and in shadow, nobody
-            is turned away or held back, but for want of a place.
+            is turned away or held back, except for lack of a place.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Gate:
         return Claim(prompt.tenant, band_of(prompt.priority), cost, num_tokens, is_ready)
 
     def require_promising(self, prompt: RoutePrompt) -> None:
-        """Check that a request can keep its objectives, with what there is to do.
+        """Check that a request can keep its objectives, given the work that there is.
 
         Raises:
             OverloadedError: It would miss them.
@@ -125,8 +125,8 @@ class Gate:
     def _is_ready(self, prompt: RoutePrompt, is_over_share: bool) -> bool:
         """Whether an engine would begin with a request soon.
 
-        Who has had more than its part waits here for one that is next to idle, rather than have
-        others wait behind it there.
+        A tenant that has had more than its share waits here for an engine that is nearly idle,
+        rather than keep others waiting behind it there.
         """
         share = _HELD_OVER_SHARE if is_over_share else _HELD
         limit_s = share * self._ttft_slo_s(prompt)

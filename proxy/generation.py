@@ -165,7 +165,7 @@ class Generation:
             log_request(ended)
 
     def _compare_hits(self, story: Story) -> None:
-        """Have what was taken for the engine's prefix compared with what it says it had."""
+        """Compare the prefix that an engine was taken to have with what it says it had."""
         prefixes, stages = self._services.prefixes, story.prefill_stages
         leg = "prefill" if story.prefill_url else "local"
         engine = self._services.backends.get(story.prefill_url or story.decode_url)
@@ -208,7 +208,7 @@ class Generation:
 
         Raises:
             DeadlineError: It has not come by then.
-            PdserveError: It is not to be had: see `Bodies.read`.
+            PdserveError: It cannot be had: see `Bodies.read`.
         """
         try:
             async with asyncio.timeout_at(until_s):

@@ -46,7 +46,7 @@ class LegFailure:
 
     @property
     def is_moved(self) -> bool:
-        """Whether the engine has given what another one goes on from."""
+        """Whether the engine has given a handoff, from which another one goes on."""
         return isinstance(self.error, MovedError)
 
     @property

@@ -290,8 +290,8 @@ class Metrics:
 def _observe_as_vllm(observer: RequestObserver, story: Story) -> None:
     """Observe a request that ended well, as its client saw it.
 
-    The text of an answer in one piece comes at once: when its first token was there is what the
-    engine says that has sampled it.
+    An answer in one piece comes all at once: the time of its first token is the one told by the
+    engine that sampled it.
     """
     now_s, first_s = story.clock.monotonic_s(), story.first_token_s
     accounts, stages = story.accounts, story.prefill_stages

@@ -38,7 +38,7 @@ class Moves:
         """Go on for as long as an engine gives the stream away.
 
         Args:
-            outcome: Of a leg; whatever says of no handoff is returned as it is.
+            outcome: Of a leg; one that tells of no handoff is returned as it is.
 
         Returns:
             What became of it at last: the failure of a drained engine if nobody could go on.

@@ -1,6 +1,6 @@
 """What a request has before it, before it is sent anywhere: where it would go, and how soon.
 
-As far as is known: where no pairs are chosen by what was learned, nothing is.
+Nothing is known unless pairs are chosen by what was learned.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Outlook:
     def of(self, prompt: RoutePrompt) -> tuple[RouteQuestion, PairCost] | None:
         """Return what is known of a request and of the engines, and where it would be sent now.
 
-        None if that is too little, or nobody is there.
+        None if too little is known, or no engine is there.
         """
         if self._pairing is None or self._prefixes is None:
             return None
@@ -68,10 +68,10 @@ class Outlook:
         return max(known.values(), default=0)
 
     def can_begin_within(self, limit_s: float, *, at_home: bool) -> bool:
-        """Whether an engine has computed what it has of prompts so soon.
+        """Whether some engine will have computed the prompts that it has within `limit_s`.
 
         Args:
-            at_home: Engines whose home role includes prefill count alone.
+            at_home: Only engines whose home role includes prefill count.
         """
         if self._pairing is None:
             return True

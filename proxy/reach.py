@@ -40,7 +40,7 @@ class Reach:
     async def require(self, url: str, role: Role, engine: EngineInfo) -> None:
         """Refuse an engine that one of its counterparts cannot reach, or that cannot reach one.
 
-        Who does not answer, as an engine that has ended or is of another make, is no witness.
+        An engine that does not answer, having ended or being of another make, proves nothing.
 
         Raises:
             HandshakeError: The message names both, the address and the remedy.

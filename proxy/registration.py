@@ -35,7 +35,7 @@ class Registrations:
     """Takes the registrations of engines.
 
     Args:
-        drains: Have what runs at an engine that ends go on elsewhere before it does.
+        drains: Have the requests of an engine that is ending go on elsewhere.
     """
 
     def __init__(self, services: Services, drains: Drains) -> None:

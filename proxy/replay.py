@@ -54,7 +54,7 @@ class DivergedError(UpstreamError):
     """A repeated stream is not the one that was begun.
 
     Args:
-        what: How one sees it.
+        what: What shows it.
     """
 
     code = "replay_diverged"
@@ -100,7 +100,7 @@ class _Choice:
 
     Attributes:
         runs: Text and lists, by where they stand in a chunk's choice.
-        roles: Paths of what is sent once, of what was sent.
+        roles: Paths of what was sent and is sent only once.
         has_ended: The client has its finish reason.
     """
 
@@ -172,7 +172,7 @@ class Transcript:
             self.settle()
 
     def settle(self) -> None:
-        """Bring `choices` up to what was added."""
+        """Bring `choices` up to date with what was added."""
         data = self._taken()
         for _ in range(_NUM_LEADING):
             if self._took_alike(data):

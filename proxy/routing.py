@@ -36,7 +36,7 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Disaggregate:
-    """Prefill there.
+    """Prefill at `prefill`, and decode elsewhere.
 
     Attributes:
         decode: For a push, which both engines take part in from the start; else None: a decode
@@ -59,7 +59,7 @@ class RunLocally:
     """One engine does everything, because of `reason`.
 
     Attributes:
-        is_outage: In place of an engine that there is, but that cannot be used now.
+        is_outage: In place of an engine that exists, but cannot be used now.
         decision: As of `Disaggregate`.
     """
 
@@ -115,8 +115,8 @@ class Router:
             among: Engines that may decode; None: any. Where none does, one that prefills may serve.
             layout: What the request's stream began with: engines of other layouts are left out.
                 None if it has not begun.
-            may_push: Whether this request's KV may be pushed. Where engines can, it is: a decode
-                engine that can is then preferred to one that cannot.
+            may_push: Whether this request's KV may be pushed. It is, where engines can: a decode
+                engine that can push is preferred to one that cannot.
 
         Raises:
             UnavailableError: No engine can take it now.
@@ -334,7 +334,7 @@ class Router:
         raise self._nobody("decode", layout)
 
     def _ready(self, layout: str | None) -> list[Backend]:
-        """Return the engines that may be sent to now; one that says of no layout has any."""
+        """Return the engines that may be sent to now; one that names no layout fits any."""
         ready = [backend for backend in self._backends if backend.available]
         return [b for b in ready if layout is None or b.layout in (None, layout)]
 
@@ -435,6 +435,6 @@ class Router:
 
 
 def _differ_in_text(one: Backend, other: Backend) -> bool:
-    """Whether two engines say that they make other tokens, or answers, of the same."""
+    """Whether two engines say that they make different tokens, or answers, of one request."""
     said = {each.info.text_digest for each in (one, other) if each.info is not None}
     return len(said - {""}) > 1

@@ -2,9 +2,9 @@
 
 An engine that broke down comes last from then on. One that is well but could not get the KV does
 not: its pair is to blame, and is left. A request whose push failed is pulled from then on. Retries
-are counted over all rungs of the ladder. A request that two engines ended with, before either had
-a token of it that the client had not, is tried on no third, and one of which the model makes NaN
-on no second. One that no engine can serve now waits for one that may come back.
+are counted over all rungs of the ladder. A request is not tried on a third engine if two have died
+with it, neither having given a token that the client lacked; nor on a second, if the model makes
+NaN of it. One that no engine can serve now waits for one that may come back.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Setbacks:
     async def add(self, failure: LegFailure) -> bool:
         """Take note of a failed leg; tell whether another attempt may be made.
 
-        Where an engine has ended, others may have ended with it: all are looked at, so that none is
-        tried, and blamed on the request, that was gone before the request came to it. Nor is one
-        that ends while it waits for another's KV.
+        Where an engine has ended, others may have ended with it. All are checked, so that none is
+        tried, and its end blamed on the request, that was gone before the request came to it. Nor
+        is the request blamed for one that ends while it waits for another's KV.
 
         Raises:
             NonFiniteError: The model makes NaN of the request.
@@ -112,8 +112,8 @@ class Setbacks:
         """Wait until an engine comes back, or may compute again what it may not now.
 
         Raises:
-            UnavailableError, WorkerError: `error`: it does not say that nobody can serve now; or no
-                engine is missing, or the wait is over.
+            UnavailableError, WorkerError: `error` itself, if it does not say that nobody can serve
+                now, if no engine is missing, or if the wait is over.
         """
         if isinstance(error, WorkerError) and not error.is_away:
             raise error

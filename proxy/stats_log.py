@@ -75,7 +75,7 @@ class ProxyStatsLog:
         return told
 
     def _tokens(self) -> tuple[int, int]:
-        """Prompt and output tokens of all requests since the start, as far as they are."""
+        """Prompt and output tokens of all requests since the start, as far as they have come."""
         num_prompt, num_output = self._ended_tokens
         for story in self._live.stories:
             num_prompt += story.num_prompt_tokens

@@ -9,21 +9,21 @@ with a measured remainder, so that its terms add up to what the client saw:
     | second token +12.1ms = kv 6.3 (8.4 MB, 1.3 GB/s) + handover 2.2 + first step 3.6
     | itl p50 6.1 max 9.8
 
-A push has no KV left to move when the first token comes but the last of it: what was moved before
+When the first token of a push comes, only the last of its KV is left to move: what was moved before
 is no part of the second token's wait (`kv 1.0 (of 6.3, ...)` took 6.3 from P's last computed chunk
 on). At its end the line says why KV was pulled that might have been pushed (`no push: failed`),
 what a store had of the prompt (`kv from store 3072 of 4096, 2.1 GB/s`) and, if something failed,
 which rungs of the ladder were taken and why (`ladder other_decode(dropped),local(decode_failed)`).
 
-`proxy` is this process before it asks an engine, the wait for a place, and for an engine that can
-be asked, apart (`admission`);
-`retry` went to engines that failed; `queue` and `prefill` are the engine's own account, and so is
-`reserve`, its wait for room at the decode engine before a push; `relay` is the rest of the time to
-the first byte written to the client: two HTTP hops and the wait for a free moment. Of the second
-token's wait, `decode queue` is until the decode engine begins to move the KV, `recompute` is for a
-prompt whose KV did not arrive (both are left out of the line where there was none), and `handover`
-is the rest: HTTP, and KV that lies ready while a step runs (`step`, by the engine's own account: of
-a push it may lie before the first token). `wait` is the part of `kv` before the first byte.
+`proxy` is the time in this process before it asks an engine, without the wait for a place and for
+an engine that can be asked (`admission`); `retry` is the time lost to engines that failed; `queue`
+and `prefill` are the engine's own account, and so is `reserve`, its wait for room at the decode
+engine before a push; `relay` is the rest of the time to the first byte written to the client: two
+HTTP hops and the wait for a free moment. Of the second token's wait, `decode queue` is until the
+decode engine begins to move the KV, `recompute` is for a prompt whose KV did not arrive (both are
+left out of the line where there was none), and `handover` is the rest: HTTP, and KV that lies ready
+while a step runs (`step`, by the engine's own account: of a push it may lie before the first
+token). `wait` is the part of `kv` before the first byte.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Story:
         model: As its client called it; else, in the end, what serves it.
         status: Of the answer.
         reason: The code of the error that it ended with; empty if it ended well.
-        queued_s, admitted_s: It asked for a place, and got one, and somebody could serve it.
+        queued_s, admitted_s: It asked for a place; it had one, and somebody could serve it.
         first_leg_s: The first leg was sent to an engine.
         leg_s: The leg that gave the first token was sent.
         first_token_s: The first token's bytes were written to the client (or, where the
@@ -245,9 +245,9 @@ class Story:
         self.tell(f"moved from {self.decode_url}")
 
     def goes_on(self, sent_s: float) -> float | None:
-        """Return for how long the client had nothing, if what comes is the first of an engine.
+        """Return for how long the client got nothing, if another engine has just taken over.
 
-        Of one that goes on with what another one had begun; else None.
+        None for all but the first that comes from such an engine.
         """
         was_stalled, self.is_stalled = self.is_stalled, False
         return sent_s - self.last_chunk_s if was_stalled else None
@@ -389,7 +389,7 @@ class Story:
 
     @property
     def taken(self) -> PairCost | None:
-        """What was predicted of the engines that it had, where that was another thing to ask."""
+        """What was predicted of the engines that served it, where the decision was a shadow."""
         if self.decision is None or self.rungs:
             return None
         return taken(self.decision, self.prefill_url, self.decode_url)

@@ -155,9 +155,9 @@ class Batcher:
         )
 
     def _room_for_drafts(self, request: Request, num_rows: int, filling: Filling) -> int:
-        """Take blocks for `num_rows` behind the last token; return for how many there are some.
+        """Take blocks for `num_rows` behind the last token; return how many rows have theirs.
 
-        A block for each request of the step is left, which it may need soon.
+        One block is left for each request of the step, which may need it soon.
         """
         assert request.holding is not None
         end, block_size = request.num_tokens, self._kv.block_size

@@ -1,9 +1,9 @@
 """How many draft tokens of each request a step verifies. Pure but for each request's record.
 
-A row more makes a step longer for all requests in it, and brings one of them a token if the draft
-is right so far. It is worth that where the logarithm of the one's tokens per step grows by more
-than the logarithm of the step's time, summed over all (proportional fairness, Kelly 1997): alone a
-request takes as many rows as raise its speed, and in a batch few that bring nothing to the others.
+One more row makes a step longer for all requests in it, and brings one of them a token if the draft
+is right so far. It is worth that if the logarithm of that one's tokens per step grows by more than
+the logarithm of the step's time, summed over all requests (proportional fairness, Kelly 1997): a
+request alone takes as many rows as raise its speed, one in a batch only few, for the others' sake.
 
 Knows neither drafts nor tokens: what a row costs was measured, how often a request's drafts are
 right is counted.
@@ -143,9 +143,9 @@ class RowBudget:
 
     Args:
         costs: Seconds, or any multiple, of a step by its number of rows, rising; between and
-            behind them the time is taken to rise evenly.
+            beyond them the time is taken to rise evenly.
         draft_cost: Time of making a token of each draft, over that of a step without drafts: all
-            drafts are made together, one token behind the other. 0: drafts are there.
+            drafts are made together, one token after the other. 0: drafts are there.
     """
 
     def __init__(self, costs: Sequence[tuple[int, float]], draft_cost: float = 0.0) -> None:
@@ -180,7 +180,7 @@ class RowBudget:
         return shares
 
     def _growth(self, rows: float) -> float:
-        """How much a row more adds to the logarithm of the step's time."""
+        """How much one more row adds to the logarithm of the step's time."""
         at = min(int(rows), len(self._logs) - 2)
         return self._logs[at + 1] - self._logs[at]
 

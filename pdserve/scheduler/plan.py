@@ -143,14 +143,14 @@ def next_line(heads: Mapping[KVSource, tuple[int, int]], *, num_overtaken: int) 
     """Return the line whose first request is next.
 
     The best rank, unless its KV is only planned while that of a request of no worse priority lies
-    ready. An engine whose blocks are full of KV that is to be read cannot compute more: blocks
-    taken here for that would only keep the other KV from being read. As long as that does not fit,
-    nothing else that is planned is given blocks, either.
+    ready. An engine whose blocks are full of KV that is still to be read cannot compute more:
+    blocks taken here for planned KV would only keep the ready KV from being read. While the ready
+    KV does not fit, no planned request is given blocks, either.
 
     Args:
         heads: The rank (priority, place) of each line's first; smaller is better.
-        num_overtaken: Requests whose KV lay ready that started in the place of the first planned
-            one. So none waits for more than `MAX_OVERTAKEN` of them.
+        num_overtaken: Requests with ready KV that have started in the place of the first planned
+            one. It waits for `MAX_OVERTAKEN` of them at most.
     """
     if not heads:
         return None

@@ -35,8 +35,8 @@ class Request:
 
     Attributes:
         num_computed_tokens: Tokens whose KV its blocks have, or will once steps in flight retire.
-        num_pending_tokens: Tokens that steps in flight sample without drafts, one at most for
-            each: they count as tokens, their ids are not known yet.
+        num_pending_tokens: Tokens that steps in flight sample without drafts, at most one in each
+            step: they count as tokens, although their ids are not known yet.
         num_told_tokens: Output tokens that the workers were told of, where they have to be.
         handoff: As in the wire request, or as it came with its KV, until that is here or its
             load has failed; at P, what its connector made of it.
@@ -47,7 +47,7 @@ class Request:
         may_load: KV that its connector has may be loaded; if not, it is computed.
         holds: What its blocks are held for behind its end.
         finish_reason: How it has ended.
-        waits_for: While it is CLOSING.
+        waits_for: What it waits for while it is CLOSING.
         num_overtaken: Requests with KV that started in its place, while its own was planned.
         num_budgeted: Prompt tokens charged to the recompute budget until it starts; None: none are.
         kv_mode: How its KV came from another engine, if it did.
@@ -153,7 +153,7 @@ class Request:
 
     @property
     def cache_salt(self) -> str:
-        """What its cached prefixes are shared within."""
+        """Only requests of the same salt share cached prefixes."""
         return self.wire.cache_salt
 
     @property
@@ -372,9 +372,9 @@ class Request:
             self.handoff = hold.handoff
 
     def settle(self, settled: Settled) -> bool:
-        """Note that a hold is over, the one of its connector if it has no name; False if none is.
+        """Note that a hold is over (without a name, its connector's); False if there was none.
 
-        Its blocks are kept for what is in `holds` then.
+        Its blocks stay kept for what is left in `holds`.
         """
         is_named = bool(settled.nonce)
         over = {

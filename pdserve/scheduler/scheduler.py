@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching and preemption.
 
-    With several pipeline stages, only the last one learns what it samples: a request goes on when
-    its token has come back, which the next step tells all of them, and the decoding requests are
-    shared out over as many steps.
+    With several pipeline stages, only the last one learns what it samples: a request goes on once
+    its token has come back and the next step tells all stages of it, and the decoding requests are
+    shared out over as many steps as there are stages.
 
     Args:
         connector: The scheduler half; the null connector if KV never leaves.
@@ -173,7 +173,7 @@ class Scheduler:
         self._transfers.tell(ConnectorReport(kept=nonces), self._clock.monotonic_s())
 
     def hand_over(self, request_ids: Iterable[RequestId]) -> None:
-        """Lease requests out that run; unknown ids, and those of others, are ignored."""
+        """Lease running requests out; ids of others, and unknown ones, are ignored."""
         for request_id in request_ids:
             request = self.state.running.get(request_id)
             if request is not None and self.state.connector.hands_over:
@@ -202,8 +202,8 @@ class Scheduler:
     def admit_loads(self) -> None:
         """Start the loads that are next in the queue: they need no step.
 
-        For when there is no room for another step. What `schedule` found last holds: if the
-        running requests lacked blocks then, none are given away.
+        For when there is no room for another step. What `schedule` found last still holds: if
+        the running requests lacked blocks then, none are given away.
         """
         self._end_late()
         if self._may_admit:

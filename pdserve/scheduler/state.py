@@ -81,7 +81,7 @@ class SchedulerState:
         waiting: Those that wait, in line or aside.
         running: The batch, in the order in which it is served.
         receiving: Those whose blocks are being filled.
-        leased: Those that have finished here, and may be read.
+        leased: Those that have finished here, and whose blocks may be read.
         prompts: Ids of those that have no token yet, and whose prompt no other engine computes.
         holds: By connector and id of a hold, blocks that a preempted request lost and a save still
             reads; they may be under several.

@@ -1,8 +1,8 @@
 """Builds steps, and keeps them until their results are back.
 
-The workers are told of a step as a difference to what they know. A step in flight may still
-write the blocks of every request in it, so a request that ends meanwhile keeps its blocks until
-the last such step has retired. Decides nothing.
+Workers are told how a step differs from what they know. A step in flight may still write the blocks
+of every request in it, so a request that ends meanwhile keeps its blocks until the last such step
+has retired. Decides nothing.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class StepQueue:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether it is open how far a step in flight brings some of its requests."""
+        """Whether drafts leave open how far a step in flight brings some of its requests."""
         return any(step.num_draft_rows for step in self._in_flight)
 
     @property
@@ -217,7 +217,7 @@ class StepQueue:
     def _step_wait_s(self, since_s: float, now_s: float) -> float:
         """Return how long KV that came at `since_s` had to wait for the step that ran then.
 
-        0.0 if none did; until `now_s` if it still does.
+        0.0 if no step ran; if it still runs, the wait until `now_s`.
         """
         for submitted_s, retired_s in self._past:
             if submitted_s <= since_s <= retired_s:

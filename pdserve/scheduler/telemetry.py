@@ -40,7 +40,7 @@ class Telemetry:
     def step(self, step: Step, forward_s: float, now_s: float) -> None:
         """Record a step that has come back, if it had tokens.
 
-        One that was submitted while another ran began after that.
+        A step that was submitted while another one ran began when that one ended.
         """
         if step.num_computed_after:
             submitted_s, last_s = step.submitted_s, self._last_retired_s

@@ -64,7 +64,7 @@ class Timeline:
             self._spans.append(StageSpan("queue", self._waits_since_s, now_s))
 
     def begin_load_again(self, now_s: float) -> None:
-        """Load once more, or more; an attempt that failed counts as waiting for the peer."""
+        """Load again, or load more; an attempt that failed counts as waiting for the peer."""
         self._load_began_s = now_s
 
     def wait_for_peer(self, now_s: float) -> None:
@@ -138,7 +138,7 @@ class Timeline:
         another turn lies inside `prefill` or `decode`.
 
         Args:
-            after: What the time is called in which it is over here and not forgotten.
+            after: Name of the time between its end here and the moment it is forgotten.
         """
         end_s = now_s if self.over_s is None else self.over_s
         spans = list(self._spans)

@@ -1,8 +1,9 @@
 """Asks the connector about requests, tells it of them, and applies its news.
 
-Before they are taken, when a step is built, when they have ended, and above all when a load has
-arrived or failed, or a hold is over. What it raises ends the request that it was about, and no
-other. Plans nothing and sends nothing: instructions go from the connector to the workers.
+It does so before requests are taken, when a step is built, when they have ended, and above all when
+a load has arrived or failed, or a hold is over. What the connector raises ends the request that it
+was about, and no other. Plans nothing and sends nothing: instructions go from the connector to the
+workers.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Transfers:
         self._tell_end(request, FinishReason.ERROR)
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Take what came with the handoff of a request that waits now. It may be over then."""
+        """Take what came with the handoff of a request that now waits; that may end it."""
         if request.handoff is not None:
             self._take_handed_over_tokens(request, request.handoff, now_s)
 

@@ -103,7 +103,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at_s: Monotonic seconds; what rates are taken over.
         wall_s: Unix time.
-        began_s: Monotonic seconds at which this proxy began: another one's is another.
+        began_s: Monotonic seconds at which this proxy began; it tells proxies apart.
         banner: What users feel now.
         events: Newest first, from `events_since_s` (Unix time) on.
         routes: Why requests went where they did; None where no pairs are chosen.

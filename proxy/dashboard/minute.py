@@ -58,7 +58,7 @@ class Waits:
     def quantile(self, q: float) -> float | None:
         """Return an estimate in seconds, as Prometheus' `histogram_quantile` makes it.
 
-        None where one more wait could move it as far as it likes: fewer lie beyond it than one.
+        None where a single further wait could move it at will: fewer than one lie beyond it.
         """
         if self.count * (1.0 - q) < 1.0 - 1e-9:
             return None

@@ -34,7 +34,7 @@ class WorkShown(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine has to do for this proxy, in the time that it will take.
 
     Attributes:
-        home: Of one that does both, what it is for first, if that is said; else empty.
+        home: The role that one that does both takes first, if that is said; else empty.
         backlog_ms: Until its prompts are computed.
         itl_ms: Between two tokens of each stream; 0 without streams.
         lag_ms: Since its KV events were heard; None if it does not tell of its KV.

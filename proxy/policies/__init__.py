@@ -46,10 +46,10 @@ class BackendView:
         num_foreign: Requests others have there, by the engine's newest snapshot.
         kv_usage: Share of the engine's KV blocks in use, 0 to 1, by the same snapshot.
         age_s: Age of that snapshot; infinite before the first.
-        hit_tokens: Of the request's prompt, whose KV it has, from the first one on; 0 unless the
-            policy is one that looks at prefixes, like the next.
-        pending_tokens: Of the prompts that this proxy has running there, without what the engine
-            had of them: to be computed where it prefills, to be kept where it decodes.
+        hit_tokens: Leading tokens of the request's prompt whose KV it has; like the next, 0 unless
+            the policy is one that looks at prefixes.
+        pending_tokens: Prompt tokens of this proxy's requests there that the engine did not have
+            already: to be computed where it prefills, to be kept where it decodes.
     """
 
     url: str
