@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from pdserve.errors import BadRequestError, ConfigError
+from pdserve.text.segments import LONG_CHARS, MIN_CHARS, segmented
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _LFS_POINTER = b"version https://git-lfs"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
-_LONG_TEXT_CHARS = _LONG_IDS = 1 << 12
+_LONG_IDS = 1 << 12
 _MAX_COMPOSED = 4
 """So many characters NFC makes one of, at most (Unicode 15: U+1F82 is one of those)."""
 
@@ -95,6 +96,8 @@ class Tokenizer:
         self._has_byte_tokens = "ByteFallback" in decoder
         self._has_word_starts = "Metaspace" in decoder or "Replace" in decoder
         self._bytes: dict[int, bytes] = {}
+        self._adds_tokens = backend.num_special_tokens_to_add(is_pair=False) > 0
+        self._segmented = segmented(backend, described, self._encode_whole)
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -118,18 +121,27 @@ class Tokenizer:
         return cls(backend, config, *_find_chat_templates(directory, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`. O(len(text)); releases the GIL while it works on a long one."""
+        """Return the ids of `text`; releases the GIL while it works on a long one.
+
+        O(len(text)), but little for what is remembered of another one (`segments`).
+        """
+        adds = add_special_tokens and self._adds_tokens
         try:
-            if len(text) < _LONG_TEXT_CHARS:
-                found = self._backend.encode(text, add_special_tokens=add_special_tokens)
-            else:  # of the two only this one releases the GIL
-                [found] = self._backend.encode_batch_fast(
-                    [text], add_special_tokens=add_special_tokens
-                )
+            if adds or self._segmented is None or len(text) < MIN_CHARS:
+                return self._encode_whole(text, add_special_tokens=adds)
+            return self._segmented.encode(text)
         except (TypeError, UnicodeEncodeError) as error:  # which of them depends on the release
             raise BadRequestError(
                 "the text holds a lone surrogate, which is not Unicode text", param="prompt"
             ) from error
+
+    def _encode_whole(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        if len(text) < LONG_CHARS:
+            found = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:  # of the two only this one releases the GIL
+            [found] = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         ids: list[int] = found.ids
         return ids
 

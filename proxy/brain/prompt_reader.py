@@ -1,4 +1,4 @@
-"""From a request's body to the names of its prompt's grains: tokenized once, in a thread.
+"""From a request's body to the names of its prompt's grains: tokenized once, long ones in a thread.
 
 A prompt that cannot be tokenized here (no tokenizer, tools, several prompts ...) is named by the
 bytes it comes in. What begins alike has the same names then, too, but no engine's events have them.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -20,6 +18,7 @@ from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.protocol import ChatRequest
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
 from pdserve.text.chat import ChatTemplate
+from pdserve.text.segments import LONG_CHARS
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.hashing import GRAIN_TOKENS, grain_hashes
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-"""Of English prose, about; for prompts of which nothing better is known."""
 _GRAIN_BYTES: Final = GRAIN_TOKENS * BYTES_PER_TOKEN
 _MAX_CHARS_PER_TOKEN: Final = 32
 """As at the engines: what has more for each token of the context is no prompt that fits."""
@@ -39,8 +37,6 @@ _MAX_TOKENIZED_BYTES: Final = 4 << 20
 _MAX_WAITING: Final = 64
 _PATIENCE_S: Final = 0.1
 """An engine had better begin than wait longer for the best one."""
-_KEPT_CHARS: Final = 16 << 20
-"""Of segments whose tokens are remembered: a few hundred megabytes at worst."""
 _OF_TEXT: Final = "prompt add_special_tokens cache_salt"
 _OF_CHAT: Final = (
     "messages tools tool_choice documents reasoning_effort chat_template_kwargs "
@@ -73,7 +69,7 @@ class PromptReader:
     def __init__(self, config: ProxyConfig, max_model_len: Callable[[], int]) -> None:
         self._config = config
         self._max_model_len = max_model_len
-        self._tokenizer: SegmentedTokenizer | None = None
+        self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._num_waiting = 0
@@ -92,7 +88,7 @@ class PromptReader:
             source = _read(self._config.chat_template)
         if source:
             self._template = ChatTemplate(source, tokenizer.special_tokens)
-        self._tokenizer = SegmentedTokenizer(tokenizer)
+        self._tokenizer = tokenizer
 
     async def read(self, body: ClientBody) -> RoutePrompt:
         """Return a request's prompt; never raises for what is in it."""
@@ -110,7 +106,7 @@ class PromptReader:
                 if messages is None
                 else _part(body, _OF_CHAT, ChatRequest)
             )
-            token_ids = await self._tokens(asked, body.created)
+            token_ids = await self._tokens(asked, body.num_bytes, body.created)
         except _UnreadError as reason:
             return _by_bytes(body, str(reason))
         grains = tuple(grain_hashes(token_ids, asked.cache_salt or ""))
@@ -120,13 +116,17 @@ class PromptReader:
         """End the thread, once it has nothing to do."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _tokens(self, asked: _TextFields | ChatRequest, now_s: int) -> list[int]:
+    async def _tokens(
+        self, asked: _TextFields | ChatRequest, num_bytes: int, now_s: int
+    ) -> list[int]:
         if isinstance(asked, _TextFields) and isinstance(asked.prompt, list):
             if not all(0 <= each < 1 << 32 for each in asked.prompt):
                 raise _UnreadError("refused")
             return asked.prompt
         if self._tokenizer is None:
             raise _UnreadError("no tokenizer")
+        if num_bytes < LONG_CHARS:  # a thread would keep the loop waiting just so, and longer
+            return self._tokenize(asked, now_s)
         if self._num_waiting >= _MAX_WAITING:
             raise _UnreadError("busy")
         self._num_waiting += 1
@@ -145,7 +145,7 @@ class PromptReader:
             work.exception()  # seen, if nobody waits for it any more
 
     def _tokenize(self, asked: _TextFields | ChatRequest, now_s: int) -> list[int]:
-        """Render and tokenize. In the thread."""
+        """Render and tokenize."""
         assert self._tokenizer is not None
         try:
             if isinstance(asked, _TextFields):
@@ -158,7 +158,7 @@ class PromptReader:
             longest = self._max_model_len()
             if longest and len(text) > _MAX_CHARS_PER_TOKEN * longest:
                 raise _UnreadError("long")
-            return self._tokenizer.encode_alone(text) if adds else self._tokenizer.encode(text)
+            return self._tokenizer.encode(text, add_special_tokens=adds)
         except PdserveError as error:  # the engine says so to the client
             raise _UnreadError("refused") from error
 
@@ -171,64 +171,6 @@ class PromptReader:
             add_generation_prompt=asked.add_generation_prompt is not False,
             continue_final_message=bool(asked.continue_final_message),
             variables=asked.template_variables,
-        )
-
-
-class SegmentedTokenizer:
-    """Tokenizes text between special tokens piece by piece, and remembers the pieces.
-
-    A turn of a conversation costs what it adds. Tokens that swallow what is beside them, or after
-    which text is spelled in another way, are no boundaries: that is tried out.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: dict[str, int] = {}
-        for token_id in tokenizer.special_ids:
-            token = tokenizer.token(token_id)
-            if token and self._is_boundary(token, token_id):
-                self._ids[token] = token_id
-        longest_first = sorted(map(re.escape, self._ids), key=len, reverse=True)
-        self._boundary = re.compile(f"({'|'.join(longest_first)})") if longest_first else None
-        self._known: OrderedDict[str, list[int]] = OrderedDict()
-        self._num_chars = 0
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that has its special tokens. One thread."""
-        if self._boundary is None:
-            return self._encode(text)
-        ids: list[int] = []
-        for piece in self._boundary.split(text):
-            if piece in self._ids:
-                ids.append(self._ids[piece])
-            elif piece:
-                ids += self._remembered(piece)
-        return ids
-
-    def encode_alone(self, text: str) -> list[int]:
-        """Return the ids of a text that is to get its special tokens."""
-        return self._tokenizer.encode(text)
-
-    def _remembered(self, piece: str) -> list[int]:
-        ids = self._known.get(piece)
-        if ids is not None:
-            self._known.move_to_end(piece)
-            return ids
-        ids = self._known[piece] = self._encode(piece)
-        self._num_chars += len(piece)
-        while self._num_chars > _KEPT_CHARS:
-            oldest, _ = self._known.popitem(last=False)
-            self._num_chars -= len(oldest)
-        return ids
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _is_boundary(self, token: str, token_id: int) -> bool:
-        return all(
-            self._encode(f"{before}{token}{after}")
-            == [*self._encode(before), token_id, *self._encode(after)]
-            for before, after in (("a b", "c d"), (" a \n", "\n\n c"), ("b ", " d"), ("", "e"))
         )
 
 

@@ -1,0 +1,113 @@
+"""Tokenizes a text piece by piece, and remembers the long pieces: a turn costs what it adds.
+
+A tokenizer cuts its added tokens (`<|im_start|>` ...) out of the text before it looks at anything
+else, and what is between two of them becomes tokens by itself, whatever stands beside it. So the
+tokens of a conversation are those of its messages, and those of all but the last are known from the
+turn before. Where the cuts are is asked of a tokenizer that has the same added tokens and nothing
+else; where a piece is not by itself, no text is cut. A piece is known as a whole or not at all, so
+that nobody finds out word by word what others have sent.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Final
+
+import tokenizers
+from tokenizers import AddedToken
+from tokenizers.models import WordLevel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+LONG_CHARS: Final = 1 << 12
+"""A text that long takes a millisecond, in which other threads had better run."""
+MIN_CHARS: Final = 256
+"""Of a piece that is remembered: a shorter one is tokenized in less than 0.1 ms."""
+_KEPT_CHARS: Final = 16 << 20
+"""Of all pieces that are remembered: with their tokens 32 to 80 MB."""
+_PIECE: Final = "\0"
+_NEIGHBOURS: Final = (("a b", "c d"), (" a \n", "\n\n c"), ("b ", " d"), ("", "e"))
+_NUM_TRIED: Final = 4
+
+
+class SegmentedEncoder:
+    """The pieces of one tokenizer. Any thread.
+
+    Args:
+        added: The tokens that are cut out of a text, by their ids.
+        encode: Returns the ids of a text, without those that a template puts around it.
+    """
+
+    def __init__(self, added: Mapping[int, AddedToken], encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+        self._cutter = tokenizers.Tokenizer(WordLevel({_PIECE: 0}, unk_token=_PIECE))
+        self._cutter.add_tokens(list(added.values()))
+        self._ids = {
+            self._cutter.token_to_id(token.content): token_id for token_id, token in added.items()
+        }
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._num_chars = 0
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text.
+
+        Raises:
+            TypeError, UnicodeEncodeError: It holds a lone surrogate.
+        """
+        if len(text) < LONG_CHARS:
+            found = self._cutter.encode(text, add_special_tokens=False)
+        else:  # this one releases the GIL
+            [found] = self._cutter.encode_batch([text], add_special_tokens=False)
+        ids: list[int] = []
+        for kind, (start, end) in zip(found.ids, found.offsets, strict=True):
+            if kind:
+                ids.append(self._ids[kind])
+            elif end - start < MIN_CHARS:
+                ids += self._encode(text[start:end])
+            else:
+                ids += self._remembered(text[start:end])
+        return ids
+
+    def _remembered(self, piece: str) -> list[int]:
+        """Return the ids of a piece that may have come before."""
+        with self._lock:
+            if (known := self._known.get(piece)) is not None:
+                self._known.move_to_end(piece)
+                return known.tolist()
+        ids = self._encode(piece)
+        with self._lock:
+            if piece not in self._known and len(piece) <= _KEPT_CHARS:
+                self._known[piece] = array("I", ids)
+                self._num_chars += len(piece)
+                while self._num_chars > _KEPT_CHARS:
+                    self._num_chars -= len(self._known.popitem(last=False)[0])
+        return ids
+
+
+def segmented(
+    backend: tokenizers.Tokenizer, described: Mapping[str, Any], encode: Callable[[str], list[int]]
+) -> SegmentedEncoder | None:
+    """Return the encoder for a tokenizer; None if its texts have no pieces that are by themselves.
+
+    Args:
+        described: The parsed `tokenizer.json`.
+        encode: As for `SegmentedEncoder`.
+    """
+    added = backend.get_added_tokens_decoder()
+    cut = {each: token for each, token in added.items() if not token.normalized}
+    if not cut or any(token.single_word for token in added.values()):
+        return None  # whether such a one is a token depends on what stands beside it
+    if '"first"' in json.dumps(described["pre_tokenizer"]):
+        return None  # the beginning of a text is spelled in another way than that of a piece
+    found = SegmentedEncoder(cut, encode)
+    for token in list(cut.values())[:_NUM_TRIED]:
+        for before, after in _NEIGHBOURS:
+            text = f"{before}{token.content}{after}"
+            if found.encode(text) != encode(text):
+                return None
+    return found
