@@ -8,6 +8,7 @@ HTTP.
 
 from __future__ import annotations
 
+import array
 import base64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from pdserve.errors import BadRequestError
-from pdserve.wire.hop import PARAMS, HandedOver, PdserveParams
+from pdserve.wire.hop import PARAMS, HandedOver, PdserveParams, PromptTokens
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import HANDOFFS, TICKETS
@@ -145,6 +146,7 @@ def response_params(
     created: int,
     seed: int,
     secret: str,
+    prompt_tokens: PromptTokens | None = None,
 ) -> HandedOver:
     """Return the `kv_transfer_params` that a decode engine takes; one entry per choice.
 
@@ -170,8 +172,46 @@ def response_params(
             cached_tokens=list(cached_tokens),
             stages=[None if stage is None else stage_fields(stage) for stage in stages],
             prompt_logprobs=[_encode(entry) for entry in prompt_logprobs] if has_scores else None,
+            prompt_tokens=prompt_tokens,
         ),
     )
+
+
+def told_tokens(prompts: Sequence[Sequence[int]], text_digest: str) -> PromptTokens:
+    """Return the token ids of a request's texts as another engine is told them."""
+    packed = [array.array("I", prompt).tobytes() for prompt in prompts]
+    return PromptTokens(
+        text_digest=text_digest,
+        token_ids=[base64.b64encode(each).decode("ascii") for each in packed],
+    )
+
+
+def known_tokens(
+    params: KVTransferParams | None, text_digest: str, num_prompts: int
+) -> list[list[int]] | None:
+    """Return the token ids of a request's texts if an engine of the same texts has told them.
+
+    That they are the prompt's that the handoff was made for is checked with the handoff.
+
+    Raises:
+        BadRequestError: They are malformed, or of other prompts than the request has.
+    """
+    if params is None or not params.do_remote_prefill or params.pdserve is None:
+        return None
+    told = params.pdserve.prompt_tokens
+    if told is None or not text_digest or told.text_digest != text_digest:
+        return None
+    if len(told.token_ids) != num_prompts:
+        raise BadRequestError(
+            f"{PARAMS}: pdserve.prompt_tokens has {len(told.token_ids)} entries "
+            f"for {num_prompts} prompts",
+            param=PARAMS,
+        )
+    try:
+        packed = [base64.b64decode(text, validate=True) for text in told.token_ids]
+        return [array.array("I", each).tolist() for each in packed]
+    except ValueError as error:
+        raise _malformed(error) from error
 
 
 def stage_fields(stages: RequestStages) -> dict[str, float | int]:

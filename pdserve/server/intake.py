@@ -14,8 +14,9 @@ from pdserve.http.ignored import MAX_NAME_CHARS, note_ignored
 from pdserve.http.parsing import Body, parse_body, top_level
 from pdserve.http.protocol import SamplingFields
 from pdserve.observe.log import log_event
+from pdserve.server.hop import known_tokens
 from pdserve.server.prefill_leg import as_ordered
-from pdserve.server.service import REQUEST_ID, SERVICE, read_body
+from pdserve.server.service import PROMPT_TOKENS, REQUEST_ID, SERVICE, read_body
 from pdserve.server.text_work import encode, refuse_long_prompt
 from pdserve.wire.trace import SliceEvent
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_IGNORED = 64
+_MIN_TOLD = 512
+"""Tokens that are told to an engine that goes on: fewer are made as quickly as they are read."""
 
 
 def say_unknown_fields(
@@ -73,6 +76,9 @@ async def encode_prompts(
 ) -> list[list[int]]:
     """Tokenize a request's prompts; how long that took is in the trace.
 
+    What another engine has told of long ones is taken; and will be told, where yet another one
+    goes on.
+
     Args:
         fields: Say whether prompts without room are cut down, and not refused.
         field: Where they stand in the body.
@@ -83,6 +89,10 @@ async def encode_prompts(
     """
     service = request.app[SERVICE]
     text, info = service.require_ready()
+    known = known_tokens(fields.kv_transfer_params, text.digest, len(texts))
+    if known is not None:
+        request[PROMPT_TOKENS] = known
+        return known
     widest = None
     if fields.truncate_prompt_tokens is None:
         widest = text.tokenizer.max_chars_per_token
@@ -98,6 +108,8 @@ async def encode_prompts(
     }
     now_s = service.clock.monotonic_s()
     service.recorder.add(SliceEvent(now_s, start_s, "tokenizer", "tokenize", facts))
+    if facts["tokens"] >= _MIN_TOLD:
+        request[PROMPT_TOKENS] = prompts
     return prompts
 
 

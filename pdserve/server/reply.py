@@ -30,8 +30,8 @@ from pdserve.http.answers import (
 )
 from pdserve.observe.log import log_event
 from pdserve.observe.request_log import log_refusal
-from pdserve.server.hop import response_params
-from pdserve.server.service import REQUEST_ID, SERVICE, START_S
+from pdserve.server.hop import response_params, told_tokens
+from pdserve.server.service import PROMPT_TOKENS, REQUEST_ID, SERVICE, START_S
 from pdserve.wire.hop import (
     HANDOFF,
     KV_MODE_HEADER,
@@ -161,6 +161,8 @@ def _transfer_params(request: web.Request, job: TextRequest) -> HandedOver | Non
     """Return what a decode engine needs to go on; None if every choice has ended here."""
     if not any(job.handoffs):
         return None
+    service, prompts = request.app[SERVICE], request.get(PROMPT_TOKENS)
+    has_told = prompts is not None and service.text is not None
     return response_params(
         job.handoffs,
         [choice.prompt_logprobs for choice in job.choices],
@@ -168,7 +170,8 @@ def _transfer_params(request: web.Request, job: TextRequest) -> HandedOver | Non
         [choice.num_cached_tokens or 0 for choice in job.choices],
         created=job.created,
         seed=job.seed,
-        secret=request.app[SERVICE].engine_config.transfer.secret,
+        secret=service.engine_config.transfer.secret,
+        prompt_tokens=told_tokens(prompts, service.text.digest) if has_told else None,
     )
 
 

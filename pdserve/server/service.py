@@ -179,6 +179,8 @@ class Service:
 SERVICE = web.AppKey("service", Service)
 REQUEST_ID = web.RequestKey("request_id", str)
 START_S = web.RequestKey("start_s", float)
+PROMPT_TOKENS: web.RequestKey[list[list[int]]] = web.RequestKey("prompt_tokens", list)
+"""Of its texts, where an engine that goes on had better be told them."""
 """When the request came, by the service's monotonic clock."""
 
 

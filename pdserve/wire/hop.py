@@ -66,6 +66,18 @@ STAGES: Final = INTERNAL + "stages"
 RoleName = Literal["prefill", "decode", "both"]
 
 
+class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that an engine has made of a request's texts, so that the next one need not.
+
+    Attributes:
+        text_digest: `EngineInfo.text_digest` of who made them.
+        token_ids: Of each prompt, before it is cut; uint32 (host order) in base64.
+    """
+
+    text_digest: str
+    token_ids: list[str]
+
+
 class PdserveParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What only this proxy and these engines understand of `kv_transfer_params`.
 
@@ -77,6 +89,7 @@ class PdserveParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             it a prefix cache had. An engine that goes on tells him the same.
         stages: Per choice, in P's answer: its `RequestStages` by name, zeros included.
         prompt_logprobs: Per choice, what P computed of them, if they were asked for.
+        prompt_tokens: In P's answer, of long texts.
         final_length: At P: reaching max_tokens there ends the request.
         ticket: The push that both engines take part in, sealed; stands in for the handoffs at D.
             It is of one choice.
@@ -93,6 +106,7 @@ class PdserveParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cached_tokens: list[int] | None = None
     stages: list[dict[str, float] | None] | None = None
     prompt_logprobs: list[str | None] | None = None
+    prompt_tokens: PromptTokens | None = None
     final_length: bool = False
     ticket: str | None = None
     first_delivered: bool | None = None
