@@ -5,6 +5,7 @@ KV, all alive at once; requests go to them in turns, so that noise hits all alik
 JSON object.
 
     python -m benchmarks.handover [--rounds N] [--loaded N] [--model boxed|135m] [--modes pull,push]
+                                   [--num-in N] [--text]
 
 `idle`: what a request's first token takes, compared with `serve` pair by pair, and where the
 time of the first and of the second token goes. The terms are means over the middle half of the
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from pdserve.bench.records import Outcome
 
 SERVE = "serve"
-NUM_IN = 512
 NUM_OUT = 8
 NUM_STREAMS = 16
 _WARM_UP = 4
@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--loaded", type=int, default=150, help="the same beside 16 streams")
     parser.add_argument("--model", default="boxed,135m", help="boxed, 135m, or both")
     parser.add_argument("--modes", default="pull,push")
+    parser.add_argument("--num-in", type=int, default=512, help="tokens of a prompt when idle")
+    parser.add_argument("--text", action="store_true", help="the boxed model's prompts are text")
     args = parser.parse_args()
     models = {}
     for name in args.model.split(","):
@@ -125,7 +127,7 @@ def main() -> None:
 
 async def _run(args: argparse.Namespace, model: str, directory: Path) -> dict[str, Any]:
     rng = random.Random(7)
-    prompts = _Prompts(rng, model)
+    prompts = _Prompts(rng, model, num_in=args.num_in, as_text=args.text)
     modes = args.modes.split(",")
     async with processes(directory) as started:
         places = await _deploy(started, model, directory, modes)
@@ -203,7 +205,7 @@ async def _ask(
         for name in rng.sample(list(places), len(places)):
             # Where in a running step a request comes is left to chance.
             await asyncio.sleep(rng.uniform(0.01, 0.04))
-            outcomes[name] += await askers[name].ask([prompts.plan(number, NUM_IN, NUM_OUT)])
+            outcomes[name] += await askers[name].ask([prompts.plan(number, prompts.num_in, NUM_OUT)])
     await asyncio.sleep(0.5)  # the last lines are written
     for asker in askers.values():
         asker.close()
@@ -223,23 +225,27 @@ class _Prompts:
     The boxed model gets pieces of the text it has learned, so that it answers in whole letters.
     """
 
-    def __init__(self, rng: random.Random, model: str) -> None:
+    def __init__(self, rng: random.Random, model: str, *, num_in: int, as_text: bool) -> None:
         self._rng = rng
         self._text: list[int] = []
+        self.num_in = num_in
+        self._tokenizer: Tokenizer | None = None
         if model == "boxed":
             directory = boxed_model_dir()
             tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
             self._text = tokenizer.encode((directory / "corpus.txt").read_text()).ids
+            self._tokenizer = tokenizer if as_text else None
 
     def plan(self, index: int, num_in: int, num_out: int) -> Planned:
         """A request that is due at once."""
         return Planned(index=index, prompt=self._draw(num_in), max_tokens=num_out, at_s=0.0)
 
-    def _draw(self, num_tokens: int) -> list[int]:
+    def _draw(self, num_tokens: int) -> list[int] | str:
         if not self._text:
             return [300 + self._rng.randrange(40000) for _ in range(num_tokens)]
         start = self._rng.randrange(len(self._text) - num_tokens)
-        return self._text[start : start + num_tokens]
+        drawn = self._text[start : start + num_tokens]
+        return drawn if self._tokenizer is None else self._tokenizer.decode(drawn)
 
 
 class _Streams:
