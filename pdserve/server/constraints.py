@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import threading
 from collections import OrderedDict
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
@@ -39,6 +38,8 @@ TIMEOUT_S: Final = 0.9
 _NUM_THREADS: Final = 2
 _MAX_WAITING: Final = 64
 _NUM_REMEMBERED: Final = 256
+_MAX_REMEMBERED_BYTES: Final = 1 << 14
+"""Of a constraint: what is longer is made anew for each request."""
 _ANY_OBJECT: Final = {"type": "object"}
 _GUIDED: Final = ("json", "regex", "choice", "grammar")
 
@@ -61,6 +62,18 @@ class Wanted(msgspec.Struct, frozen=True):
     before: str | None = None
 
 
+class _Made(msgspec.Struct, frozen=True):
+    """What became of a constraint.
+
+    Attributes:
+        text: llguidance's.
+        objection: Why it cannot be compiled; empty if it can, None if nobody has tried here.
+    """
+
+    text: str
+    objection: str | None
+
+
 class GrammarChecks:
     """Makes grammars of what clients ask for, and refuses what cannot be compiled.
 
@@ -71,8 +84,7 @@ class GrammarChecks:
     def __init__(self, text: Text) -> None:
         self._text = text
         self._compiler: Future[GrammarCompiler] = Future()
-        self._known: OrderedDict[str, str] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, _Made] = OrderedDict()
         self._num_waiting = 0
         self._threads = DeepThreads("grammar-checks", num_threads=_NUM_THREADS)
         self._threads.submit(self._make_compiler)
@@ -96,20 +108,34 @@ class GrammarChecks:
             return None
         if reading is not None and tools_grammar is None:
             wanted = msgspec.structs.replace(wanted, before=reading.thought_before)
-        if not is_checked and not self._compiler.done():  # the engine has just begun
-            await asyncio.wait([asyncio.wrap_future(self._compiler)])
-        make = text_of if is_checked else self._checked
-        text = await self._in_thread(lambda: make(wanted), wanted.param)
+        made = await self._made(wanted, is_checked=is_checked)
+        if made.objection:
+            raise BadRequestError(f"{wanted.param}: {made.objection}", param=wanted.param)
         thought_end = reading.thought_end if reading is not None else None
-        return Grammar(text=text, starts_after=None if tools_grammar else thought_end)
+        return Grammar(text=made.text, starts_after=None if tools_grammar else thought_end)
 
-    async def _in_thread(self, make: Callable[[], str], param: str) -> str:
+    async def _made(self, wanted: Wanted, *, is_checked: bool) -> _Made:
+        """Return what becomes of a constraint; at once, if the same came before."""
+        key = _key_of(wanted)
+        made = None if key is None else self._known.get(key)
+        if made is None or (made.objection is None and not is_checked):
+            if not is_checked and not self._compiler.done():  # the engine has just begun
+                await asyncio.wait([asyncio.wrap_future(self._compiler)])
+            make = functools.partial(self._make, wanted, is_checked=is_checked)
+            made = await self._in_thread(make, wanted.param)
+            if key is not None:
+                self._known[key] = made
+                if len(self._known) > _NUM_REMEMBERED:
+                    self._known.popitem(last=False)
+        return made
+
+    async def _in_thread(self, make: Callable[[], _Made], param: str) -> _Made:
         if self._num_waiting >= _MAX_WAITING:
             raise OverloadedError(
                 f"{self._num_waiting} requests wait for their grammars to be compiled already",
                 retry_after_s=1.0,
             )
-        made: Future[str] = Future()
+        made: Future[_Made] = Future()
         self._num_waiting += 1
         self._threads.submit(functools.partial(_fulfil, made, make))
         try:
@@ -131,26 +157,16 @@ class GrammarChecks:
         """Take nothing more; what runs ends by itself."""
         self._threads.close()
 
-    def _checked(self, wanted: Wanted) -> str:
-        text = text_of(wanted)
-        with self._lock:
-            said = self._known.get(text)
-        if said is None:
-            said = self._objection_to(text)
-            with self._lock:
-                self._known[text] = said
-                if len(self._known) > _NUM_REMEMBERED:
-                    self._known.popitem(last=False)
-        if said:
-            raise BadRequestError(f"{wanted.param}: {said}", param=wanted.param)
-        return text
-
-    def _objection_to(self, text: str) -> str:
-        try:
-            self._compiler.result().compile(text)
-        except (BadRequestError, ConfigError) as error:
-            return error.message
-        return ""
+    def _make(self, wanted: Wanted, *, is_checked: bool) -> _Made:
+        """Make a grammar, and compile it if no other engine has. In one of the threads."""
+        text, objection = text_of(wanted), None
+        if not is_checked:
+            try:
+                self._compiler.result().compile(text)
+                objection = ""
+            except (BadRequestError, ConfigError) as error:
+                objection = error.message
+        return _Made(text, objection)
 
     def _make_compiler(self) -> None:
         try:
@@ -324,7 +340,16 @@ def _lark(wanted: Wanted) -> str:
         ) from error
 
 
-def _fulfil(made: Future[str], make: Callable[[], str]) -> None:
+def _key_of(wanted: Wanted) -> bytes | None:
+    """By which a constraint is remembered; None if it is not."""
+    try:
+        key = msgspec.json.encode(wanted)
+    except RecursionError:
+        return None
+    return key if len(key) <= _MAX_REMEMBERED_BYTES else None
+
+
+def _fulfil(made: Future[_Made], make: Callable[[], _Made]) -> None:
     if not made.set_running_or_notify_cancel():
         return
     try:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdserve.errors import BadRequestError
+from pdserve.http.protocol import CompletionRequest
+from pdserve.server.constraints import GrammarChecks
 from pdserve.text.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -200,3 +203,25 @@ async def test_a_hostile_schema_is_refused_within_a_second(server, schema):
     status, error = await server.refused(CHAT, MESSAGES | {"guided_json": schema})
     assert time.monotonic() - start_s < 1.0 + 0.2  # of a machine that does something else, too
     assert (status, error["param"]) == (400, "guided_json")
+
+
+async def test_what_came_before_is_known_without_a_thread(server, monkeypatch):
+    bodies = [{"guided_json": SCHEMA}, {"guided_json": {"type": "array", "uniqueItems": True}}]
+    first = [await server.post(COMPLETIONS, PROMPT | body) for body in bodies]
+    monkeypatch.setattr(server.service.grammar_checks, "_threads", None)
+    again = [await server.post(COMPLETIONS, PROMPT | body) for body in bodies]
+    assert [status for status, _ in again] == [status for status, _ in first] == [200, 400]
+    assert again[1][1]["error"]["message"] == first[1][1]["error"]["message"]
+
+
+async def test_what_another_engine_has_compiled_is_compiled_for_who_asks_here_first(text):
+    checks = GrammarChecks(text)
+    fields = CompletionRequest(prompt="x", guided_json={"type": "array", "uniqueItems": True})
+    try:
+        assert await checks.grammar_of(fields, is_checked=True)
+        with pytest.raises(BadRequestError, match="uniqueItems"):
+            await checks.grammar_of(fields, is_checked=False)
+        with pytest.raises(BadRequestError, match="uniqueItems"):
+            await checks.grammar_of(fields, is_checked=True)  # it is known to be none
+    finally:
+        checks.close()
