@@ -12,7 +12,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.metrics import Metrics
-from pdserve.server.hop import parse_hop
+from pdserve.server.hop import known_tokens, parse_hop, told_tokens
 from pdserve.wire.hop import Deregistration, KVTransferParams, PdserveParams, Registration
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.request import EngineInfo
@@ -109,7 +109,9 @@ class HopTarget:
         ]
         ticket = TICKETS.seal(data.draw(like(self._ticket)), secret)
         ours = PdserveParams(
-            handoffs=[*handoffs, None], ticket=ticket if data.draw(st.booleans()) else None
+            handoffs=[*handoffs, None],
+            ticket=ticket if data.draw(st.booleans()) else None,
+            prompt_tokens=told_tokens([[1, 2, 3]], "text"),
         )
         params = KVTransferParams(
             do_remote_decode=data.draw(st.booleans()),
@@ -121,6 +123,7 @@ class HopTarget:
             body = data.draw(bent(body))
         try:
             read = msgspec.json.decode(body, type=KVTransferParams)
+            known_tokens(read, "text", 1)
             parse_hop(read, num_choices=len(handoffs) + 1, secret=_SECRET)
         except (*UNREADABLE, PdserveError):
             self.num_refused += 1
