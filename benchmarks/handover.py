@@ -205,7 +205,9 @@ async def _ask(
         for name in rng.sample(list(places), len(places)):
             # Where in a running step a request comes is left to chance.
             await asyncio.sleep(rng.uniform(0.01, 0.04))
-            outcomes[name] += await askers[name].ask([prompts.plan(number, prompts.num_in, NUM_OUT)])
+            outcomes[name] += await askers[name].ask(
+                [prompts.plan(number, prompts.num_in, NUM_OUT)]
+            )
     await asyncio.sleep(0.5)  # the last lines are written
     for asker in askers.values():
         asker.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
@@ -103,12 +104,12 @@ class DeepThreads:
     taken.
 
     Args:
-        niceness: By how much they come behind other threads of this process, 0 to 19.
+        is_last: They have a core only while no other thread wants it, where that can be said.
     """
 
-    def __init__(self, name: str, *, num_threads: int, niceness: int = 0) -> None:
+    def __init__(self, name: str, *, num_threads: int, is_last: bool = False) -> None:
         self._num_threads = num_threads
-        self._niceness = niceness
+        self._is_last = is_last
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         before = threading.stack_size(_STACK_BYTES)
         try:
@@ -127,9 +128,9 @@ class DeepThreads:
             self._work.put(None)
 
     def _run(self) -> None:
-        if self._niceness:  # of a thread, on Linux
-            niceness = os.getpriority(os.PRIO_PROCESS, 0) + self._niceness
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        if self._is_last and sys.platform == "linux":
+            # A thread that is only nice keeps its core for some ms when another one wakes.
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
         while (work := self._work.get()) is not None:
             try:
                 work()

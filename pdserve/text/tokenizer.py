@@ -139,9 +139,7 @@ class Tokenizer:
         if len(text) < LONG_CHARS:
             found = self._backend.encode(text, add_special_tokens=add_special_tokens)
         else:  # of the two only this one releases the GIL
-            [found] = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
+            [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _NUM_THREADS: Final = 4
 _NUM_SLOW_THREADS: Final = 2
-_SLOW_NICENESS: Final = 15
 SLOW_S: Final = 0.002
 """CPU time of masks that is a part of a step's time."""
 _MASK_WEIGHT: Final = 0.25
@@ -50,8 +49,13 @@ _COMPILED_BYTES_PER_BYTE: Final = 96
 take 153, 472 and 3,417 kB, which are 537, 4,857 and 39,157 bytes of text; others take less."""
 
 
-_BIAS: Final = np.array([0.0, -np.inf], dtype=np.float32)
-"""Of tokens that are allowed, and of others."""
+_IS_ZERO: Final = (
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0
+)
+"""By byte of a mask: which of its eight tokens are forbidden."""
+_FORBIDDEN: Final = _IS_ZERO.view(np.uint64).ravel()
+"""The same, as one number."""
+_BIASES: Final = np.where(_IS_ZERO, np.float32(-np.inf), np.float32(0.0))
 
 
 class GrammarPool:
@@ -85,7 +89,7 @@ class GrammarPool:
         self._lock = threading.Lock()
         self._threads = DeepThreads("grammars", num_threads=_NUM_THREADS)
         self._slow_threads = DeepThreads(
-            "slow grammars", num_threads=_NUM_SLOW_THREADS, niceness=_SLOW_NICENESS
+            "slow grammars", num_threads=_NUM_SLOW_THREADS, is_last=True
         )
         self.slow_s = slow_s
         self._threads.submit(self._make_compiler)
@@ -169,8 +173,12 @@ class Constraint:
         self._matcher: LLMatcher | None = None
         self._was_waited_for = False
         self._mask_s = 0.0
-        self.forbidden = torch.ones(vocab_size, dtype=torch.bool)
-        self._bias = torch.zeros(vocab_size)
+        # Made in a step's inference mode, and written by other threads: as arrays.
+        num_bytes = -(-vocab_size // 8)
+        self._forbidden_of_bytes = np.full(num_bytes, _FORBIDDEN[0])
+        self._bias_of_bytes = np.full((num_bytes, 8), -np.inf, dtype=np.float32)
+        self.forbidden = torch.from_numpy(self._forbidden_of_bytes.view(np.bool_)[:vocab_size])
+        self._bias = torch.from_numpy(self._bias_of_bytes.reshape(-1)[:vocab_size])
         self.is_over = False
         self.is_rejected = False
         self.error = ""
@@ -248,13 +256,13 @@ class Constraint:
         self._mask_s += (time.thread_time() - begin_s - self._mask_s) * _MASK_WEIGHT
         if self._matcher.is_error():
             return in_short(self._matcher.get_error())
-        bits = np.unpackbits(mask, count=len(self.forbidden), bitorder="little")
-        forbidden = self.forbidden.numpy()  # made in a step's inference mode, unlike this thread
-        np.equal(bits, 0, out=forbidden)
+        bits = mask[: len(self._forbidden_of_bytes)]
+        np.take(_FORBIDDEN, bits, out=self._forbidden_of_bytes[: len(bits)], mode="clip")
+        np.take(_BIASES, bits, axis=0, out=self._bias_of_bytes[: len(bits)], mode="clip")
         if not self._matcher.is_accepting():
-            forbidden[self._ends] = True
-        np.take(_BIAS, forbidden, out=self._bias.numpy(), mode="clip")
-        if forbidden.all():
+            self.forbidden.numpy()[self._ends] = True
+            self._bias.numpy()[self._ends] = -np.inf
+        if self.forbidden.numpy().all():
             return "the tokenizer has no way to write what must come next"
         self.is_over = self._matcher.is_stopped()
         if self._pool.finds_forced:

@@ -79,7 +79,9 @@ async def test_a_short_text_is_not_told(text):
     async with pair(text) as (prefill, decode, counting):
         params = await prefilled(prefill, COMPLETIONS, {"prompt": "The quick"})
         assert "prompt_tokens" not in params["pdserve"]
-        await decode.ok(COMPLETIONS, {"prompt": "The quick"} | REST | {"kv_transfer_params": params})
+        await decode.ok(
+            COMPLETIONS, {"prompt": "The quick"} | REST | {"kv_transfer_params": params}
+        )
         assert counting.num_encoded == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import threading
 import time
 from queue import SimpleQueue
@@ -378,9 +379,12 @@ def test_masks_that_take_long_come_behind_all_other_threads(
     pool.close()
 
 
-def test_threads_come_behind_others_by_as_much_as_they_are_told() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such threads")
+@pytest.mark.parametrize("is_last", [False, True])
+def test_threads_come_last_where_they_are_to(is_last: bool) -> None:
     found: SimpleQueue[int] = SimpleQueue()
-    threads = DeepThreads("deep", num_threads=1, niceness=3)
-    threads.submit(lambda: found.put(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-    assert found.get(timeout=30.0) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
+    threads = DeepThreads("deep", num_threads=1, is_last=is_last)
+    threads.submit(lambda: found.put(os.sched_getscheduler(threading.get_native_id())))
+    expected = os.SCHED_IDLE if is_last else os.sched_getscheduler(0)
+    assert found.get(timeout=30.0) == expected
     threads.close()
