@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 
@@ -142,16 +143,17 @@ def test_threads_that_share_a_tokenizer_find_the_same_tokens(monkeypatch):
     monkeypatch.setattr(segments, "_KEPT_CHARS", 1000)
     tokenizer, found = fresh(), []
     texts = [f"<s>{number:0300d}</s>{number:0400d}" for number in range(8)]
-    expected = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    expected = {text: encode(text) for text in texts}
 
     def work() -> None:
         for _ in range(50):
-            found.append([tokenizer.encode(text, add_special_tokens=False) for text in texts])
+            found.extend((text, encode(text)) for text in texts)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 200
-    assert all(each == expected for each in found)
+    assert len(found) == 4 * 50 * len(texts)
+    assert all(ids == expected[text] for text, ids in found)
