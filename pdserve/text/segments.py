@@ -23,8 +23,6 @@ from tokenizers.models import WordLevel
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-LONG_CHARS: Final = 1 << 12
-"""A text that long takes a millisecond, in which other threads had better run."""
 MIN_CHARS: Final = 256
 """Of a piece that is remembered: a shorter one is tokenized in less than 0.1 ms."""
 _KEPT_CHARS: Final = 16 << 20
@@ -46,8 +44,9 @@ class SegmentedEncoder:
         self._encode = encode
         self._cutter = tokenizers.Tokenizer(WordLevel({_PIECE: 0}, unk_token=_PIECE))
         self._cutter.add_tokens(list(added.values()))
-        self._ids = {
-            self._cutter.token_to_id(token.content): token_id for token_id, token in added.items()
+        self._added = {
+            self._cutter.token_to_id(token.content): (token.content, token_id)
+            for token_id, token in added.items()
         }
         self._lock = threading.Lock()
         self._known: OrderedDict[str, array[int]] = OrderedDict()
@@ -59,19 +58,22 @@ class SegmentedEncoder:
         Raises:
             TypeError, UnicodeEncodeError: It holds a lone surrogate.
         """
-        if len(text) < LONG_CHARS:
-            found = self._cutter.encode(text, add_special_tokens=False)
-        else:  # this one releases the GIL
-            [found] = self._cutter.encode_batch([text], add_special_tokens=False)
+        [found] = self._cutter.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = []
-        for kind, (start, end) in zip(found.ids, found.offsets, strict=True):
-            if kind:
-                ids.append(self._ids[kind])
-            elif end - start < MIN_CHARS:
-                ids += self._encode(text[start:end])
-            else:
-                ids += self._remembered(text[start:end])
-        return ids
+        at = 0
+        for kind in filter(None, found.ids):
+            # Where it stands first is where it was found: else another one was found there.
+            content, token_id = self._added[kind]
+            begin = text.index(content, at)
+            ids += self._piece(text[at:begin])
+            ids.append(token_id)
+            at = begin + len(content)
+        return ids + self._piece(text[at:])
+
+    def _piece(self, piece: str) -> list[int]:
+        if len(piece) < MIN_CHARS:
+            return self._encode(piece) if piece else []
+        return self._remembered(piece)
 
     def _remembered(self, piece: str) -> list[int]:
         """Return the ids of a piece that may have come before."""
@@ -100,8 +102,8 @@ def segmented(
     """
     added = backend.get_added_tokens_decoder()
     cut = {each: token for each, token in added.items() if not token.normalized}
-    if not cut or any(token.single_word for token in added.values()):
-        return None  # whether such a one is a token depends on what stands beside it
+    if not cut or any(token.single_word or token.lstrip or token.rstrip for token in cut.values()):
+        return None  # what such a one is, or takes with it, depends on what stands beside it
     if '"first"' in json.dumps(described["pre_tokenizer"]):
         return None  # the beginning of a text is spelled in another way than that of a piece
     found = SegmentedEncoder(cut, encode)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from pdserve.errors import BadRequestError, ConfigError
-from pdserve.text.segments import LONG_CHARS, MIN_CHARS, segmented
+from pdserve.text.segments import MIN_CHARS, segmented
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -121,7 +121,7 @@ class Tokenizer:
         return cls(backend, config, *_find_chat_templates(directory, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; releases the GIL while it works on a long one.
+        """Return the ids of `text`; releases the GIL meanwhile.
 
         O(len(text)), but little for what is remembered of another one (`segments`).
         """
@@ -136,10 +136,8 @@ class Tokenizer:
             ) from error
 
     def _encode_whole(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        if len(text) < LONG_CHARS:
-            found = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        else:  # of the two only this one releases the GIL
-            [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        # Not `encode`, which also says where tokens stand, and keeps the GIL.
+        [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
 

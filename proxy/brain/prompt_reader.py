@@ -18,7 +18,6 @@ from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.protocol import ChatRequest
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
 from pdserve.text.chat import ChatTemplate
-from pdserve.text.segments import LONG_CHARS
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.hashing import GRAIN_TOKENS, grain_hashes
 
@@ -34,6 +33,8 @@ _GRAIN_BYTES: Final = GRAIN_TOKENS * BYTES_PER_TOKEN
 _MAX_CHARS_PER_TOKEN: Final = 32
 """As at the engines: what has more for each token of the context is no prompt that fits."""
 _MAX_TOKENIZED_BYTES: Final = 4 << 20
+_LONG_BYTES: Final = 1 << 12
+"""Of a body that is read in a thread; a shorter one takes as long as the way there and back."""
 _MAX_WAITING: Final = 64
 _PATIENCE_S: Final = 0.1
 """An engine had better begin than wait longer for the best one."""
@@ -125,7 +126,7 @@ class PromptReader:
             return asked.prompt
         if self._tokenizer is None:
             raise _UnreadError("no tokenizer")
-        if num_bytes < LONG_CHARS:  # a thread would keep the loop waiting just so, and longer
+        if num_bytes < _LONG_BYTES:
             return self._tokenize(asked, now_s)
         if self._num_waiting >= _MAX_WAITING:
             raise _UnreadError("busy")
