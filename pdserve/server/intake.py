@@ -102,13 +102,11 @@ async def encode_prompts(
     prompts = await encode(
         service.prompt_work, text.tokenizer, texts, add_special_tokens=add_special_tokens
     )
-    facts: dict[str, int | float | str] = {
-        "request": request[REQUEST_ID],
-        "tokens": sum(map(len, prompts)),
-    }
+    num_tokens = sum(map(len, prompts))
+    facts: dict[str, int | float | str] = {"request": request[REQUEST_ID], "tokens": num_tokens}
     now_s = service.clock.monotonic_s()
     service.recorder.add(SliceEvent(now_s, start_s, "tokenizer", "tokenize", facts))
-    if facts["tokens"] >= _MIN_TOLD:
+    if num_tokens >= _MIN_TOLD:
         request[PROMPT_TOKENS] = prompts
     return prompts
 

@@ -162,7 +162,9 @@ def _transfer_params(request: web.Request, job: TextRequest) -> HandedOver | Non
     if not any(job.handoffs):
         return None
     service, prompts = request.app[SERVICE], request.get(PROMPT_TOKENS)
-    has_told = prompts is not None and service.text is not None
+    told = None
+    if prompts is not None and service.text is not None:
+        told = told_tokens(prompts, service.text.digest)
     return response_params(
         job.handoffs,
         [choice.prompt_logprobs for choice in job.choices],
@@ -171,7 +173,7 @@ def _transfer_params(request: web.Request, job: TextRequest) -> HandedOver | Non
         created=job.created,
         seed=job.seed,
         secret=service.engine_config.transfer.secret,
-        prompt_tokens=told_tokens(prompts, service.text.digest) if has_told else None,
+        prompt_tokens=told,
     )
 
 
