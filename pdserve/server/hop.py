@@ -141,17 +141,17 @@ def response_params(
     handoffs: Sequence[KVHandoff | None],
     prompt_logprobs: Sequence[PromptLogprobs | None],
     stages: Sequence[RequestStages | None],
-    cached_tokens: Sequence[int],
+    ours: PdserveParams,
     *,
-    created: int,
-    seed: int,
     secret: str,
-    prompt_tokens: PromptTokens | None = None,
 ) -> HandedOver:
     """Return the `kv_transfer_params` that a decode engine takes; one entry per choice.
 
     vLLM's keys speak of the first choice that was handed over, and of one address: the
     first rank's.
+
+    Args:
+        ours: What is said of the request beside that.
     """
     first = next(handoff for handoff in handoffs if handoff is not None)
     address = first.endpoints[0] if first.endpoints else None
@@ -163,16 +163,13 @@ def response_params(
         remote_port=None if address is None else address.port,
         remote_request_id=first.request_id,
         tp_size=first.shape.tp_size,
-        pdserve=PdserveParams(
+        pdserve=msgspec.structs.replace(
+            ours,
             handoffs=[
                 None if handoff is None else HANDOFFS.seal(handoff, secret) for handoff in handoffs
             ],
-            created=created,
-            seed=seed,
-            cached_tokens=list(cached_tokens),
             stages=[None if stage is None else stage_fields(stage) for stage in stages],
             prompt_logprobs=[_encode(entry) for entry in prompt_logprobs] if has_scores else None,
-            prompt_tokens=prompt_tokens,
         ),
     )
 

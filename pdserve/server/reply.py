@@ -39,6 +39,7 @@ from pdserve.wire.hop import (
     PARAMS,
     STAGES,
     STAGES_HEADER,
+    PdserveParams,
 )
 from pdserve.wire.request import FinishReason
 
@@ -165,15 +166,18 @@ def _transfer_params(request: web.Request, job: TextRequest) -> HandedOver | Non
     told = None
     if prompts is not None and service.text is not None:
         told = told_tokens(prompts, service.text.digest)
+    ours = PdserveParams(
+        created=job.created,
+        seed=job.seed,
+        cached_tokens=[choice.num_cached_tokens or 0 for choice in job.choices],
+        prompt_tokens=told,
+    )
     return response_params(
         job.handoffs,
         [choice.prompt_logprobs for choice in job.choices],
         [choice.stages for choice in job.choices],
-        [choice.num_cached_tokens or 0 for choice in job.choices],
-        created=job.created,
-        seed=job.seed,
+        ours,
         secret=service.engine_config.transfer.secret,
-        prompt_tokens=told,
     )
 
 
