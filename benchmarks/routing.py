@@ -6,7 +6,12 @@ times what its prompt takes alone) and whose further tokens took 30 ms each on a
 hand-over included. `computed` are prompt tokens computed for each that had to be (each prefix once,
 kept for ever, by whoever).
 
-    python -m benchmarks.routing [--workload NAME RATE] [--layout 4P4D 8B] [--policy NAME[/SPLIT]]
+    python -m benchmarks.routing [--workload NAME RATE] [--layout 4P4D 8B]
+        [--policy NAME[+DECODE][/SPLIT]] [--dynamo .venv-readers/bin/python]
+
+With `--dynamo`, a Python that has `ai-dynamo-runtime` (as `make readers` makes one), Dynamo's own
+selector can choose the prefill engines, and least_loaded the others (`routing_dynamo`): the policy
+selection_service, or, without the blocks of running requests, selection_service_tokens.
 
 Workloads: turns (conversations), conv (Mooncake), azure-conv, azure-code, decode-heavy (azure-conv
 with prompts of a quarter and answers four times as long); all but the first need `--traces FOLDER`.
@@ -23,7 +28,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import routing_work
+from benchmarks import routing_dynamo, routing_work
 from pdserve.config.policies import POLICIES
 from pdserve.planner.fleet import Fleet
 from pdserve.planner.work import FleetCosts, least_computed, parse_layout
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
 
 _TPOT_S = 0.030
 _WITHIN = 2.06
+_SELECTORS = {"selection_service": True, "selection_service_tokens": False}
+"""Policies of Dynamo's selector, and whether it counts blocks."""
 
 
 def main() -> None:
@@ -46,8 +53,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--traces", type=Path, default=Path("traces"))
+    parser.add_argument("--dynamo", type=Path, metavar="PYTHON")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if not args.dynamo and (lacking := _SELECTORS.keys() & args.policy):
+        parser.error(f"--policy {min(lacking)} needs --dynamo")
     rows = []
     for name, rate in args.workload or [("turns", "4")]:
         workload = work_of(name, float(rate), args.requests, args.traces, args.seed)
@@ -55,7 +65,7 @@ def main() -> None:
         for layout in args.layout:
             for policy in args.policy:
                 start_s = time.perf_counter()
-                outcomes = Fleet(parse_layout(layout), settings_of(policy)).run(workload)
+                outcomes = served(workload, layout, policy, args.dynamo)
                 row = {"workload": name, "per_s": float(rate), "layout": layout, "policy": policy}
                 row |= figures(outcomes, least) | {"cpu_s": round(time.perf_counter() - start_s, 1)}
                 rows.append(row)
@@ -83,12 +93,31 @@ def work_of(name: str, per_s: float, num: int, traces: Path, seed: int) -> list[
     raise SystemExit(f"--workload {name}: use turns, conv, azure-conv, azure-code or decode-heavy")
 
 
+def served(
+    workload: Sequence[Work], layout: str, policy: str, dynamo: Path | None
+) -> list[FleetOutcome]:
+    """Serve a workload under a policy."""
+    if policy not in _SELECTORS:
+        return Fleet(parse_layout(layout), settings_of(policy)).run(workload)
+    assert dynamo is not None
+    fleet = Fleet(parse_layout(layout), settings_of("least_loaded"))
+    if fleet.layout.num_both:
+        raise SystemExit(f"--layout {layout}: {policy} chooses among engines that only prefill")
+    command = [dynamo, routing_dynamo.SIDE]
+    return routing_dynamo.serve(fleet, workload, command, counts_blocks=_SELECTORS[policy])
+
+
 def settings_of(policy: str) -> dict[str, Any]:
-    """Return what a proxy is told: of `prefix_sticky/isl_bounding` the last is the split policy."""
-    name, _, split = policy.partition("/")
+    """Return what a proxy is told.
+
+    Of `prefix_sticky+least_loaded/isl_bounding` the policies for prefill and for decode engines,
+    which are one if one is named, and the split policy.
+    """
+    names, _, split = policy.partition("/")
+    prefill, _, decode = names.partition("+")
     return {
-        "prefill_policy": name,
-        "decode_policy": name,
+        "prefill_policy": prefill,
+        "decode_policy": decode or prefill,
         "split_policy": split or "always",
         "itl_slo_s": _TPOT_S,
     }

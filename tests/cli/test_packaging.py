@@ -20,7 +20,7 @@ TOOLS = ("tests", "benchmarks", "tools")
 # Imported by one module alone, which is imported only where the extra that brings it is asked for,
 # or runs in an environment of its own.
 OPTIONAL = {
-    "dynamo": "tests/readers/dynamo_side.py",
+    "dynamo": "benchmarks/dynamo_side.py",
     "grpc": "proxy/epp/listener.py",
     "instructor": "tests/clients/agents_side.py",
     "langchain_core": "tests/clients/langchain_side.py",

@@ -27,7 +27,10 @@ def run(policy: str, layout: str = "2P2D", workload: list[Work] = TURNS):
     return figures(outcomes, least_computed(workload))
 
 
-@pytest.mark.parametrize("policy", [*sorted(POLICIES), "least_loaded/never", "prefix_sticky/ppd"])
+@pytest.mark.parametrize(
+    "policy",
+    [*sorted(POLICIES), "least_loaded/never", "prefix_sticky/ppd", "dynamo_cost+least_loaded/llmd"],
+)
 def test_every_request_ends_and_leaves_nothing_under_every_policy(policy):
     assert run(policy)["unfinished"] == 0
 

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.routing_dynamo import SIDE, SelectionProcess
 from tests.readers.lossy_engine import BLOCK_SIZE, PROMPTS, LossyEngine, tokens_of
-from tests.readers.vllm_router import VllmRouter
+from tests.readers.vllm_router import MODEL, VllmRouter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-HERE = Path(__file__).parent
+WORKER = 7
 PATIENCE_S = 20.0
 LOSS = 0.2
 
@@ -35,47 +34,39 @@ class Dynamo:
     replay_topic = False  # its replay reads no frame more
 
     def __init__(self, python: Path) -> None:
-        self._process = subprocess.Popen(
-            [python, HERE / "dynamo_side.py"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "DYN_LOG": "error"},
-        )
-        assert self._read() == "ready"
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def _ask(self, **order: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return self._read()
+        self._service = SelectionProcess([python, SIDE])
 
     def start(self, engine: LossyEngine) -> None:
-        self._ask(
-            do="register",
-            block_size=BLOCK_SIZE,
-            endpoint=engine.network.endpoint,
-            replay_endpoint=engine.replay_endpoint,
+        self._service.ask(
+            "upsert_worker",
+            {
+                "worker_id": WORKER,
+                "model_name": MODEL,
+                "endpoint": "http://127.0.0.1:9",
+                "block_size": BLOCK_SIZE,
+                "max_num_batched_tokens": 8192,
+                "kv_events_endpoint": engine.network.endpoint,
+                "replay_endpoint": engine.replay_endpoint,
+            },
         )
 
     def restarted(self, engine: LossyEngine) -> None:
         """Do what an operator must: it does not notice that numbers begin again."""
-        self._ask(do="forget")
+        self._service.ask("delete_worker", WORKER)
         self.start(engine)
 
     def depths(self, prompts: Sequence[str], expected: Sequence[int]) -> list[int]:
         """Blocks of each prompt that it believes the engine to have."""
-        answers = self._ask(do="scores", prompts=[tokens_of(prompt) for prompt in prompts])
+        answers = [
+            self._service.ask(
+                "overlap_scores", {"model_name": MODEL, "token_ids": tokens_of(prompt)}
+            )
+            for prompt in prompts
+        ]
         return [answer["workers"][0]["device_blocks"] for answer in answers]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(10.0)
+        self._service.close()
 
 
 READERS = {"dynamo": Dynamo, "vllm-router": VllmRouter}
