@@ -21,6 +21,7 @@ from pdserve.models.arch import (
     Scoring,
 )
 from pdserve.models.config_json import Fields, read_config
+from pdserve.models.fp8 import read_fp8
 from pdserve.models.rope_reading import mscale_of, read_rope, rope_section
 
 if TYPE_CHECKING:
@@ -93,12 +94,7 @@ def _decoder(
     moe: MoeArch | None = None,
 ) -> ModelArch:
     """What all families share."""
-    for name in ("quantization_config", "compression_config"):
-        if (found := fields.get(name)) is not None:
-            method = found.get("quant_method", "") if isinstance(found, dict) else found
-            raise fields.error(
-                name, method, "quantised checkpoints are not served: use a bf16, fp16 or fp32 one"
-            )
+    read_fp8(fields)  # or it is not quantised
     fields.only("hidden_act", "silu", "swish")
     fields.only("is_encoder_decoder", False)
     fields.only("partial_rotary_factor", 1, 1.0)

@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pdserve.errors import ConfigError
+from pdserve.models import fp8
+from pdserve.models.config_json import Fields, read_config
 from pdserve.models.file_digest import DigestCache, FileDigest
 
 if TYPE_CHECKING:
@@ -147,14 +149,17 @@ class Checkpoint:
     """The safetensors files of a model directory, with an index or without.
 
     Opening reads the files' headers only. Models for embeddings are saved without a head, and with
-    the names that their decoder's tensors have among themselves.
+    the names that their decoder's tensors have among themselves. FP8 weights are widened (`fp8`).
 
     Raises:
         ConfigError: No safetensors, a shard named by the index is missing, a file is a
-            Git LFS pointer or is cut short.
+            Git LFS pointer or is cut short; or it is quantised otherwise than in FP8.
     """
 
     def __init__(self, directory: Path) -> None:
+        has_config = (directory / "config.json").is_file()
+        config = read_config(directory) if has_config else {}
+        self._fp8 = fp8.read_fp8(Fields("", config))
         self._shards = [_Shard(path) for path in _shard_paths(directory)]
         if not any(shard.tensors for shard in self._shards):
             raise ConfigError(f"the safetensors of {str(directory)!r} are empty", param="model")
@@ -176,14 +181,15 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most elements."""
+        """The dtype of most elements that are neither in FP8 nor scales of such."""
         counts: dict[str, int] = {}
+        scales = set(self._scales().values())
         for shard in self._shards:
-            for stored in shard.tensors.values():
-                counts[stored.dtype] = (
-                    counts.get(stored.dtype, 0) + torch.Size(stored.shape).numel()
-                )
-        name = max(counts, key=lambda name: counts[name])
+            for name, stored in shard.tensors.items():
+                if name not in scales and not (self._fp8 and stored.dtype == fp8.STORED):
+                    counts.setdefault(stored.dtype, 0)
+                    counts[stored.dtype] += torch.Size(stored.shape).numel()
+        name = max(counts, key=lambda name: counts[name], default="BF16")
         if name not in _DTYPES:
             raise ConfigError(
                 f"weights are stored as {name}: supported are {', '.join(_DTYPES)}", param="model"
@@ -209,12 +215,14 @@ class Checkpoint:
                 if name in stored:
                     raise ConfigError(f"tensor {name} is in two shards", param="model")
                 stored[name] = tensor
+        scales = self._scales()
         missing = [name for name in slots if name not in stored]
         unexpected = [
             name
-            for name in stored
+            for name in stored.keys() - scales.values()
             if name not in slots
             and not name.endswith("rotary_emb.inv_freq")
+            and not (self._fp8 is not None and name.endswith(fp8.UNUSED))
             and not (tied_head and name == "lm_head.weight")
             and not name.startswith(unused)
         ]
@@ -223,16 +231,23 @@ class Checkpoint:
             for name, slot in slots.items()
             if name in stored and stored[name].shape != slot.shape
         ]
+        different += [
+            f"{scale} is {list(stored[scale].shape)}, its weight {list(stored[name].shape)}"
+            for name, scale in scales.items()
+            if self._fp8 is not None
+            and name in slots
+            and not self._fp8.fits(stored[scale].shape, stored[name].shape)
+        ]
         foreign = [
-            f"{name} is {stored[name].dtype}"
+            f"{each} is {stored[each].dtype}"
             for name in slots
-            if name in stored and stored[name].dtype not in _DTYPES
+            if name in stored and stored[each := scales.get(name, name)].dtype not in _DTYPES
         ]
         problems = [
             f"{text}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
             for text, names in (
                 ("missing", missing),
-                ("unexpected", unexpected),
+                ("unexpected", sorted(unexpected)),
                 ("of another shape", different),
                 ("of an unsupported dtype", foreign),
             )
@@ -245,8 +260,45 @@ class Checkpoint:
 
     def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`. Shard by shard, in the order of the data."""
+        scales, dtype = self._read_scales(slots), self.dtype
         for shard in self._shards:
-            yield from shard.read(slots)
+            for name, tensor in shard.read(slots):
+                if self._fp8 is None or name not in scales:
+                    yield name, tensor
+                else:
+                    shape, region = slots[name].shape, slots[name].region
+                    scale = scales.pop(name)
+                    yield (
+                        name,
+                        self._fp8.widened(tensor, scale, shape=shape, region=region, to=dtype),
+                    )
+
+    def _scales(self) -> dict[str, str]:
+        """Names of the scales of FP8 weights, by those of the weights."""
+        if self._fp8 is None:
+            return {}
+        stored = {name: each for shard in self._shards for name, each in shard.tensors.items()}
+        return {
+            name: scale
+            for name, each in stored.items()
+            if each.dtype == fp8.STORED
+            for scale in fp8.scale_names(name)
+            if scale in stored
+        }
+
+    def _read_scales(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+        """Return the scales of the weights that are read, by their names."""
+        weights = {
+            scale: name
+            for name, scale in self._scales().items()
+            if name in slots and slots[name].load is not None
+        }
+        wanted = {scale: Slot((), lambda _: None) for scale in weights}
+        return {
+            weights[name]: tensor.to(torch.float32, copy=True)
+            for shard in self._shards
+            for name, tensor in shard.read(wanted)
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,7 @@ ABSENT_SPECULATIVE_KEYS: Final = {
 """Keys of `--speculative-config` that are not here."""
 
 ABSENT: Final = {
-    "weights are used as the checkpoint has them: convert a quantised one to bf16": """
+    "weights are used as the checkpoint has them, those in FP8 in its other dtype": """
         quantization quantization-config allow-deprecated-quantization quantization-param-path
         kv-cache-dtype-skip-layers calculate-kv-scales
     """,
