@@ -12,17 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from pdserve.config.schema import ParallelConfig
 from pdserve.errors import ConfigError
 from pdserve.models.fp8 import Fp8Format
 from pdserve.models.reading import read_arch
 from pdserve.models.weights import Checkpoint, Slot, load_weights
+from pdserve.parallel.mesh import MeshShape
 from tests.models.decoding import greedy, load
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
+
+    from pdserve.parallel.group import World
 
 PROMPTS = [[5, 17, 33, 80, 2], [9] * 21]
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -39,16 +45,12 @@ def compressed(**weights: Any) -> dict[str, Any]:
     }
 
 
-def blocks(config: dict[str, Any], end: str) -> tuple[dict[str, Any], str, tuple[int, int] | None]:
-    return config, end, (24, 40)
-
-
-FORMATS: dict[str, tuple[dict[str, Any], str, tuple[int, int] | None]] = {
-    "DeepSeek's": blocks({**FP8, "weight_block_size": [24, 40]}, "_scale_inv"),
+FORMATS: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
+    "DeepSeek's": ({**FP8, "weight_block_size": [24, 40]}, "_scale_inv", (24, 40)),
     "a scale for each tensor": ({**FP8, "weight_block_size": None}, "_scale_inv", (10**6, 10**6)),
     "channels": (compressed(strategy="channel"), "_scale", (1, 10**6)),
     "tensors": (compressed(strategy="tensor"), "_scale", (10**6, 10**6)),
-    "blocks": blocks(compressed(strategy="block", block_structure=[24, 40]), "_scale"),
+    "blocks": (compressed(strategy="block", block_structure=[24, 40]), "_scale", (24, 40)),
 }
 """What the configuration says, how scales are named, and what of a weight has one."""
 
@@ -71,7 +73,6 @@ def rounded(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Ten
 def quantise(directory: Path, name: str) -> Path:
     """Make an FP8 checkpoint of one in bf16; return where what it stands for is in bf16."""
     config, end, block = FORMATS[name]
-    assert block is not None
     wide = directory / "wide"
     wide.mkdir()
     shutil.copy(directory / "config.json", wide)
@@ -83,7 +84,7 @@ def quantise(directory: Path, name: str) -> Path:
         tensors[each] = stored
         tensors[each + end] = scale if scale.numel() > 1 else scale.reshape(())
         tensors[each.removesuffix("weight") + "input_scale"] = torch.ones(())
-        stood_for[each] = stood.to(torch.bfloat16)
+        stood_for[each] = stood.to(stood_for[each].dtype)
     save_file(tensors, path)
     save_file(stood_for, wide / "model.safetensors")
     said = json.loads((directory / "config.json").read_text())
@@ -103,6 +104,22 @@ def test_it_computes_what_its_weights_times_their_scales_compute(
     others, as_wide = greedy(expected, PROMPTS, 4)
     assert tokens == others
     assert torch.equal(logits, as_wide)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_ranks_widen_their_parts_of_experts_and_latents(tmp_path: Path, family: str) -> None:
+    wide = quantise(write_tiny_model(tmp_path / family, family), "DeepSeek's")
+    shape, parallel = MeshShape(tp=2), ParallelConfig(tensor_parallel_size=2)
+    found = [
+        run_ranks(shape, _decode, directory, parallel)[0] for directory in (tmp_path / family, wide)
+    ]
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def _decode(world: World, directory: Path, parallel: ParallelConfig) -> tuple[Any, Tensor]:
+    return greedy(load(directory, world, parallel=parallel), PROMPTS, 3, world=world)
 
 
 def test_a_silent_config_has_the_dtype_of_what_is_not_fp8(
