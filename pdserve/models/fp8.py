@@ -114,7 +114,9 @@ def read_fp8(fields: Fields) -> Fp8Format | None:
 def _block_of_groups(given: Fields) -> tuple[int, int] | None:
     """Read what `compressed-tensors` says of each group of layers; they have one kind of block."""
     groups, found = given.section("config_groups"), set()
-    for name in sorted(groups.names()) if groups is not None else ():
+    if groups is None:
+        return None
+    for name in sorted(groups.names()):
         group = groups.section(name)
         weights = None if group is None else group.section("weights")
         if weights is None:
