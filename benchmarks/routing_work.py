@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 import random
@@ -127,6 +128,14 @@ def decode_heavy(path: Path, num_requests: int, per_s: float) -> list[Work]:
         Work(work.at_s, work.prompt[: max(1, len(work.prompt) // 4)], 4 * work.num_output)
         for work in azure(path, num_requests, per_s)
     ]
+
+
+def part_of(work: Sequence[Work], first: int, per_s: float) -> list[Work]:
+    """The requests from one of them on, so many a second."""
+    part = work[first:]
+    start_s, end_s = part[0].at_s, part[-1].at_s
+    factor = (len(part) - 1) / per_s / (end_s - start_s)
+    return [dataclasses.replace(each, at_s=(each.at_s - start_s) * factor) for each in part]
 
 
 def greedy(num_requests: int, per_s: float, *, times: float, seed: int = 0) -> list[Work]:
