@@ -4,7 +4,8 @@ Prints one JSON object. `engine`: two engines, one that tells (over both wires) 
 not, get the same prompts one after the other, in changing order; `on_over_off` compares the best
 rounds of each. `loop_us`: what a step that computes 2048 tokens of prompts and evicts as many, the
 most that a step does, costs the cache and the core's loop, and `loop_share` how much of such a step
-of that engine telling takes there; the rest is a thread's.
+of that engine telling takes there; the rest is a thread's. `learning_us`: what an engine that tells
+learns its own steps' times by, of each step of 10 ms on average, by how many streams it has.
 
     python -m benchmarks.kv_events [--threads N] [--rounds N]
 """
@@ -33,6 +34,8 @@ from pdserve.config.schema import (
 from pdserve.engine.kv_events import KVEventPublisher
 from pdserve.engine.zmq_client import launch_engine
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
+from pdserve.scheduler.step_learner import StepLearner
+from pdserve.scheduler.steps import Step
 from pdserve.wire.ids import Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
@@ -63,6 +66,7 @@ def main() -> None:
         "environment": environment(args.threads),
         "loop_us": {"off": round(off_us, 1), "on": round(on_us, 1)},
         "loop_share": round(share, 5),
+        "learning_us": {str(n): round(_learning_us(n), 2) for n in (1, 32, 256)},
         "engine": engine,
         "goals": {"on_over_off": 1.01},
     }
@@ -104,6 +108,19 @@ def _steps_s(num_steps: int, publisher: KVEventPublisher | None) -> float:
         if publisher is not None:
             time.sleep(0.002)  # a step takes longer, and the thread has its turn meanwhile
     return spent_s
+
+
+def _learning_us(num_streams: int, num_steps: int = 5000) -> float:
+    """What a step of so many streams costs the core's loop, on average over a minute of them."""
+    learner, spent_s = StepLearner(), 0.0
+    after = {RequestId(f"r-{number}"): 1000 + number for number in range(num_streams)}
+    step = Step(1, after, 0.0, num_tokens=dict.fromkeys(after, 1), num_draft_rows={})
+    for number in range(num_steps):
+        start_s = time.perf_counter()
+        learner.step(step, {}, 0.01 + 1e-4 * (number % 7), 0.01 * number)
+        learner.told(0.01 * number)
+        spent_s += time.perf_counter() - start_s
+    return spent_s / num_steps * 1e6
 
 
 async def _engines(model: Path, args: argparse.Namespace) -> dict[str, Any]:

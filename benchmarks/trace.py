@@ -73,6 +73,7 @@ def _step_us(batch: int, number: int = 2000) -> float:
     clock = SystemClock()
     running = list(scheduler.state.running.values())
     after = {request.request_id: request.num_computed_tokens for request in running}
+    ones = dict.fromkeys(after, 1)
 
     # Both loops read what `StepQueue.submit` has to read of each request anyway.
     def traced() -> None:
@@ -85,7 +86,9 @@ def _step_us(batch: int, number: int = 2000) -> float:
             if num_computed == num_prompt:
                 pass
         now_s = clock.monotonic_s()
-        step = Step(1, after, now_s, num_prefill_tokens=num_prefill, num_decode_tokens=batch)
+        step = Step(
+            1, after, now_s, num_tokens=ones, num_prefill_tokens=num_prefill, num_draft_rows={}
+        )
         telemetry.step(step, 0.004, now_s)
         telemetry._sampled_s = float("-inf")  # as if every step were 10 ms
         telemetry._last_sample = None  # and something had changed
@@ -97,7 +100,7 @@ def _step_us(batch: int, number: int = 2000) -> float:
             num_prompt = len(request.prompt_token_ids)
             if num_computed == num_prompt:
                 pass
-        Step(1, after, clock.monotonic_s())
+        Step(1, after, clock.monotonic_s(), num_tokens=ones, num_draft_rows={})
 
     with_s, without_s = (min(timeit.repeat(each, number=number)) for each in (traced, bare))
     return (with_s - without_s) / number * 1e6

@@ -56,7 +56,7 @@ from pdserve.wire.hop import PARAMS
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.prefixes import Feed
     from pdserve.proxy.epp.listener import EppListener
     from pdserve.wire.events import RoutingLoad
+    from pdserve.wire.learned import LearnedTimes
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ class Proxy:
             self.metrics.prefixes,
             make_feed=make_feed,
             on_load=self._heard,
+            on_learned=self._taught,
         )
         self.pairing, self.homes, route = None, None, self.metrics.route
         if config.split_policy in (PREDICTED, SHADOW):
@@ -309,6 +311,11 @@ class Proxy:
         engine.heard(load, self._clock.monotonic_s())
         if self.pairing is not None:
             self.pairing.heard(engine, load)
+
+    def _taught(self, url: str, learned: Sequence[LearnedTimes]) -> None:
+        """Take what an engine says that its steps take."""
+        if self.pairing is not None:
+            self.pairing.model.hear(url, learned)
 
     def build_app(self) -> web.Application:
         """Return the application, not running yet."""

@@ -24,6 +24,7 @@ from pdserve.kvcache.grains import GrainTracker
 from pdserve.wire.event_stream import GrainStream
 from pdserve.wire.events import (
     HEARTBEAT_S,
+    LEARNED_S,
     Ask,
     EventEndpoint,
     RoutingLoad,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from pdserve.config.schema import TransferConfig
     from pdserve.wire.events import GrainEvent, KVEvent
     from pdserve.wire.ids import Incarnation
+    from pdserve.wire.learned import LearnedTimes
 
 _FLUSH_S = 0.005
 _FLUSH_GRAINS = 64
@@ -103,7 +105,8 @@ class KVEventPublisher:
 
     Attributes:
         endpoint: Where proxies of pdserve listen.
-        load: What the core has to do, for whoever listens; its loop sets it.
+        load, learned: What the core has to do, and what it has learned of its steps, for whoever
+            listens; its loop sets both.
 
     Raises:
         ConfigError: An address cannot be taken.
@@ -151,6 +154,9 @@ class KVEventPublisher:
             self._close_sockets()
             raise
         self.load = RoutingLoad()
+        self.learned: LearnedTimes | None = None
+        self._told: LearnedTimes | None = None
+        self._told_s = float("-inf")
         self._num_published = 0
         self._is_ending = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -197,7 +203,8 @@ class KVEventPublisher:
                         due_s = min(due_s, time.monotonic() + _FLUSH_S)
                 is_full = self._stream.num_pending >= _FLUSH_GRAINS
                 if is_full or is_ending or self._snapshots in ready or due_s <= time.monotonic():
-                    self._pub.send(encode(self._stream.batch(self.load)))
+                    learned = self._learned(is_asked=self._snapshots in ready)
+                    self._pub.send(encode(self._stream.batch(self.load, learned)))
                     due_s = time.monotonic() + HEARTBEAT_S
                 if self._snapshots in ready:
                     self._answer(encode)
@@ -207,6 +214,14 @@ class KVEventPublisher:
                     return
         finally:
             self._close_sockets()
+
+    def _learned(self, *, is_asked: bool) -> LearnedTimes | None:
+        """What the core has learned, if that is to be said now: to who asks has just come."""
+        learned, now_s = self.learned, time.monotonic()
+        if learned is self._told and not is_asked and now_s - self._told_s < LEARNED_S:
+            return None
+        self._told, self._told_s = learned, now_s
+        return learned
 
     def _take(self) -> bool:
         """Publish what was put down in vLLM's shape; whether there is something for proxies."""

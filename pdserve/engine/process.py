@@ -329,6 +329,8 @@ class EngineProcess:
         stats = self.core.scheduler.stats()
         if self._events is not None:
             self._events.load = stats.in_brief()
+            now_s = self._clock.monotonic_s()
+            self._events.learned = self.core.scheduler.telemetry.learned(now_s)
             stats = msgspec.structs.replace(stats, kv_events=self._events.counts())
         self._publish(Outputs(outputs, stats))
 

@@ -184,12 +184,16 @@ class VirtualProxy:
             model.learn_output(work.num_output)
 
     def hear(self) -> None:
-        """Hear of every engine how much it has to do, as `EventFeed` does."""
+        """Hear of every engine what it has to do and what it has learned, as `EventFeed` does."""
+        now_s = self._time.clock.monotonic_s()
         for backend in self.backends:
-            load = self._engines[backend.url].scheduler.stats().in_brief()
-            backend.heard(load, self._time.clock.monotonic_s())
+            scheduler = self._engines[backend.url].scheduler
+            load, learned = scheduler.stats().in_brief(), scheduler.telemetry.learned(now_s)
+            backend.heard(load, now_s)
             if self.pairing is not None:
                 self.pairing.heard(backend, load)
+                if learned is not None:
+                    self.pairing.model.hear(backend.url, [learned])
 
     def arrive(self, work: Work, outcome: FleetOutcome, number: int) -> None:
         """Take a request."""

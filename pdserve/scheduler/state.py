@@ -24,6 +24,7 @@ from pdserve.scheduler.ladder import Ladder
 from pdserve.scheduler.outputs import OutputBuffer
 from pdserve.scheduler.queue import WaitingQueue
 from pdserve.scheduler.states import State, Wait
+from pdserve.scheduler.step_learner import StepLearner
 from pdserve.scheduler.steps import StepQueue
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class SchedulerState:
         drafts: How those of its requests have done lately.
         outputs: For clients, until they are fetched.
         recorder: What traces are made from.
+        learner: Learns what steps take, where proxies are told of KV; None also with several
+            stages and with drafts, where a step is not the time between two tokens.
         requests: All of them, by id.
         waiting: Those that wait, in line or aside.
         running: The batch, in the order in which it is served.
@@ -113,6 +116,9 @@ class SchedulerState:
         self.drafts = DraftHistory()
         self.outputs = OutputBuffer()
         self.recorder = Recorder()
+        is_told = cache.events.enable_kv_cache_events
+        is_plain = dimensions.num_stages == 1 and not dimensions.max_drafted
+        self.learner = StepLearner() if is_told and is_plain else None
         self.requests: dict[RequestId, Request] = {}
         self.waiting = WaitingQueue()
         self.running: dict[RequestId, Request] = {}

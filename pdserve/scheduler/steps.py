@@ -44,6 +44,7 @@ class Step:
 
     Attributes:
         num_computed_after: For each request in it, the tokens computed once it retires.
+        num_tokens: For each, those that it computes without drafts.
         num_prefill_tokens, num_decode_tokens: Prompt tokens it computes, and all others.
         num_draft_rows: As the workers are told.
         loading: Requests whose first tokens are loaded inside it.
@@ -57,16 +58,17 @@ class Step:
         num_computed_after: dict[RequestId, int],
         submitted_s: float,
         *,
+        num_tokens: Mapping[RequestId, int],
         num_prefill_tokens: int = 0,
-        num_decode_tokens: int = 0,
         num_draft_rows: Mapping[RequestId, int],
         loading: Sequence[RequestId] = (),
     ) -> None:
         self.step_id = step_id
         self.num_computed_after = num_computed_after
         self.submitted_s = submitted_s
+        self.num_tokens = num_tokens
         self.num_prefill_tokens = num_prefill_tokens
-        self.num_decode_tokens = num_decode_tokens
+        self.num_decode_tokens = sum(num_tokens.values()) - num_prefill_tokens
         self.num_draft_rows = num_draft_rows
         self.loading = loading
         self.closing: list[Request] = []
@@ -134,7 +136,7 @@ class StepQueue:
         grown, num_draft_rows = filling.grown, filling.num_draft_rows
         after: dict[RequestId, int] = {}
         loading: list[RequestId] = []
-        num_total = num_prefill = 0
+        num_prefill = 0
         for request_id, num_tokens in filling.num_tokens.items():
             request = running[request_id]
             num_computed = request.num_computed_tokens
@@ -153,7 +155,6 @@ class StepQueue:
                 loading.append(request_id)
             if request.times.first_step_at_s is None:
                 self._begin_first(request, now_s)
-            num_total += num_tokens
             after[request_id] = request.advance(num_tokens)
         step_id, gone = self.num_built, self._gone
         self.num_built += 1
@@ -165,8 +166,8 @@ class StepQueue:
                 step_id,
                 after,
                 now_s,
+                num_tokens=filling.num_tokens,
                 num_prefill_tokens=num_prefill,
-                num_decode_tokens=num_total - num_prefill,
                 num_draft_rows=num_draft_rows,
                 loading=loading,
             )

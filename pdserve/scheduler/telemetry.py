@@ -1,4 +1,4 @@
-"""Statistics of a scheduler and, for traces, its steps and counters.
+"""Statistics of a scheduler and, for traces and for who learns from them, its steps and counters.
 
 Recording costs a few microseconds a step (`python -m benchmarks.trace`). Requests are recorded
 where they leave (`state`). Decides nothing and has no clock.
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pdserve.scheduler.state import SchedulerState
     from pdserve.scheduler.steps import Step
+    from pdserve.wire.learned import LearnedTimes
     from pdserve.wire.step import ExpertBalance
     from pdserve.wire.trace import EngineRequest
     from pdserve.wire.transfer import ConnectorReport
@@ -32,7 +33,7 @@ class Telemetry:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._recorder = state.recorder
+        self._recorder, self._learner = state.recorder, state.learner
         self._is_pipelined = state.dimensions.num_stages > 1
         self._last_retired_s = self._sampled_s = float("-inf")
         self._last_sample: tuple[dict[str, int], dict[str, int], int] | None = None
@@ -44,10 +45,13 @@ class Telemetry:
         """
         if step.num_computed_after:
             submitted_s, last_s = step.submitted_s, self._last_retired_s
+            begun_s = submitted_s if self._is_pipelined or submitted_s > last_s else last_s
+            if self._learner is not None:
+                self._learner.step(step, self._state.requests, now_s - begun_s, now_s)
             self._recorder.add(
                 StepEvent(
                     now_s,
-                    submitted_s if self._is_pipelined or submitted_s > last_s else last_s,
+                    begun_s,
                     submitted_s,
                     step.step_id,
                     len(step.num_computed_after),
@@ -139,6 +143,10 @@ class Telemetry:
             accepted_by_position=list(counters.accepted_by_position),
             num_sat_out=counters.sat_out,
         )
+
+    def learned(self, now_s: float) -> LearnedTimes | None:
+        """Return what proxies are to be told of what steps take; None: nothing."""
+        return None if self._learner is None else self._learner.told(now_s)
 
     def requests(self, now_s: float) -> list[EngineRequest]:
         """Return the time until now of each request that is not forgotten yet."""

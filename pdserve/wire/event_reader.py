@@ -19,6 +19,7 @@ from pdserve.wire.events import Ask, Batch, MissingBatches, SnapshotPart, is_lat
 
 if TYPE_CHECKING:
     from pdserve.wire.events import Answer, GrainEvent, RoutingLoad
+    from pdserve.wire.learned import LearnedTimes
 
 STALE_S: Final = 1.0
 """Silence of four heartbeats."""
@@ -79,6 +80,7 @@ class EventReader:
     Attributes:
         num_resyncs: How often it had to ask, the first time included.
         load: What the core had to do as it was heard last; None: it has not said so yet.
+        learned: What it has learned of its steps, the same way.
     """
 
     def __init__(self, index: GrainIndex, *, now_s: float) -> None:
@@ -94,6 +96,7 @@ class EventReader:
         self._state = ReaderState.RESYNC
         self.num_resyncs = 1
         self.load: RoutingLoad | None = None
+        self.learned: LearnedTimes | None = None
 
     def state(self, now_s: float) -> ReaderState:
         """Whether the index is in step."""
@@ -113,6 +116,7 @@ class EventReader:
         """Take a batch of the stream, whichever it is."""
         self._heard_s = now_s
         self.load = batch.load or self.load
+        self.learned = batch.learned or self.learned
         if self._state is ReaderState.RESYNC:
             self._buffer(batch, now_s)
         elif batch.epoch == self._epoch:

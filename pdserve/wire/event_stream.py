@@ -6,6 +6,8 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from pdserve.wire.events import (
     DEVICE,
     Ask,
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from pdserve.wire.events import Answer, GrainEvent, RoutingLoad
+    from pdserve.wire.learned import LearnedTimes
 
 _NUM_KEPT: Final = 1024
 """Batches: some seconds of a busy engine. Who lacks more gets a snapshot."""
@@ -50,17 +53,17 @@ class GrainStream:
             apply(event, self._grains)
             self.num_pending += 1 if isinstance(event, GrainsCleared) else len(event.grains)
 
-    def batch(self, load: RoutingLoad | None = None) -> Batch:
+    def batch(self, load: RoutingLoad | None = None, learned: LearnedTimes | None = None) -> Batch:
         """Return what has come since the last one: nothing, if it is a heartbeat.
 
         Args:
-            load: What the core has to do now.
+            load, learned: What this one says besides.
         """
         batch = Batch(self._epoch, self._next_seq, self._pending)
         self._pending, self.num_pending = [], 0
         self._next_seq += 1
         self._kept.append(batch)
-        return batch if load is None else Batch(batch.epoch, batch.seq, batch.events, load)
+        return msgspec.structs.replace(batch, load=load, learned=learned)
 
     def restart(self, grains: Mapping[str, set[int]]) -> None:
         """Begin a new epoch, of which all that is known is what is there now."""

@@ -5,7 +5,8 @@ Caches speak of blocks, whose size is the engine's own; the wire speaks of *grai
 while all its blocks can be found.
 
     PUB     `Batch`, msgpack: numbered without gaps within an epoch; an empty one is a heartbeat.
-            Each says how much the core has to do, beside what has happened to its KV
+            Each says how much the core has to do, beside what has happened to its KV; some say
+            what it has learned of its steps
     ROUTER  `Ask` in; out `MissingBatches`, or a snapshot in `SnapshotPart`s, of that `ask`
 
 An epoch is one uninterrupted stream of one life of an engine: it ends with the engine, and when
@@ -22,6 +23,7 @@ import msgspec
 
 from pdserve.wire.hashing import GRAIN_TOKENS
 from pdserve.wire.ids import BlockHash
+from pdserve.wire.learned import LearnedTimes
 from pdserve.wire.seal import Purpose, key_for
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ HASH_VERSION: Final = 1
 """Of `hashing.grain_hashes`: readers that name grains otherwise find none."""
 HEARTBEAT_S: Final = 0.25
 """At least so often there is a batch."""
+LEARNED_S: Final = 1.0
+"""So often a core says what it has learned, for readers that have come since."""
 DEVICE: Final = "GPU"
 """The medium of an engine's own blocks, whatever its device: readers of vLLM's events expect it."""
 
@@ -138,12 +142,14 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         seq: From 0 in each epoch.
         load: What the core has to do as the batch is sent; None in one that is sent again.
+        learned: What its steps take, as far as it knows; None: it does not, or said so before.
     """
 
     epoch: int
     seq: int
     events: list[GrainEvent] = []
     load: RoutingLoad | None = None
+    learned: LearnedTimes | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):

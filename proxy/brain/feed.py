@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pdserve.wire.event_reader import ReaderState
     from pdserve.wire.events import EventEndpoint
     from pdserve.wire.ids import Incarnation
+    from pdserve.wire.learned import LearnedTimes
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class _Engine:
     cores: list[_Core] = field(default_factory=list)
     told: RoutingLoad | None = None
     told_s: float = float("-inf")
+    learned: list[LearnedTimes] = field(default_factory=list)
 
 
 class EventFeed:
@@ -71,6 +73,8 @@ class EventFeed:
         backends: The engines, as they are at each turn.
         secret: The deployment's.
         on_load: Told how much an engine has to do, again and again while it has.
+        on_learned: Told what the cores of the engine at a URL have learned of their steps, whenever
+            that is something else; nothing, once it is left.
     """
 
     def __init__(
@@ -81,12 +85,13 @@ class EventFeed:
         *,
         secret: str,
         on_load: Callable[[Backend, RoutingLoad], None] = lambda engine, load: None,
+        on_learned: Callable[[str, Sequence[LearnedTimes]], None] = lambda url, learned: None,
     ) -> None:
         self._index = index
         self._backends = backends
         self._clock = clock
         self._secret = secret
-        self._on_load = on_load
+        self._on_load, self._on_learned = on_load, on_learned
         self._engines: dict[str, _Engine] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._cores: dict[_CoreName, _Core] = {}
@@ -215,6 +220,7 @@ class EventFeed:
         engine.cores.remove(core)
         if not engine.cores:
             del self._engines[name.url]
+            self._on_learned(name.url, ())
         loop = asyncio.get_running_loop()
         for descriptor in core.subscription.file_descriptors:
             loop.remove_reader(descriptor)
@@ -232,6 +238,7 @@ class EventFeed:
         if core.subscription.reader.is_exact(now_s) is not core.is_exact:
             self._believe()
         self._tell_load(name.url, now_s)
+        self._tell_learned(name.url)
 
     def _tell_load(self, url: str, now_s: float) -> None:
         """Tell how much an engine has to do, once all its cores have said so."""
@@ -246,6 +253,15 @@ class EventFeed:
         if total.num_requests or total != engine.told:
             engine.told, engine.told_s = total, now_s
             self._on_load(engine.backend, total)
+
+    def _tell_learned(self, url: str) -> None:
+        """Tell what an engine has learned, if that is something else."""
+        engine = self._engines[url]
+        said = [core.subscription.reader.learned for core in engine.cores]
+        learned = [each for each in said if each is not None]
+        if learned != engine.learned:
+            engine.learned = learned
+            self._on_learned(url, learned)
 
     def _believe(self) -> None:
         """Take into account who is in step now."""

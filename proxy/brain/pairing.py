@@ -1,7 +1,8 @@
 """The joint decision as routing asks for it, with what it has learned and what it has decided.
 
 Learns from every request that ended well: how long its prompt took, how far apart its tokens were,
-how long its KV was on the way. Until it knows enough, the other policies decide.
+how long its KV was on the way. Engines that tell of their KV say what they have learned themselves.
+Until enough is known, the other policies decide.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
     from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
+    from pdserve.observe.linear_fit import LinearFit
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.brain.ledger import LedgerEntry
     from pdserve.proxy.brain.metrics import RouteMetrics
-    from pdserve.proxy.brain.model import LinearFit
     from pdserve.proxy.brain.prompt import RoutePrompt
     from pdserve.proxy.brain.question import PairDecision
     from pdserve.proxy.brain.record import DecisionRecord
@@ -211,9 +212,15 @@ class Pairing:
             is_obeyed=not self.is_shadow,
             mean_output_tokens=self.model.mean_output,
             model={
-                name: FitShown(samples=fit.num_samples, error=fit.error, weights=fit.weights)
+                name: FitShown(
+                    samples=fit.num_samples,
+                    error=fit.error,
+                    weights=fit.weights,
+                    told_share=fit.told_share,
+                )
                 for name, fit in self._fits().items()
             },
+            num_told=self.model.num_told,
             decisions=decisions,
         )
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.prompt_reader import PromptReader
     from pdserve.wire.events import RoutingLoad
     from pdserve.wire.hop import EngineStages
+    from pdserve.wire.learned import LearnedTimes
 
 log = logging.getLogger(__name__)
 
@@ -235,12 +236,14 @@ def make_prefixes(
     *,
     make_feed: Callable[[PrefixIndex], Feed] | None = None,
     on_load: Callable[[Backend, RoutingLoad], None] = lambda engine, load: None,
+    on_learned: Callable[[str, Sequence[LearnedTimes]], None] = lambda url, learned: None,
 ) -> Prefixes | None:
     """Return what a proxy's policies are to be told of prefixes; None if they look at none.
 
     Args:
         make_feed: Makes what brings events; None: from the engines' sockets.
-        on_load: Told, with the events, how much an engine has to do.
+        on_load, on_learned: Told, with the events, how much an engine has to do, and what it has
+            learned of its steps.
     """
     names = (config.prefill_policy, config.decode_policy, config.split_policy)
     if not looks_at_prefixes(*names):
@@ -251,7 +254,14 @@ def make_prefixes(
 
     index = PrefixIndex()
     if make_feed is None:
-        feed: Feed = EventFeed(index, backends, clock, secret=config.secret, on_load=on_load)
+        feed: Feed = EventFeed(
+            index,
+            backends,
+            clock,
+            secret=config.secret,
+            on_load=on_load,
+            on_learned=on_learned,
+        )
     else:
         feed = make_feed(index)
     reader = PromptReader(config, backends.max_model_len)

@@ -47,17 +47,24 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
 
 
 class FitShown(msgspec.Struct, frozen=True, kw_only=True):
-    """What was learned of prompts, steps or transfers; see `LinearFit`."""
+    """What was learned of prompts, steps or transfers; see `LinearFit`.
+
+    Attributes:
+        samples: Of this proxy's own requests.
+        told_share: How much of it engines have told, of 1.
+    """
 
     samples: int
     error: float
     weights: list[float]
+    told_share: float = 0.0
 
 
 class DecisionsShown(msgspec.Struct, frozen=True, kw_only=True):
     """What `/debug/decisions` answers.
 
     Attributes:
+        num_told: Engines that say what they have learned themselves.
         is_obeyed: If not, requests go where the policies say (`--split-policy shadow`).
         decisions: The newest first.
         homes: Of engines, as they are now.
@@ -69,6 +76,7 @@ class DecisionsShown(msgspec.Struct, frozen=True, kw_only=True):
     model: dict[str, FitShown]
     decisions: list[DecisionRecord]
     homes: HomesShown = HomesShown()
+    num_told: int = 0
 
 
 class DecisionLog:

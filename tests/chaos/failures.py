@@ -242,8 +242,8 @@ ROWS = (
     Row(
         "a proxy that predicts is restarted",
         "the connection is lost; nothing of those who come then",
-        "What engines have they tell it, in a moment; what they take it learns from the first 20 "
-        "requests, until which the policies decide.",
+        "What engines have, and what they have learned that prompts and steps take, they tell it "
+        "in a moment: it predicts from its first request on.",
         ("test_a_proxy_that_predicts_is_restarted",),
     ),
     Row(

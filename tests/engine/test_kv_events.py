@@ -22,6 +22,7 @@ from pdserve.wire.event_reader import ReaderState
 from pdserve.wire.events import BlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 from pdserve.wire.hashing import grain_hashes
 from pdserve.wire.ids import BlockHash, Incarnation
+from pdserve.wire.learned import FitSums, LearnedTimes
 from tests.cli.process import free_neighbours
 
 if TYPE_CHECKING:
@@ -91,6 +92,16 @@ def test_a_reader_that_comes_late_has_what_came_before_and_after():
             read_until(core, lambda: core.num_grains == 0)
             assert core.reader.num_resyncs == 1
             assert publisher.counts() == {"published": 3, "dropped": 0, "queued": 0}
+
+
+def test_who_comes_late_hears_what_an_engine_has_learned_of_its_steps():
+    learned = LearnedTimes(FitSums(20.0, 0.1, (1.0,) * 3, (2.0,) * 6), FitSums())
+    with publishing() as publisher:
+        publisher.learned = learned
+        for _ in range(2):
+            with reading(publisher) as core:
+                read_until(core, lambda core=core: core.reader.learned is not None)
+                assert core.reader.learned == learned
 
 
 @pytest.mark.slow

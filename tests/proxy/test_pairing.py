@@ -15,7 +15,7 @@ from pdserve.planner.fleet import Fleet
 from pdserve.planner.work import FleetCosts, least_computed, parse_layout
 from pdserve.proxy.brain.decision import BIAS, PairCosts, decide, default_ttft_slo_s, repeated
 from pdserve.proxy.brain.ledger import WorkLedger
-from pdserve.proxy.brain.model import LinearFit, ServiceModel
+from pdserve.proxy.brain.model import ServiceModel
 from pdserve.proxy.brain.question import REASONS, PairCandidate, RouteQuestion
 from pdserve.proxy.brain.work import EngineWork, prompt_work
 from tests.proxy.scripted import ScriptedEngine, text_of
@@ -78,25 +78,6 @@ def test_what_engines_take_is_learned_whatever_the_noise(noise, tolerance):
     assert model.times().step_s(20, 60_000) == pytest.approx(0.0118, rel=tolerance)
     assert model.times().wire_s(4000) == pytest.approx(0.033, rel=tolerance)
     assert model.prefill.error == pytest.approx(noise / 2, abs=0.06)
-
-
-def test_a_measurement_that_is_far_too_small_is_not_believed():
-    fit = LinearFit(3)
-    for number in range(60):
-        fit.learn((1.0, 1.0, 0.0), 1e-5 if number in (0, 30) else 0.0012)
-    assert fit.predict((1.0, 1.0, 0.0)) == pytest.approx(0.0012, rel=0.1)
-
-
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 1e6), st.floats(0, 1e9), st.floats(0, 1e5)), min_size=1, max_size=40
-    )
-)
-def test_a_fit_is_never_negative_nor_not_a_number(samples):
-    fit = LinearFit(3)
-    for one, other, value in samples:
-        fit.learn((1.0, one, other), value)
-        assert all(0 <= weight < float("inf") for weight in fit.weights)
 
 
 @given(st.data())

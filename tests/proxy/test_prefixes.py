@@ -29,6 +29,7 @@ from pdserve.wire.events import (
 )
 from pdserve.wire.hashing import grain_hashes
 from pdserve.wire.ids import Incarnation
+from pdserve.wire.learned import FitSums, LearnedTimes
 from pdserve.wire.request import EngineInfo
 from tests.proxy.conftest import until
 from tests.proxy.hooks import answers
@@ -261,17 +262,19 @@ async def test_with_its_events_an_engine_says_how_much_all_its_cores_have_to_do(
             await feed.stop()
 
 
-def test_releases_without_loads_read_batches_with_them_and_the_other_way_round():
+def test_releases_without_loads_and_lessons_read_batches_with_them_and_the_other_way_round():
     class Former(msgspec.Struct, array_like=True):
         epoch: int
         seq: int
         events: list[GrainsStored] = []
 
-    batch = Batch(7, 3, [GrainsStored([1, 2])], RoutingLoad(4, 1, 30, 100))
+    learned = LearnedTimes(FitSums(20.0, 0.1, (1.0,) * 3, (2.0,) * 6))
+    batch = Batch(7, 3, [GrainsStored([1, 2])], RoutingLoad(4, 1, 30, 100), learned)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=Batch) == batch
     former = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=Former)
     assert former == Former(7, 3, [GrainsStored([1, 2])])
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(former), type=Batch).load is None
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(former), type=Batch)
+    assert (read.load, read.learned) == (None, None)
 
 
 async def test_the_events_of_more_engines_are_heard_than_zmq_has_sockets_for_by_itself():
