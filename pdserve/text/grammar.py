@@ -7,6 +7,7 @@ requests nor logits.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -130,7 +131,8 @@ class DeepThreads:
     def _run(self) -> None:
         if self._is_last and sys.platform == "linux":
             # A thread that is only nice keeps its core for some ms when another one wakes.
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+            with contextlib.suppress(OSError):  # a sandbox may forbid it
+                os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
         while (work := self._work.get()) is not None:
             try:
                 work()

@@ -388,3 +388,15 @@ def test_threads_come_last_where_they_are_to(is_last: bool) -> None:
     expected = os.SCHED_IDLE if is_last else os.sched_getscheduler(0)
     assert found.get(timeout=30.0) == expected
     threads.close()
+
+
+def test_threads_that_may_not_come_last_work_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    found: SimpleQueue[bool] = SimpleQueue()
+    threads = DeepThreads("deep", num_threads=1, is_last=True)
+    threads.submit(lambda: found.put(True))
+    assert found.get(timeout=30.0)
+    threads.close()
