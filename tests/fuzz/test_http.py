@@ -22,6 +22,7 @@ def target() -> Iterator[HttpTarget]:
     target.close()
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # the proxy does
 @settings(suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_request_is_answered_or_refused_in_one_shape(

@@ -9,7 +9,7 @@ import pytest
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.request import Request
 from pdserve.scheduler.timeline import Timeline
-from tests.cli.process import ROOT
+from tools.goals import SourceTree
 
 OTHERS_REQUESTS = "connectors/conformance/"
 OWNERS = {"pdserve/scheduler/request.py", "pdserve/scheduler/timeline.py"}
@@ -20,10 +20,10 @@ NAMES = {"request", "planned", "view", "each"}
 CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "update"}
 
 
-def _writes(source: str, *, in_scheduler: bool) -> list[str]:
+def _writes(source: ast.AST, *, in_scheduler: bool) -> list[str]:
     """Return what `source` writes into requests: line, field."""
     written: list[tuple[int, ast.expr]] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(source):
         match node:
             case ast.Assign(targets=targets) | ast.Delete(targets=targets):
                 written += [(node.lineno, part) for each in targets for part in _parts(each)]
@@ -79,17 +79,15 @@ def _is_of_request(part: ast.Attribute, *, in_scheduler: bool) -> bool:
     ],
 )
 def test_a_write_from_outside_is_found(line: str) -> None:
-    assert len(_writes(line, in_scheduler=True)) == 1
+    assert len(_writes(ast.parse(line), in_scheduler=True)) == 1
 
 
-def test_only_a_request_writes_its_fields() -> None:
+def test_only_a_request_writes_its_fields(this_tree: SourceTree) -> None:
     found = []
-    for tree in ("pdserve", "connectors"):
-        for file in (ROOT / tree).rglob("*.py"):
-            path = str(file.relative_to(ROOT))
-            if path not in OWNERS and not path.startswith(OTHERS_REQUESTS):
-                writes = _writes(
-                    file.read_text(), in_scheduler=path.startswith("pdserve/scheduler/")
-                )
-                found += [f"{path}:{each}" for each in writes]
+    for module in this_tree.product:
+        path = module.path
+        is_meant = path.startswith(("pdserve/", "connectors/")) and path not in OWNERS
+        if is_meant and not path.startswith(OTHERS_REQUESTS):
+            writes = _writes(module.syntax, in_scheduler=path.startswith("pdserve/scheduler/"))
+            found += [f"{path}:{each}" for each in writes]
     assert not found, "\n".join(found)
