@@ -60,7 +60,7 @@ async def test_an_engine_that_others_keep_busy_is_passed_by_and_the_record_says_
 
 
 @pytest.mark.matrix
-def test_two_proxies_that_hear_of_one_another_serve_more_than_two_that_do_not():
+def test_four_proxies_that_hear_of_one_another_serve_more_than_four_that_do_not():
     workload = greedy(350, 2.4, times=10.0)
     least = least_computed(workload)
 
@@ -68,4 +68,4 @@ def test_two_proxies_that_hear_of_one_another_serve_more_than_two_that_do_not():
         fleet = Fleet(parse_layout("2P2D"), settings_of("prefix_sticky/predicted"), **fields)
         return figures(fleet.run(workload), least)["goodput"]
 
-    assert goodput(num_proxies=2) > 1.1 * goodput(num_proxies=2, report_s=1e6)
+    assert goodput(num_proxies=4) > 1.1 * goodput(num_proxies=4, report_s=1e6)
