@@ -15,15 +15,13 @@ from typing import Final
 from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.reading import Entry, json_lines
-from pdserve.bench.datasets.sampling import fill, sample
-from pdserve.bench.records import Message, Planned, Prompt
+from pdserve.bench.datasets.sampling import Asked, plan_of
+from pdserve.bench.records import Message, Prompt
 from pdserve.bench.target import ApiEndpoint
 from pdserve.config.datasets import DatasetConfig
 
 DEFAULT_OUTPUT_TOKENS: Final = 256
 _OUTPUT_FIELDS: Final = ("output_tokens", "max_tokens")
-
-_Asked = tuple[Prompt, int | None, int]
 
 
 def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
@@ -34,7 +32,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     """
     path = Path(config.path)
 
-    def accept(entry: Entry) -> _Asked | str:
+    def accept(entry: Entry) -> Asked | str:
         prompt = _prompt(entry, prompts)
         num_output = config.custom.output_len or _num_output(entry)
         num_prompt = prompts.count(prompt)
@@ -42,30 +40,9 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
             return f"over the model's {prompts.max_model_len} tokens"
         return prompt, num_prompt, num_output
 
-    found = sample(
-        lambda: json_lines(path),
-        config.num_prompts,
-        accept=accept,
-        seed=config.seed,
-        shuffle=not config.disable_shuffle,
-    )
-    taken, notes = found.taken, found.notes
-    num_uncounted = sum(num_prompt is None for _, num_prompt, _ in taken)
-    if num_uncounted and prompts.max_model_len is not None:
-        notes.append(
-            f"{num_uncounted} prompts were not counted, so the model's {prompts.max_model_len} "
-            "tokens may be exceeded: --tokenizer DIR with the model's tokenizer counts them"
-        )
-    if not config.no_oversample:
-        taken, more = fill(taken, config.num_prompts, seed=config.seed)
-        notes += more
-    requests = [
-        Planned(index=index, prompt=prompt, max_tokens=num_output, num_prompt_tokens=num_prompt)
-        for index, (prompt, num_prompt, num_output) in enumerate(taken)
-    ]
     out = config.custom.output_len
     words = f"custom {path.name}" + ("" if out is None else f" out={out}")
-    return RequestPlan(requests=requests, description=words, notes=notes)
+    return plan_of(config, prompts, lambda: json_lines(path), accept, description=words)
 
 
 def _num_output(entry: Entry) -> int:

@@ -14,9 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final, Generic, TypeVar
 
+from pdserve.bench.datasets.plan import RequestPlan
+from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.reading import Entry
+from pdserve.bench.records import Planned, Prompt
+from pdserve.config.datasets import DatasetConfig
 
 T = TypeVar("T")
+Asked = tuple[Prompt, int | None, int]
+"""A prompt, its tokens if they were counted, and how many are asked for."""
 
 _GROWTH: Final = 4
 _SPARE: Final = 64
@@ -109,3 +115,36 @@ def fill(taken: list[T], num: int, *, seed: int) -> tuple[list[T], list[str]]:
         "and may be answered from the prefix cache (--no-oversample sends fewer)"
     )
     return [*taken, *more], [note]
+
+
+def plan_of(
+    config: DatasetConfig,
+    prompts: PromptMaker,
+    read: Callable[[], Iterator[Entry]],
+    accept: Callable[[Entry], Asked | str],
+    *,
+    description: str,
+) -> RequestPlan:
+    """Plan requests of a file's entries; see `sample`."""
+    found = sample(
+        read,
+        config.num_prompts,
+        accept=accept,
+        seed=config.seed,
+        shuffle=not config.disable_shuffle,
+    )
+    taken, notes = found.taken, found.notes
+    num_uncounted = sum(num_prompt is None for _, num_prompt, _ in taken)
+    if num_uncounted and prompts.max_model_len is not None:
+        notes.append(
+            f"{num_uncounted} prompts were not counted, so the model's {prompts.max_model_len} "
+            "tokens may be exceeded: --tokenizer DIR with the model's tokenizer counts them"
+        )
+    if not config.no_oversample:
+        taken, more = fill(taken, config.num_prompts, seed=config.seed)
+        notes += more
+    requests = [
+        Planned(index=index, prompt=prompt, max_tokens=num_output, num_prompt_tokens=num_prompt)
+        for index, (prompt, num_prompt, num_output) in enumerate(taken)
+    ]
+    return RequestPlan(requests=requests, description=description, notes=notes)

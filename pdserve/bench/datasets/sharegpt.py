@@ -19,15 +19,12 @@ from typing import Any, Final
 from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.reading import Entry, json_array
-from pdserve.bench.datasets.sampling import fill, sample
-from pdserve.bench.records import Planned, Prompt
+from pdserve.bench.datasets.sampling import Asked, plan_of
 from pdserve.config.datasets import DatasetConfig
 
 MIN_TOKENS: Final = 4
 MAX_PROMPT_TOKENS: Final = 1024
 MAX_TOTAL_TOKENS: Final = 2048
-
-_Asked = tuple[Prompt, int, int]
 
 
 def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
@@ -41,7 +38,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     def read() -> Iterator[Entry]:
         return (entry for entry in json_array(path) if len(_turns(entry)) >= 2)
 
-    def accept(entry: Entry) -> _Asked | str:
+    def accept(entry: Entry) -> Asked | str:
         question, answer = (_value(entry, place) for place in (0, 1))
         num_prompt = prompts.count_words(question)
         num_output = config.sharegpt.output_len or prompts.count_words(answer)
@@ -54,24 +51,9 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
             return f"over the model's {prompts.max_model_len} tokens"
         return prompt, num_seen, num_output
 
-    found = sample(
-        read,
-        config.num_prompts,
-        accept=accept,
-        seed=config.seed,
-        shuffle=not config.disable_shuffle,
-    )
-    taken, notes = found.taken, found.notes
-    if not config.no_oversample:
-        taken, more = fill(taken, config.num_prompts, seed=config.seed)
-        notes += more
-    requests = [
-        Planned(index=index, prompt=prompt, max_tokens=num_output, num_prompt_tokens=num_prompt)
-        for index, (prompt, num_prompt, num_output) in enumerate(taken)
-    ]
     out = config.sharegpt.output_len
     words = f"sharegpt {path.name}" + ("" if out is None else f" out={out}")
-    return RequestPlan(requests=requests, description=words, notes=notes)
+    return plan_of(config, prompts, read, accept, description=words)
 
 
 def _turns(entry: Entry) -> list[Any]:
