@@ -23,11 +23,12 @@ help: ## This list
 up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve until Ctrl-C
 	@trap : INT; $(BIN)/pdserve up $(ARGS) || test $$? -eq 130
 
-# Many quick tests wait more than they compute, hence one process more than a laptop's two cores.
+# Many quick tests wait more than they compute, hence one process more than a laptop's two cores,
+# with one thread each: several would wait for one another by spinning, on cores that others use.
 # Deployments and faults are processes themselves, and what shares one is run by one. Ranks that
 # outnumber the cores, and figures, come last, one by one.
 test: $(VENV)/.installed-dev ## Everything that needs no GPU: side by side, but for what is better alone
-	@$(call tested,-q -n 3 --dist worksteal,not gpu and not matrix and not e2e and not chaos and not alone)
+	@export OMP_NUM_THREADS=1; $(call tested,-q -n 3 --dist worksteal,not gpu and not matrix and not e2e and not chaos and not alone)
 	@$(call tested,-q -n 2 --dist loadscope --no-loadscope-reorder,(e2e or chaos) and not alone and not gpu and not matrix)
 	@$(call tested,,alone and not gpu and not matrix)
 
@@ -57,7 +58,7 @@ layers:
 	@$(BIN)/lint-imports
 
 # Three shares that take alike, each file imported by one process alone; of a share, ARGS may choose none.
-# Each has one thread: on cores that others use, too, several wait for one another by spinning.
+# Each has one thread, see `test`.
 FRONT := $(addprefix tests/,proxy http dialects bench config wire observe)
 CORE  := $(addprefix tests/,server connectors cli tools stateful scheduler)
 quick: quick-front quick-core quick-rest
