@@ -120,16 +120,22 @@ def test_what_an_answer_has_to_be_it_is_although_its_decode_engine_dies_in_it(
     begun: list[str] = []
     asked = [(number, kind) for number in range(4) for kind in BOUND]
     wanted = [stream(deployment.url("serve"), *each) for each in asked]
-    begun.clear()
+    url, has_died = deployment.url("proxy"), False
     with ThreadPoolExecutor(len(asked)) as pool:
-        url = deployment.url("proxy")
-        answers = [pool.submit(stream, url, *each) for each in asked]
-        deadline = time.monotonic() + 30.0
-        while len(begun) < len(asked) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        deployment.processes["drafting"].kill()
-        found = [answer.result(timeout=60) for answer in answers]
-    assert found == wanted
+        for _ in range(5):  # until some of them are there
+            begun.clear()
+            answers = [pool.submit(stream, url, *each) for each in asked]
+            deadline = time.monotonic() + 30.0
+            while len(begun) < len(asked) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            has_died = deployment.info("drafting")["stats"]["num_running"] > 0
+            if has_died:
+                deployment.processes["drafting"].kill()
+            found = [answer.result(timeout=60) for answer in answers]
+            assert found == wanted
+            if has_died:
+                break
+    assert has_died
     assert deployment.metric("proxy", 'pdserve_replays_total{result="resumed"}') > 0
     for answer, (_, kind) in zip(found, asked, strict=True):
         assert answer["finish"] == {"grammar": "stop", "call": "tool_calls"}[kind]
