@@ -165,14 +165,17 @@ async def test_two_cores_share_the_requests_and_write_the_same_tokens(tiny_model
 
 
 async def test_a_killed_core_ends_every_request_at_once(tiny_model: Path) -> None:
+    begun: set[str] = set()
+
+    async def run(name: str) -> None:
+        async for _ in client.generate(request(name, PROMPTS[2], 900)):
+            begun.add(name)
+
     async with launched(dp_config(tiny_model)) as client:
         await client.wait_ready()
-        running = [
-            asyncio.create_task(tokens_of(client, request(f"r{i}", PROMPTS[2], 900)))
-            for i in range(4)
-        ]
-        while not all(core and core.num_running for core in client.core_stats):
-            await asyncio.sleep(0.005)
+        running = [asyncio.create_task(run(f"r{i}")) for i in range(4)]
+        while len(begun) < len(running):
+            await asyncio.sleep(0.001)
         os.kill(client.pids[1], signal.SIGKILL)
         began_s = time.monotonic()
         ends = await asyncio.gather(*running, return_exceptions=True)
