@@ -9,7 +9,7 @@ A backend for serving is *batch invariant*, bit for bit, as that of the CPU is: 
 depends on that row's own inputs alone, not on the other rows, their number, the number of threads,
 the chunks a prompt was cut in, or the ids of the blocks. Each element has one accumulation order,
 fixed by K or by the positions of the context. That is what makes the tokens of disaggregated and of
-colocated serving the same. The reference promises no such thing.
+colocated serving the same. The reference promises no such thing, nor do those of fast numerics.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class KernelBackend(Ops):
         name: As in logs.
         description: For `pdserve doctor`: what it is, and where it lies.
         arch, sources, compiler: What the bits of results depend on, beside its arguments: what the
-            device multiplies with, a hash of the kernels (`hash_of_sources`), what compiled them.
+            device multiplies with, a hash of the kernels (`hash_of_sources`), what compiled
+            them, and the libraries they call.
         linear: A weight laid out once.
         heads: One weight per attention head, likewise; its argument is ``[H, N, K]``.
         experts: A layer's experts, likewise.

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import torch
 
+from pdserve.config.numerics import NumericsMode
+from pdserve.errors import ConfigError
 from pdserve.kernels.backend import (
     REFERENCE,
     KernelBackend,
@@ -25,6 +27,9 @@ BACKENDS: Mapping[str, str] = {
 }
 """Device type -> the module whose ``load`` makes its backend. Others have the reference."""
 
+FAST_BACKENDS: Mapping[str, str] = {"cuda": "pdserve.kernels.fast.backend"}
+"""Likewise, of numerics `FAST`. Others have none."""
+
 _NOT_IMPLEMENTATIONS = frozenset({"name", "description", "arch", "sources", "compiler", "sampling"})
 """Of the fields of a backend; tokens are chosen on the host where that is the device."""
 
@@ -32,7 +37,7 @@ _NEED_NO_TWIN = frozenset({"mlp", "attention", "sum_ranks"})
 """Halves of a layer: the reference's runs a backend's own operations in turn. And what CPUs do in
 memory that their ranks share."""
 
-_chosen: dict[torch.device, KernelBackend] = {}
+_chosen: dict[tuple[torch.device, NumericsMode], KernelBackend] = {}
 
 
 def _no_progress(_: str) -> None:
@@ -40,16 +45,30 @@ def _no_progress(_: str) -> None:
 
 
 def kernels_on(
-    device: torch.device, progress: Callable[[str], None] = _no_progress
+    device: torch.device,
+    progress: Callable[[str], None] = _no_progress,
+    numerics: NumericsMode = NumericsMode.EXACT,
 ) -> KernelBackend:
     """Return this process's backend for ``device``: chosen at the first call, then the same.
 
     Args:
         progress: Told, in words, what takes seconds.
+        numerics: What its results may depend on.
+
+    Raises:
+        ConfigError: Devices of this type have no backend for ``numerics``.
     """
-    if device not in _chosen:
-        _chosen[device] = choose(device, BACKENDS, progress)
-    return _chosen[device]
+    is_fast = numerics is NumericsMode.FAST
+    if is_fast and device.type not in FAST_BACKENDS:
+        raise ConfigError(
+            f"--numerics is 'fast': only CUDA devices compute so, and this one is "
+            f"'{device.type}'; use --numerics exact",
+            param="numerics",
+        )
+    of = device, numerics
+    if of not in _chosen:
+        _chosen[of] = choose(device, FAST_BACKENDS if is_fast else BACKENDS, progress)
+    return _chosen[of]
 
 
 def choose(

@@ -29,7 +29,7 @@ from benchmarks.gpu import checks, targets
 from benchmarks.gpu.kernel_parts import part_hashes
 from benchmarks.gpu.report_file import write
 
-PARTS = ("peaks", "copies", "rows", "attention", "bits", "linear", "step", "serving")
+PARTS = ("peaks", "copies", "rows", "attention", "bits", "linear", "step", "fast", "serving")
 _ROOT = Path(__file__).resolve().parents[2]
 _LONGER = {"serving": 3.0}
 """Parts that start engines, and how many times as long they may take as others."""

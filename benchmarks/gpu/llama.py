@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.timing import sized
+from pdserve.config.numerics import NumericsMode
 from pdserve.kernels.registry import kernels_on
 from pdserve.kernels.step import StepInputs
 from pdserve.models.arch import ModelArch, RopeArch, RopeKind
@@ -62,9 +63,9 @@ MAX_POSITIONS = sized(8192, dry=512)
 STD = sized(ARCH.initializer_range, dry=0.25)
 
 
-def make_model(device: torch.device) -> Decoder:
-    """Make the decoder, run by the device's kernels, with random weights."""
-    placement = Placement(device, DTYPE, kernels_on(device, print))
+def make_model(device: torch.device, numerics: NumericsMode = NumericsMode.EXACT) -> Decoder:
+    """Make the decoder, run by the device's kernels, with random weights: always the same."""
+    placement = Placement(device, DTYPE, kernels_on(device, print, numerics))
     model = Decoder(ARCH, placement, max_positions=MAX_POSITIONS)
     torch.manual_seed(1)
     for name, slot in model.slots().items():

@@ -73,6 +73,7 @@ def _findings(config: DoctorConfig) -> Iterator[Finding]:
     yield processor(_cpu_flags())
     yield devices()
     yield compiler()
+    yield from fast_numerics()
     yield shared_memory(Path("/dev/shm"))
     if not config.peer:  # with peers they are not expected to be free
         yield from (port(config.host, number, name) for name, number in _DEFAULT_PORTS)
@@ -161,6 +162,25 @@ def compiler() -> Finding:
             "models on the CPU run many times slower without: apt-get install g++",
         )
     return Finding("kernels", Grade.OK, kernels.description)
+
+
+def fast_numerics() -> Iterator[Finding]:
+    """What does `--numerics fast` compute with? For whoever has a CUDA device."""
+    try:
+        import torch
+
+        from pdserve.kernels.backend import KernelsUnavailableError
+        from pdserve.kernels.registry import FAST_BACKENDS, load
+    except ImportError:  # others have said so
+        return
+    if not torch.cuda.is_available():
+        return
+    try:
+        kernels = load(torch.device("cuda"), FAST_BACKENDS)
+    except KernelsUnavailableError as error:
+        yield Finding("fast numerics", Grade.WARN, str(error))
+        return
+    yield Finding("fast numerics", Grade.OK, kernels.description)
 
 
 def shared_memory(folder: Path) -> Finding:

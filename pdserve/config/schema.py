@@ -14,6 +14,7 @@ import msgspec
 
 from pdserve.config.checks import POSITIVE, is_loopback, require, require_not_negative, require_port
 from pdserve.config.kv_events import KVEventsConfig
+from pdserve.config.numerics import NumericsMode
 from pdserve.config.speculative import SpeculativeConfig
 from pdserve.wire.transfer import MAX_LEASE_S, MIN_LEASE_S
 
@@ -426,13 +427,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine_id: Stable name; empty derives one from role, host and port.
-        device: auto, cpu or cuda.
+        device, numerics: Where it computes (auto, cpu or cuda), and how it may round.
     """
 
     model: ModelConfig
     role: Role = Role.BOTH
     engine_id: str = ""
     device: str = "auto"
+    numerics: NumericsMode = NumericsMode.EXACT
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()

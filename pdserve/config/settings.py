@@ -61,6 +61,7 @@ _ENGINE: Final = (
         "engine",
         (
             ("device", "device", "auto|cpu|cuda", "where the model runs"),
+            ("numerics", "numerics", "exact|fast", "whether tokens must not depend on the batch, or may where that is faster (CUDA)"),
             ("engine-id", "engine_id", "NAME", "stable name; empty derives one from role, host and port"),
             ("heartbeat-timeout", "liveness.heartbeat_timeout_s", "SECONDS", "an engine core or rank that is stopped, or a core that sleeps and does not answer, is given up"),
             ("step-timeout", "liveness.step_timeout_s", "SECONDS", "a step that does not come back, or a busy core that does not answer, is given up"),

@@ -71,13 +71,13 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     """What decides how an engine rounds, beside its model: its numerics id.
 
-    Engines whose ids are equal write the same text for a request, whichever of them has computed
-    what of its KV. Others may exchange KV all the same.
+    Engines of exact numerics whose ids are equal write the same text for a request, whichever of
+    them has computed what of its KV. Others may exchange KV all the same.
 
     Attributes:
         device: Its kind, and what it multiplies with, as in "cuda sm_90".
         kernels: The kernel backend, and a hash of its sources.
-        compiler: What has compiled them, with its version.
+        compiler: What has compiled them, and what they call of others, with versions.
         tp_size: Ranks that share a layer: each sums a part.
     """
 

@@ -111,7 +111,7 @@ class Worker:
         num_threads = _set_threads(config.parallel, place)
         device = device_of(where, has_graphs=not config.model.enforce_eager)
         before = device.memory()
-        kernels = kernels_on(where, self._progress)
+        kernels = kernels_on(where, self._progress, config.numerics)
         world = self._world = self._join(where, kernels)
         if world.pp.is_last and world.tp.is_first:
             model = config.model

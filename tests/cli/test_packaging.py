@@ -21,6 +21,7 @@ TOOLS = ("tests", "benchmarks", "tools")
 # or runs in an environment of its own.
 OPTIONAL = {
     "dynamo": "benchmarks/dynamo_side.py",
+    "flash_attn_interface": "kernels/fast/attention.py",
     "grpc": "proxy/epp/listener.py",
     "instructor": "tests/clients/agents_side.py",
     "langchain_core": "tests/clients/langchain_side.py",

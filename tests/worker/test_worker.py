@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.commands import doctor
+from pdserve.config.numerics import NumericsMode
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.connectors import registry
 from pdserve.connectors.base import Capabilities, KVConnectorWorker
@@ -267,6 +268,16 @@ def test_cuda_that_is_not_there_is_a_configuration_error(tmp_path: Path) -> None
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)), device="cuda")
     with workers() as begin, pytest.raises(ConfigError, match="finds no CUDA device"):
         begin(config)
+
+
+def test_fast_numerics_without_cuda_are_a_configuration_error(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model=str(tmp_path)), device="cpu", numerics=NumericsMode.FAST
+    )
+    refusal = "--numerics is 'fast': .* 'cpu'; use --numerics exact"
+    with workers() as begin, pytest.raises(ConfigError, match=refusal) as refused:
+        begin(config)
+    assert refused.value.param == "numerics"
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (7, 0), (6, 1)])

@@ -24,7 +24,7 @@ VARIABLE_NOTES: Final = {
 }
 
 VARIABLES_WITHOUT_EFFECT: Final = {
-    "VLLM_BATCH_INVARIANT": "a request's tokens never depend on its batch, on CPUs and on GPUs",
+    "VLLM_BATCH_INVARIANT": "tokens do not depend on the batch, but for --numerics fast",
     "VLLM_CONFIGURE_LOGGING": "--log-level says what is logged",
     "VLLM_DISABLE_LOG_LOGO": "there is none",
     "VLLM_DO_NOT_TRACK": "nothing is reported to anybody",
