@@ -116,23 +116,29 @@ def _beside(exact_us: float, fast_us: float) -> dict[str, Any]:
 
 
 def run(limit_s: float) -> dict[str, Any]:
-    """Compare parts, then whole steps."""
+    """Compare attention, whole steps, then products."""
     experiments = Experiments("fast", limit_s)
     with torch.inference_mode():
         for length in PROMPTS:
             experiments.run(f"attention {length}", lambda length=length: attention(length))
+        steps(experiments)
         for name in SHAPES:
-            if name != "head":
+            if name != "head":  # no step asks for so many rows of logits
                 experiments.run(f"linear {name}", lambda name=name: linear(name))
-        models: list[Models] = []
-        experiments.run("models", lambda: models.append(Models()))
-        if models:
-            both, rows = models[0], models[0].rows
-            for length in LENGTHS:
-                prompt = rows.chunk(0, rows.prompt(0, length), 0)
-                experiments.run(f"prompt {length}", lambda prompt=prompt: both.beside(prompt))
-            for size in MIXED:
-                chunk = rows.prompt(NUM_DECODES, size - NUM_DECODES)
-                step = rows.mixed(NUM_DECODES, CONTEXT, chunk)
-                experiments.run(f"mixed {size}", lambda step=step: both.beside(step))
     return experiments.results
+
+
+def steps(experiments: Experiments) -> None:
+    """Compare prompts, and a chunk beside single tokens."""
+    models: list[Models] = []
+    experiments.run("models", lambda: models.append(Models()))
+    if not models:
+        return
+    both, rows = models[0], models[0].rows
+    for length in LENGTHS:
+        prompt = rows.chunk(0, rows.prompt(0, length), 0)
+        experiments.run(f"prompt {length}", lambda prompt=prompt: both.beside(prompt))
+    for size in MIXED:
+        chunk = rows.prompt(NUM_DECODES, size - NUM_DECODES)
+        step = rows.mixed(NUM_DECODES, CONTEXT, chunk)
+        experiments.run(f"mixed {size}", lambda step=step: both.beside(step))

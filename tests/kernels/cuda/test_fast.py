@@ -114,11 +114,12 @@ def flash(
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
     out = torch.empty_like(q)
     left, right = window_size
+    group = q.shape[1] // k_cache.shape[2]
     for request, num_keys in enumerate(cache_seqlens.tolist()):
         first, last = cu_seqlens_q[request : request + 2].tolist()
         pages = page_table[request, : -(-num_keys // k_cache.shape[1])].long()
         k, v = (
-            cache[pages].flatten(0, 1)[:num_keys].float().repeat_interleave(q.shape[1] // 2, 1)
+            cache[pages].flatten(0, 1)[:num_keys].float().repeat_interleave(group, 1)
             for cache in (k_cache, v_cache)
         )
         scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), k) * softmax_scale
