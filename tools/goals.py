@@ -157,7 +157,7 @@ def long_files(tree: SourceTree) -> list[str]:
 def functions_with_many_parameters(tree: SourceTree) -> list[str]:
     """Functions of the product with more than `MAX_PARAMETERS`, `self` and `cls` not counted.
 
-    Triton's are left out: a kernel takes every pointer, stride and constant by itself.
+    Triton's and Gluon's are left out: a kernel takes every pointer, stride and constant by itself.
     """
     return [
         f"{module.path}:{function.lineno} {function.name} ({count})"
@@ -170,7 +170,7 @@ def functions_with_many_parameters(tree: SourceTree) -> list[str]:
 
 
 def _is_of_triton(function: Function) -> bool:
-    return any("triton.jit" in ast.unparse(each) for each in function.decorator_list)
+    return any(".jit" in ast.unparse(each) for each in function.decorator_list)
 
 
 def _num_parameters(function: Function) -> int:

@@ -1,9 +1,10 @@
 """Paged attention of Llama-3.1-8B's shape: that its bits are fixed, and how fast each tiling is.
 
 *bits*: see `paged_bits`.
-*decode* and *prefill*: times of each tiling at contexts that the L2 cache does not hold, beside
-torch's attention over contiguous keys and values; *peaks* has what they are shares of. The best
-tiling of each row is printed; one for all is picked by hand: tile and segment fix the bits.
+*decode* and *prefill*: times of what is shipped, and of each tiling (of prompts those of
+`attend_whole`), at contexts that the L2 cache does not hold, beside torch's attention over
+contiguous keys and values; *peaks* has what they are shares of. The best tiling of each row is
+printed; one for all is picked by hand: tile and segment fix the bits.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ SPLITS = [
 WHOLES = [
     replace(
         BASE,
+        apart=False,
         tile=tile,
         segment=segment,
         whole_rows=rows,
@@ -91,8 +93,8 @@ def named(tiles: AttentionTiles, *, split: bool) -> str:
         tuning, more = tiles.split, f"{tiles.programs_per_sm} programs"
         rows = tiles.split_rows
     else:
-        tuning, more, rows = tiles.whole, "", tiles.whole_rows
-    return f"{cut}, rows {rows}, warps {tuning.warps}, stages {tuning.stages} {more}".strip()
+        tuning, more, rows = tiles.whole, "by attend_whole", tiles.whole_rows
+    return f"{cut}, rows {rows}, warps {tuning.warps}, stages {tuning.stages} {more}"
 
 
 # Compiling, many at once

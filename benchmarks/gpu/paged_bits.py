@@ -97,10 +97,12 @@ def _error(layers: Layers, q: Tensor, found: Tensor, window: int | None) -> floa
 
 BITS: dict[str, tuple[Any, ...]] = {
     "8B, blocks of 64": (HEADS, HEAD_DIM, 64, None),
+    "8B, prompts by attend_whole": (HEADS, HEAD_DIM, 64, None, replace(BASE, apart=False)),
     "8B, blocks of 16": (HEADS, HEAD_DIM, 16, None),
     "8B, window 700": (HEADS, HEAD_DIM, 64, 700),
     "8B, decode of 64 rows": (HEADS, HEAD_DIM, 64, None, replace(BASE, split_rows=64)),
     "group of 7, heads of 64": ((14, 2), 64, 32, None),
+    "group of 7, heads of 64, blocks of 128": ((14, 2), 64, 128, None),
     "heads of 80": ((4, 4), 80, 128, None),
     "heads of 96, group of 3": ((9, 3), 96, 8, 300),
     "heads of 256": ((8, 1), 256, 64, None),

@@ -1,4 +1,4 @@
-"""The two kernels of paged attention: whole rows, and segments of rows.
+"""Paged attention's two kernels for every architecture: whole rows, and segments of rows.
 
 `segments` says why a row's bits do not depend on which of them computed it. Both find their work
 on the device, from the lengths of the requests: which of them serves a request is told by its

@@ -1,9 +1,10 @@
 """Paged attention on CUDA: one body for prompts, chunks and single tokens, whole rows or segments.
 
-`segments` says why a row's bits do not depend on which of the two forms computed it. The choice is
+`segments` says why a row's bits do not depend on which of the forms computed it. The choice is
 therefore free, and is made from shapes on the host and from lengths on the device, so that nothing
 waits: requests with one query token, and steps of few tokens, are cut into segments, which a fixed
-number of programs take in turn; requests with more are cut into tiles of tokens.
+number of programs take in turn; requests with more are cut into tiles of tokens, which on Hopper
+loads and products compute apart from the softmax, where the cache allows it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from triton import next_power_of_2
 
 from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cuda.attend import attend_split, attend_whole
-from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.attend_apart import APART, ROWS_APART, attend_apart
+from pdserve.kernels.cuda.cache_rows import describe_cache
+from pdserve.kernels.cuda.launch import Tuning, is_interpreted, launch
 from pdserve.kernels.cuda.segments import (
     DTYPES,
     LOG2_E,
@@ -48,6 +51,7 @@ class AttentionTiles:
         programs_per_sm: Of such programs, that take segments in turn.
         whole_rows: Rows of a program that computes all segments.
         whole: How that one is compiled.
+        apart: Whether `attend_apart` does instead what it can.
     """
 
     tile: int
@@ -57,6 +61,7 @@ class AttentionTiles:
     programs_per_sm: int
     whole_rows: int
     whole: Tuning
+    apart: bool = False
 
 
 def _tuned(warps: int, stages: int) -> Tuning:
@@ -69,12 +74,13 @@ _FULL = AttentionTiles(32, 512, 16, _tuned(4, 2), 2, 32, _tuned(4, 2))
 _FULL_WIDE = AttentionTiles(32, 512, 16, _tuned(8, 1), 1, 16, _tuned(8, 1))
 
 # Hopper's have run, the others have been compiled. Tile and segment are the same for all.
+_HOPPER_HALF = replace(_HALF, apart=True)
 _SMALL_HALF = replace(_HALF, whole_rows=64, whole=_tuned(4, 2))
 _SMALL_HALF_WIDE = replace(_HALF_WIDE, split=_tuned(4, 1), whole_rows=32, whole=_tuned(4, 1))
 _TILES = {
     Architecture.SM_80: (_SMALL_HALF, _HALF_WIDE, _FULL, _FULL_WIDE),
     Architecture.SM_89: (_SMALL_HALF, _SMALL_HALF_WIDE, _FULL, _FULL_WIDE),
-    Architecture.SM_90: (_HALF, _HALF_WIDE, _FULL, _FULL_WIDE),
+    Architecture.SM_90: (_HOPPER_HALF, _HALF_WIDE, _FULL, _FULL_WIDE),
     Architecture.SM_100: (_HALF, _HALF_WIDE, _FULL, _FULL_WIDE),
 }
 
@@ -145,6 +151,7 @@ class Cut:
         split: Constants of `attend_split`.
         merge: Constants of `merge`.
         merging: How it is compiled.
+        apart: Constants of `attend_apart`; None where `attend_whole` computes.
     """
 
     tiles: AttentionTiles
@@ -152,6 +159,7 @@ class Cut:
     split: dict[str, Any]
     merge: dict[str, Any]
     merging: Tuning
+    apart: dict[str, Any] | None = None
 
 
 @cache
@@ -162,7 +170,7 @@ def _cut(
     windowed: bool,
 ) -> Cut:
     dtype, num_heads, head_dim = query
-    layer_dtype, (_, _, num_kv_heads, block_size, _), strides = layer
+    layer_dtype, (num_blocks, _, num_kv_heads, block_size, _), strides = layer
     group = num_heads // num_kv_heads
     inner = (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
     if (
@@ -186,7 +194,21 @@ def _cut(
         "BLOCK_SIZE": block_size,
         "WINDOWED": windowed,
     }
-    return cut_for(tiles, num_heads, (group, group), constants)
+    cut = cut_for(tiles, num_heads, (group, group), constants)
+    can_be_apart = (
+        tiles.apart
+        and not (windowed or is_interpreted())
+        and dtype.itemsize == 2
+        and head_dim in (64, 128)
+        and block_size % tiles.tile == 0
+        and strides[0] % head_dim == 0
+        and num_blocks * strides[0] // head_dim < 1 << 31  # rows are numbered in 32 bits
+    )
+    if not can_be_apart:
+        return cut
+    kept = ("GROUP", "KV_HEADS", "D", "TILE", "SEGMENT", "BLOCK_SIZE")
+    apart = {name: cut.whole[name] for name in kept}
+    return replace(cut, apart=apart | {"TOKENS": ROWS_APART // group, "STAGES": APART.stages})
 
 
 def cut_for(
@@ -235,27 +257,47 @@ def attend_as(cut: Cut, call: AttentionCall) -> Tensor:
 def _launch_whole(call: AttentionCall, cut: Cut, out: Tensor) -> None:
     """Compute the requests with two query tokens or more."""
     num_tokens, num_requests = call.q.shape[0], call.context_lens.shape[0]
-    constants = cut.whole
+    constants = cut.apart or cut.whole
     num_tiles = num_tokens // constants["TOKENS"] + min(num_requests, num_tokens // 2)
-    launch(
-        attend_whole,
-        (num_tiles * constants["KV_HEADS"],),
-        call.q,
-        call.kv_layer,
-        out,
-        call.block_tables,
-        call.query_start,
-        call.context_lens,
-        call.scale * LOG2_E,
-        call.window or 0,
-        call.kv_layer.stride(0),
-        call.block_tables.stride(0),
-        num_requests,
-        2,
-        tuning=cut.tiles.whole,
-        REQUESTS=padded_requests(num_requests),
-        **constants,
-    )
+    num_items = num_tiles * constants["KV_HEADS"]
+    lengths = call.block_tables, call.query_start, call.context_lens
+    exponent_scale, stride_table = call.scale * LOG2_E, call.block_tables.stride(0)
+    stride_block, num_padded = call.kv_layer.stride(0), padded_requests(num_requests)
+    if cut.apart is None:
+        launch(
+            attend_whole,
+            (num_items,),
+            call.q,
+            call.kv_layer,
+            out,
+            *lengths,
+            exponent_scale,
+            call.window or 0,
+            stride_block,
+            stride_table,
+            num_requests,
+            2,
+            tuning=cut.tiles.whole,
+            REQUESTS=num_padded,
+            **constants,
+        )
+    else:
+        launch(
+            attend_apart,
+            (min(num_items, multiprocessors(call.q.device)),),
+            call.q,
+            describe_cache(call.kv_layer, cut.tiles.tile),
+            out,
+            *lengths,
+            exponent_scale,
+            stride_block // constants["D"],
+            stride_table,
+            num_requests,
+            2,
+            tuning=APART,
+            REQUESTS=num_padded,
+            **constants,
+        )
 
 
 def _launch_split(call: AttentionCall, cut: Cut, out: Tensor, *, every: bool) -> None:

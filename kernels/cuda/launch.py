@@ -38,11 +38,13 @@ class Tuning:
         warps: Warps of a program.
         stages: Depth to which loads of a loop are prefetched.
         overlaps: Whether the kernel waits for the one before it by itself.
+        registers: That a thread starts with; None: as many as it needs.
     """
 
     warps: int
     stages: int = 1
     overlaps: bool = False
+    registers: int | None = None
 
 
 def launch(
@@ -54,7 +56,7 @@ def launch(
     default of Triton's versions differs, and with it the bits.
 
     Args:
-        kernel: A ``triton.jit`` function.
+        kernel: A ``triton.jit`` or ``gluon.jit`` function.
         grid: Programs per axis.
         args: The kernel's arguments, tensors and numbers, in order.
         constants: Its ``tl.constexpr`` arguments, by name.
@@ -69,6 +71,7 @@ def launch(
         **constants,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
+        maxnreg=tuning.registers,
         enable_fp_fusion=False,
     )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from pdserve.kernels.cases.attention import attention_inputs
+from pdserve.kernels.cases.attention import attention_inputs, with_nan_in_unused_slots
 from pdserve.kernels.cases.latent import latent_inputs
 from pdserve.kernels.registry import kernels_on
 
@@ -49,6 +52,7 @@ def assert_same_bits(op, args) -> None:
         ((8, 2), 128, 64, None, torch.float32),
         ((8, 2), 128, 16, 700, torch.bfloat16),
         ((9, 3), 64, 16, None, torch.float16),
+        ((14, 2), 64, 128, None, torch.float16),
         ((4, 4), 80, 128, None, torch.bfloat16),
         ((6, 2), 96, 32, 700, torch.float16),
         ((8, 1), 256, 8, None, torch.bfloat16),
@@ -103,3 +107,60 @@ def test_attention_of_single_tokens_is_captured_and_follows_its_inputs(cuda: tor
         contexts.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
         assert torch.equal(found, op(*args))
+
+
+BATCH = [(1, 900), (1500, 1500), (77, 77), (300, 1300), (5, 1029), (2, 514), (1, 64), (33, 250)]
+"""Query tokens and context of each request."""
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "head_dim", "block_size", "dtype"),
+    [
+        (BATCH, (8, 2), 128, 64, torch.bfloat16),
+        (BATCH * 9, (14, 2), 64, 128, torch.float16),
+        (BATCH, (40, 1), 64, 64, torch.bfloat16),
+    ],
+)
+def test_prompts_have_the_same_bits_where_loads_and_products_run_apart(
+    cuda: torch.device,
+    batch: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> None:
+    from pdserve.kernels.cuda.attention import AttentionCall, attend, tiles_for
+
+    queries, contexts = ([*each] for each in zip(*batch, strict=True))
+    call = AttentionCall(
+        *with_nan_in_unused_slots(
+            attention_inputs(
+                queries, contexts, heads, head_dim, dtype=dtype, device=cuda, block_size=block_size
+            )
+        )
+    )
+    tiles = tiles_for(dtype, head_dim)
+    found = [attend(call, tiles) for _ in range(3)]
+    whole = attend(call, replace(tiles, apart=False))
+    assert whole.isfinite().all()
+    assert all(torch.equal(each, whole) for each in found)
+
+
+def test_a_prompt_behind_a_captured_step_has_the_bits_of_one_before(cuda: torch.device) -> None:
+    op = kernels_on(cuda).paged_attention
+
+    def inputs(queries: list[int], contexts: list[int]) -> tuple[Any, ...]:
+        return attention_inputs(
+            queries, contexts, (8, 2), 128, dtype=torch.bfloat16, device=cuda, block_size=64
+        )
+
+    tokens, prompt = inputs([1] * 5, [700, 3, 64, 65, 512]), inputs([600, 1], [900, 70])
+    whole, found = op(*prompt), op(*tokens)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op(*tokens)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(op(*prompt), whole)
+        assert torch.equal(captured, found)

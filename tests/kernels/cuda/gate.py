@@ -149,6 +149,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     from pdserve.kernels.cuda.target import target
 
@@ -166,23 +167,28 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Com
         ):
             attributes[parameter.num,] = [["tt.divisibility", 16]]
     chosen = {k: v for k, v in options.items() if k not in signature}
-    source = ASTSource(kernel, signature, constants, attributes)
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_type(kernel, signature, constants, attributes)
     there = target().architecture
     built = triton.compile(source, target=GPUTarget("cuda", there.value, 32), options=chosen)
     told = f"{kernel.__name__} {options} on {there}"
     assert built.metadata.shared <= there.shared_bytes, told
     assert (built.metadata.tmem_size or 0) <= _TENSOR_MEMORY_COLUMNS, told
-    return _read(kernel.__name__, built, chosen["num_warps"])
+    return _read(kernel.__name__, built, built.metadata.num_warps)
 
 
 def _type(value: Any, specialized: bool) -> str:
     """Return the type that Triton's launcher gives to an argument."""
+    from triton.experimental.gluon.nvidia import hopper
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if isinstance(value, torch.Tensor):
         return _TYPES[value.dtype]
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
+    if isinstance(value, hopper.TensorDescriptor):
+        tile = f"{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}"
+        return f"tensordesc<{tile},{value.layout!r}>"
     if value is None or (specialized and type(value) is int and value == 1):
         return "constexpr"
     if isinstance(value, bool):

@@ -24,6 +24,7 @@ from pdserve.kernels.cuda.attention import (
     paged_attention,
     tiles_for,
 )
+from pdserve.kernels.cuda.cache_rows import describe_cache
 
 CPU = torch.device("cpu")
 FP16, FP32 = torch.float16, torch.float32
@@ -246,3 +247,14 @@ def test_what_the_kernels_do_not_take_is_refused_before_anything_is_launched() -
     q, layer, *rest = args(torch.float16, 32)
     with pytest.raises(NotTakenError, match="strided"):
         paged_attention(q, layer.transpose(3, 4).contiguous().transpose(3, 4), *rest)
+
+
+def test_a_layers_descriptor_finds_its_rows_and_knows_nothing_but_where_they_lie() -> None:
+    layer = torch.randn(5, 3, 2, 4, 128, 64).half()[:, 1]
+    found = describe_cache(layer, 64)
+    rows = layer.as_strided(found.shape, found.strides)
+    last = 4 * layer.stride(0) // 64 + (1 * 4 + 3) * 128
+    assert torch.equal(rows[last:], layer[4, 1, 3])
+    assert found.base == (layer.data_ptr(), torch.float16)
+    assert describe_cache(layer.view_as(layer), 64) is found
+    assert describe_cache(layer[:4], 64).shape == [last + 128 - layer.stride(0) // 64, 64]
