@@ -27,6 +27,7 @@ from tests.kernels.cuda import (
 OTHERS = [each for each in TARGETS.values() if each is not H100]
 SPILLED = {
     "attention prompt": 208,
+    "attention prompt, over 2^31 rows": 208,
     "attention prompt, blocks of 16": 192,
     "attention prompt, windowed": 192,
     "attention prompt, wide": 384,
