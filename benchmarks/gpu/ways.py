@@ -19,7 +19,8 @@ from torch import Tensor
 from benchmarks.gpu.timing import DEVICE, IS_DRY, sized
 from pdserve.kernels.cuda.launch import Tuning, without_overlap
 from pdserve.kernels.cuda.linear import multiply, multiply_gated
-from pdserve.kernels.cuda.tiles import FEW_ROWS, ProductTile, linear_tile
+from pdserve.kernels.cuda.sizes import FEW_ROWS
+from pdserve.kernels.cuda.tiles import ProductTile, linear_tile
 
 DTYPE = sized(torch.bfloat16, torch.float16)
 SHAPES = sized(

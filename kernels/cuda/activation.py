@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pdserve.kernels.cuda.checks import check_contiguous, same_type
 from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
+from pdserve.kernels.cuda.sizes import divided_up, empty_rows
 
 BLOCK = 1024
 TUNING = Tuning(warps=4, overlaps=True)
@@ -53,10 +54,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
     width, odd = divmod(both, 2)
     if odd:
         raise TypeError(f"want gate and up of one width, got {both} elements together")
-    out = x.new_empty((rows, width))
+    out = empty_rows(rows, width, x)
     launch(
         gate_row,
-        (rows, triton.cdiv(width, BLOCK)),
+        (rows, divided_up(width, BLOCK)),
         x,
         out,
         tuning=TUNING,

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import next_power_of_2
 
 from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cuda.attend import attend_split, attend_whole
@@ -31,6 +30,7 @@ from pdserve.kernels.cuda.segments import (
     multiprocessors,
     padded_requests,
 )
+from pdserve.kernels.cuda.sizes import empty_rows, next_power_of_2
 from pdserve.kernels.cuda.target import Architecture, target
 
 _MAX_HEAD_DIM = 256
@@ -245,7 +245,7 @@ def attend_as(cut: Cut, call: AttentionCall) -> Tensor:
     """Launch what the numbers of tokens and requests leave possible; ``[T, H * D]``."""
     q, num_requests = call.q, call.context_lens.shape[0]
     num_tokens, num_heads, _ = q.shape
-    out = torch.empty((num_tokens, num_heads * cut.whole["D"]), dtype=q.dtype, device=q.device)
+    out = empty_rows(num_tokens, num_heads * cut.whole["D"], q)
     every = num_tokens <= max(num_requests, _FEW_TOKENS)
     if not every:
         _launch_whole(call, cut, out)

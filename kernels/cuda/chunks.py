@@ -19,6 +19,7 @@ from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cuda.checks import check_integers
 from pdserve.kernels.cuda.digest import kept_on
 from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
 from pdserve.kernels.reference.chunks import check_chunks
 
 MAX_PROGRAMS = 32
@@ -144,8 +145,8 @@ def copied(copy: ChunkCopy, *, to_pool: bool, max_programs: int = MAX_PROGRAMS) 
     words, pool_words = kv.view(torch.int32), pool[: len(pool) // 4 * 4].view(torch.int32)
     num_words = words.shape[-1]
     run = block_size * num_words
-    piece = min(_PIECE_WORDS, triton.next_power_of_2(run))
-    pieces = triton.cdiv(run, piece)
+    piece = min(_PIECE_WORDS, next_power_of_2(run))
+    pieces = divided_up(run, piece)
     num_pieces = num_chunks * num_heads * num_layers * num_planes * num_blocks * pieces
     tables = torch.cat([each.flatten() for each in (blocks, starts, keys)])
     out = torch.zeros((num_chunks, num_layers, num_heads), dtype=torch.int64, device=kv.device)

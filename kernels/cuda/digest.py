@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdserve.kernels.cuda.checks import check_integers
 from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.sizes import next_power_of_2
 from pdserve.kernels.reference.digest import check_spans
 
 TUNING = Tuning(warps=4)
@@ -95,7 +96,7 @@ def digests_on_device(
     num_words = words.shape[-1]
     tables = torch.cat([spans.flatten(), keys.flatten()])
     out = torch.zeros((num_rows, num_layers, num_heads), dtype=torch.int64, device=kv.device)
-    words_block = triton.next_power_of_2(num_words)
+    words_block = next_power_of_2(num_words)
     launch(
         digest_span,
         (len(spans), num_layers * num_heads),

@@ -25,9 +25,12 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import knobs
 
 from pdserve.kernels.cuda.target import Architecture, target
+
+_INT32 = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,13 @@ def launch(
     if tuning.overlaps or "OVERLAPS" in kernel.arg_names:
         overlaps = tuning.overlaps and _overlapping and _can_overlap(target().architecture)
         constants |= {"OVERLAPS": overlaps, "launch_pdl": overlaps}
-    kernel[grid](
+    key = kernel.fn, tuning, *constants.items(), *map(_kind, args)
+    known = _compiled.get(key)
+    if known is not None:
+        compiled, rest = known
+        compiled[(*grid, 1, 1)[:3]](*args, *rest)
+        return
+    compiled = kernel[grid](
         *args,
         **constants,
         num_warps=tuning.warps,
@@ -74,6 +83,24 @@ def launch(
         maxnreg=tuning.registers,
         enable_fp_fusion=False,
     )
+    if compiled is not None:  # not interpreted
+        _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+"""What Triton has made of a launch, and its constants as the kernel takes them. It finds both by
+itself, but takes several times as long."""
+
+
+def _kind(arg: Any) -> object:
+    """Return all of an argument that Triton may compile another kernel for."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, int):
+        return arg == 1, arg % 16 == 0, -_INT32 <= arg < _INT32
+    if isinstance(arg, float) or arg is None:
+        return type(arg)
+    return arg.base.dtype, *arg.block_shape  # by descriptor
 
 
 @triton.jit

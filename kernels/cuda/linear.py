@@ -21,9 +21,14 @@ from pdserve.kernels.cuda.product import (
     product,
     product_pair,
 )
+from pdserve.kernels.cuda.sizes import empty_rows, with_whole_tiles
 from pdserve.kernels.cuda.tiles import ProductTile, gated_tile, heads_tile, linear_tile
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.reference.mla import PackedHeads
+
+_MANY_ROWS = 1024
+"""From here on one tile that is slow to load by descriptor costs less than all that are loaded
+without."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -125,10 +130,9 @@ def multiply(
     num_rows, num_heads, depth = x.shape
     num_cols = weight.shape[1]
     x_tiles = weight_tiles = None
-    if tile.described and num_heads == 1 and can_describe(x[:, 0], weight[0]):
-        x_tiles = TensorDescriptor.from_tensor(x[:, 0], [tile.rows, tile.depth])
-        weight_tiles = (kept or Descriptors(weight[0])).of_tiles(tile.cols, tile.depth)
-    grid = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_cols, tile.cols), num_heads
+    if tile.described and num_heads == 1:
+        x_tiles, weight_tiles = _descriptors(x[:, 0], weight[0], tile, kept)
+    grid = tile.num_programs(num_rows, num_cols), num_heads
     launch(
         multiply_kernel,
         grid,
@@ -150,6 +154,19 @@ def multiply(
         HAS_BIAS=bias is not None,
         **tile.constants(num_cols, depth),
     )
+
+
+def _descriptors(
+    x: Tensor, weight: Tensor, tile: ProductTile, kept: Descriptors | None
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Return those of both operands; None if they cannot be described, or had better not be."""
+    whole = with_whole_tiles(x, tile.rows)
+    if whole is None and len(x) > _MANY_ROWS:
+        whole = x
+    if whole is None or not can_describe(whole, weight):
+        return None, None
+    tiles = TensorDescriptor.from_tensor(whole, [tile.rows, tile.depth])
+    return tiles, (kept or Descriptors(weight)).of_tiles(tile.cols, tile.depth)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -250,12 +267,11 @@ def multiply_gated(
     num_rows, depth = x.shape
     inner = len(weight) // 2
     x_tiles = weight_tiles = None
-    if tile.described and can_describe(x, weight):
-        x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
-        weight_tiles = (kept or Descriptors(weight)).of_tiles(tile.cols, tile.depth)
+    if tile.described:
+        x_tiles, weight_tiles = _descriptors(x, weight, tile, kept)
     launch(
         multiply_gated_kernel,
-        (triton.cdiv(num_rows, tile.rows) * triton.cdiv(inner, tile.cols),),
+        (tile.num_programs(num_rows, inner),),
         x,
         weight,
         x if bias is None else bias,
@@ -303,7 +319,7 @@ class CudaLinear(PackedLinear):
             TypeError: As of a call.
         """
         self._check(x, None)
-        out = torch.empty((len(x), self.out_features // 2), dtype=self.dtype, device=x.device)
+        out = empty_rows(len(x), self.out_features // 2, x)
         tile = gated_tile(len(x), self.dtype)
         multiply_gated(x, self._weight, self._bias, out, tile, self._descriptors)
         return out

@@ -15,6 +15,7 @@ from pdserve.kernels.cuda.activation import gated
 from pdserve.kernels.cuda.checks import check_float
 from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
 from pdserve.kernels.cuda.product import place_of, product, product_pair
+from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
 from pdserve.kernels.cuda.tiles import experts_tiles
 from pdserve.kernels.reference.moe import PackedExperts
 
@@ -287,7 +288,7 @@ class CudaExperts(PackedExperts):
         middle = torch.empty((num_ids, inner), dtype=x.dtype, device=x.device)
         launch(
             gate_up_kernel,
-            (len(tiles) * triton.cdiv(inner, gate_up_tile.cols),),
+            (len(tiles) * divided_up(inner, gate_up_tile.cols),),
             x,
             self._gate_up,
             middle,
@@ -306,7 +307,7 @@ class CudaExperts(PackedExperts):
         parts = torch.empty((num_ids, width), dtype=torch.float32, device=x.device)
         launch(
             down_kernel,
-            (len(tiles) * triton.cdiv(width, down_tile.cols),),
+            (len(tiles) * divided_up(width, down_tile.cols),),
             middle,
             self._down,
             parts,
@@ -322,7 +323,7 @@ class CudaExperts(PackedExperts):
         )
         launch(
             sum_kernel,
-            (num_tokens, triton.cdiv(width, _COLUMNS)),
+            (num_tokens, divided_up(width, _COLUMNS)),
             parts,
             ids,
             weights,
@@ -356,7 +357,7 @@ def _sort(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
         num_experts,
         tuning=_SORTING,
         ROWS=rows,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=next_power_of_2(num_experts),
         BLOCK=_IDS,
     )
     return order, tiles

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cuda.checks import check_contiguous, same_type
 from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
+from pdserve.kernels.cuda.sizes import empty_rows, next_power_of_2
 
 _MAX_WIDTH = 1 << 15
 """What a program holds in registers: 64 elements for each of 512 threads."""
@@ -67,9 +69,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return _norm(x, residual, weight, eps)
 
 
+@cache
 def tuning_of(width: int) -> Tuning:
     """Return how rows of a width are normed: 16 elements a thread, as far as 16 warps go."""
-    return Tuning(warps=min(16, max(1, triton.next_power_of_2(width) // 512)), overlaps=True)
+    return Tuning(warps=min(16, max(1, next_power_of_2(width) // 512)), overlaps=True)
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -80,10 +83,11 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
         raise NotTakenError(f"rows of 1 to {_MAX_WIDTH} elements are normed, not of {width}")
     if weight.shape != (width,):
         raise TypeError(f"want weight ({width},), got {tuple(weight.shape)}")
-    out = torch.empty_like(x)
+    num_rows = x.numel() // width
+    out = empty_rows(num_rows, width, x).view(x.shape)
     launch(
         norm_row,
-        (x.numel() // width,),
+        (num_rows,),
         x,
         x if residual is None else residual,
         weight,
@@ -91,7 +95,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
         eps,
         tuning=tuning_of(width),
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         ADDS=residual is not None,
     )
     return out

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pdserve.kernels.cuda.checks import check_contiguous, same_type
 from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.sizes import divided_up
 
 BLOCK = 1024
 TUNING = Tuning(warps=4)
@@ -50,7 +51,7 @@ def sum_ranks(parts: Tensor) -> Tensor:
     out = torch.empty_like(parts[0])
     launch(
         add_ranks,
-        (triton.cdiv(size, BLOCK),),
+        (divided_up(size, BLOCK),),
         parts,
         out,
         size // piece,

@@ -14,6 +14,7 @@ from torch import Tensor
 from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cuda.checks import check_contiguous, check_integers, same_type
 from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
+from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
 
 _TILE = 1024
 """Elements of the heads of a program: 16 for each thread of two warps."""
@@ -207,7 +208,7 @@ def rope_and_cache(
     out = qkv.new_empty((rows, num_heads, head_dim))
     launch(
         rope_heads,
-        (rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)),
+        (rows, divided_up(num_heads, heads) + divided_up(num_kv_heads, heads)),
         qkv,
         positions,
         cos_sin,
@@ -223,10 +224,10 @@ def rope_and_cache(
         NUM_KV_HEADS=num_kv_heads,
         HEADS=heads,
         HEAD_DIM=head_dim,
-        HEAD_BLOCK=triton.next_power_of_2(head_dim),
+        HEAD_BLOCK=next_power_of_2(head_dim),
         HALF=half,
-        HALF_BLOCK=triton.next_power_of_2(half),
-        REST_BLOCK=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        HALF_BLOCK=next_power_of_2(half),
+        REST_BLOCK=next_power_of_2(max(1, head_dim - 2 * half)),
         BLOCK_SIZE=block_size,
     )
     return out
@@ -234,8 +235,8 @@ def rope_and_cache(
 
 def heads_of_program(head_dim: int, num_heads: int) -> int:
     """Return how many heads of a token a program rotates: never more than there are."""
-    fitting: int = max(1, _TILE // triton.next_power_of_2(head_dim))
-    available: int = triton.next_power_of_2(num_heads)
+    fitting: int = max(1, _TILE // next_power_of_2(head_dim))
+    available: int = next_power_of_2(num_heads)
     return min(fitting, available)
 
 
@@ -345,7 +346,7 @@ def rope_and_latent(
     heads = heads_of_program(2 * half, num_heads)
     launch(
         rope_latent,
-        (rows, triton.cdiv(num_heads, heads) + 1),
+        (rows, divided_up(num_heads, heads) + 1),
         q,
         queries,
         latent,
@@ -362,9 +363,9 @@ def rope_and_latent(
         HEADS=heads,
         Q_DIM=q_dim,
         LATENT=latent_dim,
-        LATENT_BLOCK=triton.next_power_of_2(latent_dim),
+        LATENT_BLOCK=next_power_of_2(latent_dim),
         HALF=half,
-        HALF_BLOCK=triton.next_power_of_2(half),
+        HALF_BLOCK=next_power_of_2(half),
         BLOCK_SIZE=block_size,
     )
     return queries

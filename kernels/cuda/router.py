@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
+from pdserve.kernels.cuda.sizes import next_power_of_2
 from pdserve.kernels.reference.moe import RoutingRule
 
 
@@ -165,8 +166,8 @@ def route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tenso
         TOP_GROUPS=rule.top_k_groups if is_limited else 0,
         BY_TWO=rule.rank_groups_by_two,
         TOP_K=rule.top_k,
-        CHOICES=triton.next_power_of_2(rule.top_k),
-        GROUPS=triton.next_power_of_2(num_groups),
-        SIZE=triton.next_power_of_2(group_size),
+        CHOICES=next_power_of_2(rule.top_k),
+        GROUPS=next_power_of_2(num_groups),
+        SIZE=next_power_of_2(group_size),
     )
     return ids, weights

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
 from pdserve.kernels.reference.rules import Ruled, RuleTables
 
 _BLOCK = 2048
@@ -115,7 +116,7 @@ def note_token(
 def rule(logits: Tensor, tables: RuleTables, ruled: Ruled, *, by_bias: bool, avoids: bool) -> None:
     """See ``reference.rules.rule``; contiguous."""
     num_ruled, vocab_size = len(ruled.rows), logits.shape[1]
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    num_blocks = divided_up(vocab_size, _BLOCK)
     grid = num_ruled, num_blocks
     are_left = torch.empty(num_ruled * avoids, num_blocks, dtype=torch.int32, device=logits.device)
     launch(
@@ -146,7 +147,7 @@ def rule(logits: Tensor, tables: RuleTables, ruled: Ruled, *, by_bias: bool, avo
             num_blocks,
             tuning=_TUNING,
             BLOCK=_BLOCK,
-            BLOCKS=triton.next_power_of_2(num_blocks),
+            BLOCKS=next_power_of_2(num_blocks),
         )
 
 

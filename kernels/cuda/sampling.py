@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.cuda.launch import Tuning, launch
+from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
 from pdserve.kernels.reference.sampling import Draws
 
 _BLOCK = 2048
@@ -305,7 +306,7 @@ def draw_row(
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See ``reference.sampling.largest``; contiguous."""
     num_rows, vocab_size = logits.shape
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    num_blocks = divided_up(vocab_size, _BLOCK)
     partial = _empty(logits, num_rows, num_blocks, dtype=torch.int64)
     tokens = _empty(logits, num_rows, dtype=torch.int64)
     peaks = _empty(logits, num_rows, dtype=torch.float32)
@@ -329,7 +330,7 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
         vocab_size,
         num_blocks,
         tuning=_TUNING,
-        BLOCKS=triton.next_power_of_2(num_blocks),
+        BLOCKS=next_power_of_2(num_blocks),
     )
     return tokens, peaks
 
@@ -339,7 +340,7 @@ def draw(
 ) -> None:
     """See ``reference.sampling.draw``; contiguous."""
     num_draws, vocab_size = len(draws.rows), logits.shape[1]
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    num_blocks = divided_up(vocab_size, _BLOCK)
     grid = num_draws, num_blocks
     every = logits, peaks, draws.rows, draws.scale, draws.min_p
     tallies = torch.zeros(
@@ -391,7 +392,7 @@ def draw(
         num_blocks,
         tuning=_TUNING,
         BLOCK=_BLOCK,
-        BLOCKS=triton.next_power_of_2(num_blocks),
+        BLOCKS=next_power_of_2(num_blocks),
     )
 
 

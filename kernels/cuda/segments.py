@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton import next_power_of_2
 
 from pdserve.kernels.cuda.launch import Tuning, wait_for_previous
+from pdserve.kernels.cuda.sizes import next_power_of_2
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -16,11 +16,13 @@ of other architectures have only been compiled.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from pdserve.kernels.cuda.launch import Tuning
-from pdserve.kernels.cuda.target import Architecture, target
+from pdserve.kernels.cuda.sizes import FEW_ROWS, divided_up
+from pdserve.kernels.cuda.target import Architecture, LaunchTarget, target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +61,7 @@ class ProductTile:
 
     def num_programs(self, num_rows: int, num_cols: int) -> int:
         """Return how many of it a product has."""
-        return -(-num_rows // self.rows) * -(-num_cols // self.cols)
-
-
-FEW_ROWS = 16
-"""Most rows of a tile whose programs do not overlap with the kernel before."""
+        return divided_up(num_rows, self.rows) * divided_up(num_cols, self.cols)
 
 
 def _tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: bool) -> ProductTile:
@@ -217,15 +215,18 @@ _TABLES = {
 
 def linear_tile(num_rows: int, num_cols: int, dtype: torch.dtype) -> ProductTile:
     """Return the tile of ``[num_rows, K] @ [num_cols, K].T``: K makes all waves equally longer."""
-    if dtype == torch.float32:
-        return FP32
-    tables, multiprocessors = _here(), target().multiprocessors
+    return FP32 if dtype == torch.float32 else _half_tile(num_rows, num_cols, target())
+
+
+@lru_cache(4096)
+def _half_tile(num_rows: int, num_cols: int, here: LaunchTarget) -> ProductTile:
+    tables, multiprocessors = _TABLES[here.architecture], here.multiprocessors
     if num_rows <= _SOME_ROWS:
         table = tables.few if num_rows <= FEW_ROWS else tables.some
         return _chosen(table, num_cols / multiprocessors)
 
     def us(of: _Cost) -> float:
-        return -(-of.tile.num_programs(num_rows, num_cols) // multiprocessors) * of.us
+        return divided_up(of.tile.num_programs(num_rows, num_cols), multiprocessors) * of.us
 
     return min(tables.many, key=us).tile
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,3 +62,52 @@ def test_kernels_of_a_step_overlap() -> None:
         if "OVERLAPS" in ast.unparse(function.args)
     }
     assert overlapping >= {"norm_row", "gate_row", "rope_heads", "rope_latent", "attend_apart"}
+
+
+class _Kernel:
+    """Stands for a kernel and what Triton makes of it, which needs a device to run."""
+
+    arg_names = ("x", "size", "SECOND", "FIRST")
+
+    def __init__(self) -> None:
+        self.fn = self
+        self.made: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def make(*args: Any, **options: Any) -> Any:
+            self.made.append(args)
+            return _Made(self.launched)
+
+        return make
+
+
+class _Made:
+    def __init__(self, launched: list[tuple[Any, ...]]) -> None:
+        self._launched = launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self._launched.append((grid, *args))
+
+
+def test_triton_is_asked_once_for_each_kind_of_arguments() -> None:
+    kernel, x = _Kernel(), torch.zeros(64, dtype=torch.int32)
+
+    def call(x: torch.Tensor, size: int, first: int = 3) -> int:
+        launch(kernel, (2,), x, size, tuning=Tuning(1), FIRST=first, SECOND=4)
+        return len(kernel.made)
+
+    assert call(x, 5) == 1
+    assert not kernel.launched
+    assert call(x, 7) == 1
+    assert kernel.launched == [((2, 1, 1), x, 7, 4, 3)]
+    others = [
+        (x, 1),
+        (x, 16),
+        (x, 1 << 31),
+        (x[1:], 5),
+        (x.to(torch.int64), 5),
+        (x, 5, 2),
+    ]
+    assert [call(*other) for other in others] == [2, 3, 4, 5, 6, 7]
+    assert len(kernel.launched) == 1

@@ -59,6 +59,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def beside_nan(num_rows: int, *shape: int) -> torch.Tensor:
+    """Return random rows, behind which as many as fill any tile are NaN."""
+    both = torch.full((num_rows + 64, *shape), float("nan"))
+    both[:num_rows] = random(num_rows, *shape)
+    return both[:num_rows]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "case", "dtype"), ROWS)
 def test_products_are_those_of_the_reference(
@@ -87,7 +94,7 @@ TILES = {
 @pytest.mark.parametrize("shape", [(50, 96, 128), (33, 70, 72), (5, 40, 33)], ids=str)
 def test_every_tile_gives_the_product(tile: ProductTile, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
-    x, weight, bias = random(m, 1, k), random(1, n, k, seed=2), random(n, seed=3)
+    x, weight, bias = beside_nan(m, 1, k), random(1, n, k, seed=2), random(n, seed=3)
     out = torch.full((m, 1, n), float("nan"))
     multiply(x, weight, bias, out, tile)
     torch.testing.assert_close(out[:, 0], x[:, 0] @ weight[0].T + bias, rtol=1e-4, atol=1e-4)
@@ -100,7 +107,7 @@ def test_every_tile_gives_the_product_and_its_activation(
     tile: ProductTile, shape: tuple[int, int, int]
 ) -> None:
     m, inner, k = shape
-    x, weight, bias = random(m, k), random(2 * inner, k, seed=2), random(2 * inner, seed=3)
+    x, weight, bias = beside_nan(m, k), random(2 * inner, k, seed=2), random(2 * inner, seed=3)
     out = torch.full((m, inner), float("nan"))
     multiply_gated(x, weight, bias, out, tile)
     expected = silu_and_mul(x @ weight.T + bias)
