@@ -13,7 +13,7 @@ requests, by what they add up to: `client` is what lies outside of the proxy, an
 (`relay.server`) are parts of the one before the dot.
 
 `with_schema`: by how much the first token, and the wait from there to the second, are longer if the
-output follows a JSON schema.
+output follows a JSON schema, and where the time of the first goes then.
 
 `loaded`: the same hand-over while 16 streams run at the decode engine. `without_wire_ms` is the
 second token minus the first one, at the client's side of the proxy, without the bytes' transfer
@@ -340,6 +340,7 @@ def _over(asked: list[Asked], beside: list[Asked]) -> dict[str, Any]:
     return {
         "ttft_over_ms": _spread([a.outcome.ttft_s - b.outcome.ttft_s for a, b in pairs]),
         "second_token_over_ms": _spread([a.second_s - b.second_s for a, b in pairs]),
+        "first_token_terms_ms": _terms(asked, _first_of_pair),
     }
 
 

@@ -294,10 +294,16 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Fail(msgspec.Struct, frozen=True, tag="fail"):
-    """P writes nothing (more) for this registration; nothing is in flight."""
+    """P writes nothing (more) for this registration; nothing is in flight.
+
+    Attributes:
+        aborted: A rank of D has asked for it by `Abort`. P may say so to another before that one
+            hears of it from its own engine.
+    """
 
     load_id: int
     reason: str
+    aborted: bool = False
 
 
 class MoverFrame(msgspec.Struct, frozen=True, tag="mover"):

@@ -6,7 +6,7 @@ Values, and what follows from them; `pushing` acts on them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.connectors.slicing import token_step
 
@@ -53,6 +53,13 @@ class Observation:
     exposed_s: float
 
 
+class Ending(NamedTuple):
+    """Why a push is over, or ending; `aborted` as in `Fail`."""
+
+    reason: str
+    aborted: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Push:
     """One nonce.
@@ -92,7 +99,7 @@ class Push:
     last_step: ChunkStep | None = None
     unproven: ChunkStep | None = None
     grant: Grant | None = None
-    ending: str | None = None
+    ending: Ending | None = None
     stop: Stop | None = None
     release: LeaseEnd | None = None
 
@@ -138,8 +145,6 @@ def why_not_writable(source: KVShape, hello: Hello, message: Register) -> str | 
 
 def why_not_of(push: Push, destination: Destination, message: Register) -> str | None:
     """Why what a rank of D has registered is no part of this push; None = it is."""
-    if push.ending is not None:
-        return f"the push is over: {push.ending}"
     if destination.life in push.parts:
         return "this rank has registered other blocks for it"
     why = why_not_expected(push, destination.hello)

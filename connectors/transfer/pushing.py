@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pdserve.connectors.handover.news import Registered, Withdrawn
 from pdserve.connectors.remembered import LEASES_REMEMBERED, Remembered
@@ -31,6 +31,7 @@ from pdserve.connectors.transfer.chunks import ChunkWriter
 from pdserve.connectors.transfer.destinations import Destinations
 from pdserve.connectors.transfer.protocol import Accept, Fail
 from pdserve.connectors.transfer.pushes import (
+    Ending,
     Push,
     push_due_s,
     why_not_expected,
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from pdserve.connectors.transfer.seams import Seams
 
 _log = logging.getLogger(__name__)
+
+V = TypeVar("V")
 
 _MAX_PARKED = 4096
 _NEVER = float("inf")
@@ -81,7 +84,7 @@ class Pushing:
         self._destinations = Destinations(seams.mover)
         self._pushes: dict[str, Push] = {}
         self._by_request: dict[str, str] = {}
-        self._over: Remembered[str] = Remembered()
+        self._over: Remembered[Ending] = Remembered()
         self._overtaken: Remembered[str] = Remembered()
         self.registered: list[Registered] = []
         self.withdrawn: list[Withdrawn] = []
@@ -133,7 +136,7 @@ class Pushing:
         """A request waits for D; take up the registrations that came before."""
         nonce, now_s = expect.nonce, self._now_s()
         if (over := self._over.get(nonce)) is not None:
-            self.withdrawn.append(Withdrawn(nonce=nonce, reason=over))
+            self.withdrawn.append(Withdrawn(nonce=nonce, reason=over.reason))
             return
         push = self._pushes.get(nonce)
         if push is None:
@@ -192,7 +195,7 @@ class Pushing:
         """Write nothing more; `Settled` follows when nothing reads from the blocks."""
         push = self._pushes.get(stop.nonce)
         if push is None:
-            self._remember(stop.nonce, stop.reason)
+            self._remember(stop.nonce, Ending(stop.reason))
             self._leases.stop(stop.nonce, stop.request_id, self._now_s())
             return
         push.stop = stop
@@ -208,13 +211,15 @@ class Pushing:
     def register(self, destination: Destination, message: Register) -> None:
         """D has blocks for it."""
         nonce = message.nonce
-        if (over := self._over.get(nonce)) is not None:
-            destination.send(Fail(message.load_id, f"the push is over: {over}"))
-            return
         push = self._pushes.get(nonce)
         known = None if push is None else push.parts.get(destination.life)
         if known is not None and known.register.load_id == message.load_id:
             self.faults["push_repeated"] += 1
+            return
+        ending = self._over.get(nonce) if push is None else push.ending
+        if ending is not None:
+            reason = f"the push is over: {ending.reason}"
+            destination.send(Fail(message.load_id, reason, ending.aborted))
             return
         try:
             why = self._why_refused(push, destination, message)
@@ -276,7 +281,7 @@ class Pushing:
             destination.send(Fail(message.load_id, "nothing is being written"))
             return
         part.destination = destination  # it may ask over another connection
-        self._end(push, "D gave it up")
+        self._end(push, "D gave it up", aborted=True)
 
     def heard(self, destination: Destination, nonces: Iterable[str]) -> None:
         """D still waits for these."""
@@ -370,10 +375,10 @@ class Pushing:
 
     # ---- ending ------------------------------------------------------------------------
 
-    def _end(self, push: Push, reason: str) -> None:
+    def _end(self, push: Push, reason: str, *, aborted: bool = False) -> None:
         """Write nothing more; the rest follows once what is in flight has settled."""
         if push.ending is None:
-            push.ending = reason
+            push.ending = Ending(reason, aborted)
             for part in push.parts.values():
                 if not part.is_through:
                     part.stop(self._mover)
@@ -381,10 +386,11 @@ class Pushing:
 
     def _settle(self, push: Push) -> None:
         """Tell each D of a push that is ending, once nothing is in flight to it."""
+        ending = push.ending or Ending("")
         for part in push.parts.values():
             if not (part.num_jobs or part.is_through):
                 self._close(part, OutgoingState.OVER)
-                part.destination.send(Fail(part.register.load_id, push.ending or ""))
+                part.destination.send(Fail(part.register.load_id, *ending))
         self._finish_if_over(push)
 
     def _close(self, part: OutgoingPart, state: OutgoingState) -> None:
@@ -399,7 +405,7 @@ class Pushing:
             return
         if self._pushes.pop(push.nonce, None) is None:
             return
-        self._remember(push.nonce, push.ending or "D has taken it")
+        self._remember(push.nonce, push.ending or Ending("D has taken it"))
         expect, now_s = push.expect, self._now_s()
         if expect is not None:
             self._by_request.pop(expect.request_id, None)
@@ -407,8 +413,9 @@ class Pushing:
         if push.stop is not None:
             self._leases.stop(push.stop.nonce, push.stop.request_id, now_s)
         elif push.ending is not None and expect is not None:
-            self.withdrawn.append(Withdrawn(nonce=push.nonce, reason=push.ending))
-            log_event(_log, "kv push withdrawn", nonce=push.nonce, reason=push.ending)
+            reason = push.ending.reason
+            self.withdrawn.append(Withdrawn(nonce=push.nonce, reason=reason))
+            log_event(_log, "kv push withdrawn", nonce=push.nonce, reason=reason)
         if push.release is not None:
             self._leases.release(push.nonce, now_s, push.release)
 
@@ -424,10 +431,10 @@ class Pushing:
                 return push, part
         return None, None
 
-    def _remember(self, nonce: str, reason: str) -> None:
-        self._keep(self._over, nonce, reason)
+    def _remember(self, nonce: str, ending: Ending) -> None:
+        self._keep(self._over, nonce, ending)
 
-    def _keep(self, over: Remembered[str], key: Hashable, value: str) -> None:
+    def _keep(self, over: Remembered[V], key: Hashable, value: V) -> None:
         now_s = self._now_s()
         until_s = now_s + LEASES_REMEMBERED * self._transfer.lease_s
         over.add(key, value, now_s=now_s, until_s=until_s)

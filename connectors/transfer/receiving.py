@@ -215,7 +215,8 @@ class Receiving:
             return
         reservation, part = found
         part.state = IncomingState.OVER
-        self._give_up(reservation, LoadFailure.WITHDRAWN, f"{peer} says: {message.reason}")
+        why = LoadFailure.ABORTED if message.aborted else LoadFailure.WITHDRAWN
+        self._give_up(reservation, why, f"{peer} says: {message.reason}")
 
     def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
         """A rank of P cannot be reached. What it has written and said so is good all the same."""

@@ -279,6 +279,22 @@ def test_a_push_is_withdrawn_when_nothing_is_written_any_more_and_leased_to_othe
     assert [(s.nonce, s.end) for s in world.p.settled] == [(handoff.nonce, LeaseEnd.RELEASED)]
 
 
+def test_what_one_rank_of_d_has_aborted_is_aborted_to_another_that_hears_of_it_from_p() -> None:
+    world = World((make_shape(), make_shape(tp=2)), OneAddress())
+    world.reserve()
+    world.d.abort(world.at_d)
+    told = world.d.scheduler.take_instructions()
+    assert told is not None
+    one, other = (rank.worker for rank in world.d.ranks)
+    one.post(told)
+    failed = []
+    for _ in range(POLLS_ON_THE_WIRE):
+        one.get_finished()
+        world.p.step()
+        failed += other.get_finished().failed
+    assert [each.reason for each in failed] == [LoadFailure.ABORTED]
+
+
 def rotten(*numbers: int) -> World:
     return World((make_shape(), make_shape()), OneAddress(), trouble_at_d=Rot(*numbers))
 
