@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pdserve.errors import InternalError
 from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
 
@@ -199,11 +201,15 @@ class StepQueue:
         assert holding is not None
         self.known.add(request.request_id)
         request.tell_tokens()
+        sampling = request.sampling
+        if request.remote_decode and sampling.grammar is not None:
+            # Of what another engine goes on with, nothing is worked out behind the first token.
+            sampling = msgspec.structs.replace(sampling, max_tokens=1)
         return NewRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=list(request.output_token_ids),
-            sampling=request.sampling,
+            sampling=sampling,
             block_ids=list(holding.blocks),
             num_computed_tokens=request.num_computed_tokens,
             prediction_token_ids=request.wire.prediction_token_ids,

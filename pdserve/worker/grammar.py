@@ -5,8 +5,12 @@
 
 All of it is done by threads of the pool, which leave the interpreter's lock: most masks take some
 microseconds, but nothing bounds what a grammar can ask for. A step that needs a mask which is not
-there goes on without that row; nobody else waits for it. A request whose masks take long has them
+there goes on without that row; nobody else waits for it. Grammars whose masks take long have them
 made by threads that come behind all others, where cores are few.
+
+No thread is asked where none is needed, for it would take the interpreter from the step: what may
+come first is known with a compiled grammar, and behind its last token a request has no mask. So a
+prefill engine, which samples one token, has none made beside its steps.
 
 Where a request stands is a function of its grammar and its output tokens alone: it is built anew
 from them behind a hand-over, or a preemption. Knows neither logits nor rows.
@@ -18,7 +22,8 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llguidance import LLMatcher
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from pdserve.text.grammar import GrammarCompiler
@@ -40,7 +46,7 @@ _NUM_SLOW_THREADS: Final = 2
 SLOW_S: Final = 0.002
 """CPU time of masks that is a part of a step's time."""
 _MASK_WEIGHT: Final = 0.25
-"""Of the last mask in the mean of a request's: a vocabulary's first masks take some ms."""
+"""Of the last mask in the mean of a grammar's: a vocabulary's first masks take some ms."""
 _MAX_COMPILED_BYTES: Final = 256 << 20
 """Of grammars that are kept compiled, the ones used last."""
 _COMPILED_BYTES: Final = 128 << 10
@@ -58,6 +64,41 @@ _FORBIDDEN: Final = _IS_ZERO.view(np.uint64).ravel()
 _BIASES: Final = np.where(_IS_ZERO, np.float32(-np.inf), np.float32(0.0))
 
 
+class Allowed(NamedTuple):
+    """What may come next at some place in a grammar.
+
+    Attributes:
+        bits: `[vocab_size / 8]` uint8 or longer, of the tokens that may; of nothing if `error`.
+        may_end: The output may end here.
+        is_over: It must.
+        forced: Tokens that must come next, if they are wanted, and are found soon.
+        error: Why none may come.
+        cpu_s: CPU time that it took to find out.
+    """
+
+    bits: NDArray[np.uint8]
+    may_end: bool = False
+    is_over: bool = False
+    forced: Sequence[int] = ()
+    error: str = ""
+    cpu_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class CompiledGrammar:
+    """A grammar at its beginning, for requests to copy.
+
+    Attributes:
+        matcher: Never consumes a token.
+        first: What may come first.
+        mask_s: CPU time of its masks, a moving mean.
+    """
+
+    matcher: LLMatcher
+    first: Allowed
+    mask_s: float
+
+
 class GrammarPool:
     """Compiled grammars, and the threads that work on them.
 
@@ -65,7 +106,7 @@ class GrammarPool:
         load: Makes the compiler: called once, at once, in one of the threads.
         finds_forced: What a grammar leaves no choice of is worked out, too.
         max_bytes: Of grammars that are kept compiled, by an estimate; the last one is kept anyway.
-        slow_s: CPU time of a request's masks, on average, above which they are made by threads that
+        slow_s: CPU time of a grammar's masks, on average, above which they are made by threads that
             come behind all others.
 
     Attributes:
@@ -85,7 +126,7 @@ class GrammarPool:
         self._num_bytes = 0
         self.finds_forced = finds_forced
         self._compiler: Future[GrammarCompiler] = Future()
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
         self._lock = threading.Lock()
         self._threads = DeepThreads("grammars", num_threads=_NUM_THREADS)
         self._slow_threads = DeepThreads(
@@ -98,13 +139,22 @@ class GrammarPool:
         """Have something done in one of the threads."""
         (self._slow_threads if is_slow else self._threads).submit(work)
 
-    def matcher(self, text: str) -> LLMatcher:
-        """Return a matcher of a grammar, at its beginning. To be called in one of the threads.
+    def known(self, text: str) -> CompiledGrammar | None:
+        """Return a grammar if it is compiled already."""
+        with self._lock:
+            found = self._compiled.get(text)
+            if found is None or not found.done() or found.exception() is not None:
+                return None
+            self._compiled.move_to_end(text)
+        return found.result()
+
+    def compiled(self, text: str) -> CompiledGrammar:
+        """Return a grammar, compiled. To be called in one of the threads.
 
         Raises:
             PdserveError: The grammar cannot be used, or no grammar can.
         """
-        mine: Future[LLMatcher] | None = None
+        mine: Future[CompiledGrammar] | None = None
         with self._lock:
             found = self._compiled.get(text)
             if found is None:
@@ -117,12 +167,25 @@ class GrammarPool:
                 self._compiled.move_to_end(text)
         if mine is not None:
             try:
-                mine.set_result(self._compiler.result().compile(text))
+                matcher = self._compiler.result().compile(text)
+                first = self.allowed_by(matcher)
+                mine.set_result(CompiledGrammar(matcher, first, first.cpu_s))
             except PdserveError as error:
                 mine.set_exception(error)
-        compiled = found.result()  # which one of the threads is at
-        with self._lock:
-            return compiled.deep_copy()
+        return found.result()  # which one of the threads is at
+
+    def allowed_by(self, matcher: LLMatcher) -> Allowed:
+        """Return what may come next. To be called in one of the threads."""
+        begin_s = time.thread_time()
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        cpu_s = time.thread_time() - begin_s
+        if matcher.is_error():
+            return Allowed(bits[:0], error=in_short(matcher.get_error()), cpu_s=cpu_s)
+        is_over = matcher.is_stopped()
+        # Where they take long to find, nobody else has the interpreter as long.
+        finds_forced = self.finds_forced and not is_over and cpu_s <= self.slow_s
+        forced = matcher.compute_ff_tokens() if finds_forced else ()
+        return Allowed(bits, matcher.is_accepting(), is_over, forced, cpu_s=cpu_s)
 
     def close(self) -> None:
         """End the threads, each behind what it is at. May be called twice."""
@@ -170,9 +233,10 @@ class Constraint:
         self._has_begun = begin is not None
         self._recent = list(outputs[-len(self._starts_after) :]) if not self._has_begun else []
         self._unseen = [] if begin is None else list(outputs[begin:])
+        self._compiled = pool.known(grammar.text)
         self._matcher: LLMatcher | None = None
+        self._is_put_off = False
         self._was_waited_for = False
-        self._mask_s = 0.0
         # Made in a step's inference mode, and written by other threads: as arrays.
         num_bytes = -(-vocab_size // 8)
         self._forbidden_of_bytes = np.full(num_bytes, _FORBIDDEN[0])
@@ -182,10 +246,13 @@ class Constraint:
         self.is_over = False
         self.is_rejected = False
         self.error = ""
-        self._forced: list[int] = []
+        self._forced: Sequence[int] = ()
         # Held while a thread of the pool is at it; it is not the one that takes it.
         self._busy = threading.Lock()
-        self._advance()
+        if self._compiled is None or self._unseen:
+            self._advance()
+        else:
+            self.error = self._take(self._compiled.first)
 
     def apply(self, row: Tensor) -> None:
         """Make what is forbidden impossible in `row`, `[vocab_size]` fp32."""
@@ -205,6 +272,8 @@ class Constraint:
         Args:
             until_s: How long, in monotonic seconds.
         """
+        if self._is_put_off:
+            self._advance()
         wait_s = 0.0 if self._was_waited_for else max(0.0, until_s - time.monotonic())
         if self._busy.acquire(timeout=wait_s):
             self._busy.release()
@@ -214,24 +283,32 @@ class Constraint:
 
     def forced(self) -> list[int]:
         """Return the tokens that must come next, as far as that is known now."""
-        if not (self._has_begun and self._busy.acquire(blocking=False)):
+        is_none = self._is_put_off or not self._has_begun
+        if is_none or not self._busy.acquire(blocking=False):
             return []
         self._busy.release()
-        return self._forced
+        return list(self._forced)
 
-    def note(self, token_id: int) -> None:
-        """Take the token that was sampled; what comes next was known."""
+    def note(self, token_id: int, *, is_last: bool = False) -> None:
+        """Take the token that was sampled; what comes next was known.
+
+        Args:
+            is_last: What comes next is not worked out before it is asked for.
+        """
         if self._has_begun:
             self._unseen.append(token_id)
-            self._advance()
+            self._is_put_off = is_last
+            if not is_last:
+                self._advance()
             return
         self._recent = [*self._recent, token_id][-len(self._starts_after) :]
         self._has_begun = tuple(self._recent) == self._starts_after
 
     def _advance(self) -> None:
         self._busy.acquire()
-        self._was_waited_for = False
-        self._pool.submit(self._work, is_slow=self._mask_s > self._pool.slow_s)
+        self._is_put_off = self._was_waited_for = False
+        is_slow = self._compiled is not None and self._compiled.mask_s > self._pool.slow_s
+        self._pool.submit(self._work, is_slow=is_slow)
 
     def _work(self) -> None:
         self.error = "the grammar could not be worked out"
@@ -245,28 +322,31 @@ class Constraint:
     def _consume_unseen(self) -> str:
         """Take in the tokens that came, and tell which may follow; return why none may."""
         unseen, self._unseen = self._unseen, []
+        if self._compiled is None:
+            self._compiled = self._pool.compiled(self._text)
         if self._matcher is None:
-            self._matcher = self._pool.matcher(self._text)
+            self._matcher = self._compiled.matcher.deep_copy()
             # What this engine samples is allowed. To consume tokens fails at limits, too.
             self.is_rejected = self._matcher.validate_tokens(unseen) < len(unseen)
         if unseen and not self._matcher.consume_tokens(unseen):
             return in_short(self._matcher.get_error())
-        begin_s = time.thread_time()
-        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._mask_s += (time.thread_time() - begin_s - self._mask_s) * _MASK_WEIGHT
-        if self._matcher.is_error():
-            return in_short(self._matcher.get_error())
-        bits = mask[: len(self._forbidden_of_bytes)]
+        allowed = self._pool.allowed_by(self._matcher)
+        self._compiled.mask_s += (allowed.cpu_s - self._compiled.mask_s) * _MASK_WEIGHT
+        return self._take(allowed)
+
+    def _take(self, allowed: Allowed) -> str:
+        """Take which tokens may come next; return why none may."""
+        if allowed.error:
+            return allowed.error
+        bits = allowed.bits[: len(self._forbidden_of_bytes)]
         np.take(_FORBIDDEN, bits, out=self._forbidden_of_bytes[: len(bits)], mode="clip")
         np.take(_BIASES, bits, axis=0, out=self._bias_of_bytes[: len(bits)], mode="clip")
-        if not self._matcher.is_accepting():
+        if not allowed.may_end:
             self.forbidden.numpy()[self._ends] = True
             self._bias.numpy()[self._ends] = -np.inf
         if self.forbidden.numpy().all():
             return "the tokenizer has no way to write what must come next"
-        self.is_over = self._matcher.is_stopped()
-        if self._pool.finds_forced:
-            self._forced = [] if self.is_over else self._matcher.compute_ff_tokens()
+        self.is_over, self._forced = allowed.is_over, allowed.forced
         return ""
 
 

@@ -76,12 +76,15 @@ class LogitRules:
         self._device = device
         self._vocab_size = vocab_size
         biased = {t: b for t, b in params.logit_bias.items() if 0 <= t < vocab_size}
-        self._biased = torch.tensor(list(biased), dtype=torch.int64, device=device)
-        self._bias = torch.tensor(list(biased.values()), dtype=torch.float32, device=device)
+        self._bias: tuple[Tensor, Tensor] | None = None
+        if biased:
+            index = torch.tensor(list(biased), dtype=torch.int64, device=device)
+            bias = torch.tensor(list(biased.values()), dtype=torch.float32, device=device)
+            self._bias = index, bias
         self._forbidden: Tensor | None = None
         if params.allowed_token_ids is not None:
             allowed = self._indices(params.allowed_token_ids)
-            if not len(allowed):
+            if allowed is None:
                 raise InternalError(
                     f"a request allows only {params.allowed_token_ids} of {vocab_size} tokens: "
                     "the server should have refused it"
@@ -89,7 +92,7 @@ class LogitRules:
             self._forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
             self._forbidden[allowed] = False
         self._bad_words = _BadWords(params.bad_words)
-        self._min_tokens = params.min_tokens
+        self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
         singles = self._bad_words.singles
         stops = params.eos_token_ids + params.stop_token_ids if params.min_tokens else ()
         self._avoided = self._indices(singles)
@@ -118,7 +121,8 @@ class LogitRules:
         if self._penalties is not None:
             self._penalties.note(token_id)
         if self._constraint is not None:
-            self._constraint.note(token_id)
+            is_last = len(self._outputs) >= self._max_tokens
+            self._constraint.note(token_id, is_last=is_last)
 
     def forced(self) -> list[int]:
         """Return the tokens that the grammar leaves no choice of, as far as that is known."""
@@ -141,8 +145,9 @@ class LogitRules:
             constraint = None
         if constraint is not None and not constraint.is_known(until_s):
             return Hindered(Hindrance.UNREADY)
-        if len(self._biased):
-            row[self._biased] += self._bias
+        if self._bias is not None:
+            index, bias = self._bias
+            row[index] += bias
         if self._penalties is not None:
             self._penalties.apply(row)
         if self._forbidden is not None:
@@ -154,9 +159,9 @@ class LogitRules:
         is_at_first = len(self._outputs) < self._min_tokens
         avoided = self._avoided_at_first if is_at_first else self._avoided
         completed = self._bad_words.completed_by(self._outputs)
-        if completed:
-            avoided = torch.cat([avoided, self._indices(completed)])
-        if len(avoided):
+        if (more := self._indices(completed)) is not None:
+            avoided = more if avoided is None else torch.cat([avoided, more])
+        if avoided is not None:
             before = row[avoided]
             row[avoided] = -torch.inf
             if row.max() == -torch.inf:
@@ -192,9 +197,10 @@ class LogitRules:
             return Hindered(Hindrance.DEAD_END, why)
         return None
 
-    def _indices(self, token_ids: Iterable[int]) -> Tensor:
+    def _indices(self, token_ids: Iterable[int]) -> Tensor | None:
+        """Those of the vocabulary; None if there are none: a tensor takes some microseconds."""
         inside = sorted({t for t in token_ids if 0 <= t < self._vocab_size})
-        return torch.tensor(inside, dtype=torch.int64, device=self._device)
+        return torch.tensor(inside, dtype=torch.int64, device=self._device) if inside else None
 
 
 class _BadWords:

@@ -164,7 +164,8 @@ class Sampler:
         hindered = self._apply_rules(at, ruled, logits)
         largest = [i for i in ruled if at[i] not in self._random]
         if largest:
-            chosen[largest], peaks = _argmax(logits[largest])
+            owned = logits if len(largest) == len(at) else logits[largest]
+            chosen[largest], peaks = _argmax(owned)
             is_finite[largest] &= np.isfinite(peaks)
         if random:
             owned = logits if len(random) == len(at) else logits[random]

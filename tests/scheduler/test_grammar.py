@@ -106,3 +106,14 @@ def test_a_first_token_that_the_grammar_does_not_allow_refuses_the_handoff() -> 
     failures = engine.scheduler.stats().kv_load_failures
     assert failures[LoadFailure.INCOMPATIBLE.value] == 1
     engine.scheduler.assert_nothing_held()
+
+
+@pytest.mark.parametrize(("remote_decode", "max_tokens"), [(True, 1), (False, 8)])
+def test_of_what_another_engine_goes_on_with_ranks_are_asked_for_one_token(
+    remote_decode: bool, max_tokens: int
+) -> None:
+    """Behind the last one they work out nothing."""
+    engine = Engine()
+    engine.scheduler.add(make_request("r", PROMPT, 8, grammar=EVEN, remote_decode=remote_decode))
+    step = engine.submit()
+    assert [each.sampling.max_tokens for each in step.new_requests] == [max_tokens]

@@ -157,7 +157,7 @@ def test_compiled_grammars_are_kept_within_bytes(compiler: GrammarCompiler) -> N
     pool = GrammarPool(lambda: counting, max_bytes=600 << 10)  # type: ignore[arg-type, return-value]
     small, large = 'start: "a"', 'start: "' + "b" * 4000 + '"'
     for text in (small, large, large, small, 'start: "c"', small, large):
-        pool.matcher(text)
+        pool.compiled(text)
     pool.close()
     # The large one takes most of the room, by itself or with one small one beside it.
     assert counting.texts == [small, large, small, 'start: "c"', large]
@@ -376,6 +376,63 @@ def test_masks_that_take_long_come_behind_all_other_threads(
     constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
     walk(constraint, 1, 3)
     assert pool.are_slow == [False, *[expected] * 3]
+    pool.close()
+
+
+def test_a_grammar_that_was_slow_is_slow_for_those_who_come_later(
+    compiler: GrammarCompiler, vocab_size: int
+) -> None:
+    pool = NotingPool(lambda: compiler, slow_s=0.0)
+    grammar = Grammar(text=GRAMMARS["schema"])
+    walk(Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,)), 1, 1)
+    pool.are_slow.clear()
+    walk(Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,)), 1, 1)
+    assert pool.are_slow == [True]
+    pool.close()
+
+
+@pytest.mark.parametrize(("slow_s", "is_found"), [(0.0, False), (60.0, True)])
+def test_forced_tokens_that_take_long_to_find_are_not_looked_for(
+    slow_s: float, is_found: bool, compiler: GrammarCompiler, vocab_size: int
+) -> None:
+    """llguidance keeps the interpreter to itself for that."""
+    pool = GrammarPool(lambda: compiler, finds_forced=True, slow_s=slow_s)
+    grammar = Grammar(text='start: "aaaaaaaa"')
+    constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+    assert allowed(constraint)
+    assert bool(constraint.forced()) == is_found
+    pool.close()
+
+
+def test_what_a_compiled_grammar_allows_first_needs_no_thread(
+    compiler: GrammarCompiler, vocab_size: int
+) -> None:
+    pool = HeldPool(lambda: compiler)
+    grammar = Grammar(text=GRAMMARS["schema"])
+    compiling = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+    pool.release()
+    expected = allowed(compiling)
+    constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+    assert constraint.is_known(0.0)
+    assert allowed(constraint) == expected
+    pool.close()
+
+
+def test_behind_its_last_token_a_request_has_no_mask_made_unless_one_is_asked_for(
+    compiler: GrammarCompiler, letters: dict[str, int], vocab_size: int
+) -> None:
+    pool = NotingPool(lambda: compiler, slow_s=60.0)
+    grammar = Grammar(text="start: /[ab]{3}/")
+    rules = rules_of(pool, vocab_size, [], grammar=grammar, max_tokens=2)
+    for token_id in letters.values():
+        row = torch.zeros(vocab_size)
+        assert rules.apply(row, soon()) is None
+        assert token_id in left(row)
+        rules.note(token_id)
+    assert len(pool.are_slow) == 2, "a mask was made that nobody had asked for"
+    row = torch.zeros(vocab_size)
+    assert rules.apply(row, soon()) is None
+    assert left(row) == sorted(letters.values())
     pool.close()
 
 
