@@ -25,7 +25,7 @@ _NUM_EACH: Final = 64
 _EVERY_S: Final = 0.2
 """Between two steps that are learned from, from then on."""
 _TOLD_S: Final = 1.0
-"""Between two times that it says something else, but for what it did not know before."""
+"""Between two times that it says something else, but for what it knows from twice as much."""
 
 
 class StepLearner:
@@ -39,7 +39,7 @@ class StepLearner:
         self._prompts = LinearFit(3, min_samples=_MIN_SAMPLES)
         self._steps = LinearFit(3, min_samples=_MIN_SAMPLES)
         self._due_s = self._told_s = float("-inf")
-        self._num_known = 0
+        self._next_prompts = self._next_steps = _MIN_SAMPLES
         self._told: LearnedTimes | None = None
 
     def step(
@@ -78,8 +78,11 @@ class StepLearner:
 
     def told(self, now_s: float) -> LearnedTimes | None:
         """Return what is to be said now; None while nothing is known."""
-        num_known = self._prompts.is_known + self._steps.is_known
-        if num_known > self._num_known or (num_known and now_s - self._told_s >= _TOLD_S):
-            self._num_known, self._told_s = num_known, now_s
+        num_prompts, num_steps = self._prompts.num_samples, self._steps.num_samples
+        knows_more = num_prompts >= self._next_prompts or num_steps >= self._next_steps
+        if knows_more or (self._told is not None and now_s - self._told_s >= _TOLD_S):
+            self._next_prompts = max(_MIN_SAMPLES, 2 * num_prompts)
+            self._next_steps = max(_MIN_SAMPLES, 2 * num_steps)
+            self._told_s = now_s
             self._told = LearnedTimes(self._prompts.sums, self._steps.sums)
         return self._told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,24 @@ def test_an_engine_learns_nothing_that_nobody_is_told_or_whose_steps_are_not_a_t
 def test_until_it_knows_something_it_says_nothing():
     engine = Engine(tells=True)
     assert told(engine) is None
+
+
+def test_at_first_it_says_more_as_soon_as_it_knows_from_twice_as_much():
+    engine = Engine(tells=True, num_blocks=200, max_model_len=200)
+    start_s = engine.clock.monotonic_s()
+    said: list[LearnedTimes] = []
+    for number in range(40):
+        engine.scheduler.add(make_request(f"20-{number}", [number % 8, number // 8] * 10, 1))
+        while (step := engine.submit()) is not None:
+            engine.clock.advance(seconds_of(step))
+            engine.collect()
+        learned = told(engine)
+        if learned is not None and learned not in said:
+            said.append(learned)
+    assert engine.clock.monotonic_s() < start_s + 1.0
+    nums = [each.prompts.num for each in said]
+    assert len(nums) >= 3
+    assert all(b >= 1.8 * a for a, b in itertools.pairwise(nums))
 
 
 def test_it_says_something_else_a_second_later_at_the_earliest():
