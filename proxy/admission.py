@@ -25,24 +25,27 @@ class AdmissionQueue:
         max_concurrent: Requests that may run at once.
         queue_size: Requests that may wait for a place.
         queue_timeout_s: How long one may wait.
+
+    Attributes:
+        places: Who has them, and who waits.
     """
 
     def __init__(self, max_concurrent: int, queue_size: int, queue_timeout_s: float) -> None:
         self._max_concurrent = max_concurrent
         self._queue_size = queue_size
         self._queue_timeout_s = queue_timeout_s
-        self._places = FairPlaces(max_concurrent, _now_s)
+        self.places = FairPlaces(max_concurrent, _now_s)
         self._waiters: dict[Claim, asyncio.Future[bool]] = {}
 
     @property
     def num_running(self) -> int:
         """Requests that hold a place."""
-        return self._places.num_running
+        return self.places.num_running
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return self._places.num_waiting
+        return self.places.num_waiting
 
     @asynccontextmanager
     async def place(self, claim: Claim | None = None) -> AsyncIterator[HeldPlace]:
@@ -57,7 +60,7 @@ class AdmissionQueue:
         try:
             yield place
         finally:
-            self._places.take_back(claim, place.cost)
+            self.places.take_back(claim, place.cost)
 
     def require_room(self, tenant: str = "") -> None:
         """Check that one more request of a tenant may run or wait.
@@ -67,19 +70,15 @@ class AdmissionQueue:
         """
         is_full = self.num_waiting >= self._queue_size
         is_busy = self.num_running >= self._max_concurrent or self.num_waiting > 0
-        if is_full and is_busy and self._places.newest_of_greediest(tenant) is None:
+        if is_full and is_busy and self.places.newest_of_greediest(tenant) is None:
             raise OverloadedError(
                 f"{self.num_running} requests run and {self.num_waiting} wait: try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def tokens_before(self, tenant: str) -> float:
-        """See `FairPlaces.tokens_before`."""
-        return self._places.tokens_before(tenant)
-
     def look(self) -> None:
         """Look again at the requests that wait: what they wait for may have come."""
-        self._places.look()
+        self.places.look()
 
     async def _acquire(self, claim: Claim) -> None:
         self.require_room(claim.tenant)
@@ -88,7 +87,7 @@ class AdmissionQueue:
         waiter = self._waiters[claim] = asyncio.get_running_loop().create_future()
         claim.grant = lambda: self._granted(claim)
         try:
-            self._places.ask(claim)
+            self.places.ask(claim)
             async with asyncio.timeout(self._queue_timeout_s):
                 has_place = await waiter
         except TimeoutError:
@@ -110,9 +109,9 @@ class AdmissionQueue:
 
     def _turn_away(self, tenant: str) -> None:
         """Make room in the queue for one more request of a tenant, if another one takes it all."""
-        victim = self._places.newest_of_greediest(tenant)
+        victim = self.places.newest_of_greediest(tenant)
         if victim is not None:
-            self._places.withdraw(victim)
+            self.places.withdraw(victim)
             if not self._waiters[victim].done():
                 self._waiters[victim].set_result(False)
 
@@ -124,9 +123,9 @@ class AdmissionQueue:
     def _give_up(self, claim: Claim) -> None:
         """Leave the queue; pass on a place that was granted in the same moment."""
         if claim.is_running:
-            self._places.take_back(claim, 0.0)
+            self.places.take_back(claim, 0.0)
         elif claim.is_waiting:
-            self._places.withdraw(claim)
+            self.places.withdraw(claim)
 
 
 class HeldPlace:

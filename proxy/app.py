@@ -152,9 +152,8 @@ class Proxy:
             on_load=None if self.pairing is None else self.pairing.heard,
         )
         router = Router(config, self.backends, self._prefixes, self.pairing)
-        before = self.admission.tokens_before
         outlook = Outlook(router, self.backends, self._prefixes, self.pairing)
-        gate = Gate(config, outlook, before, self.pairing, self.metrics.gate)
+        gate = Gate(config, outlook, self.admission.places, self.pairing, self.metrics.gate)
         services = Services(
             config=config,
             http=self._http,

@@ -126,9 +126,8 @@ class Flow:
         if self._services.prefixes is not None and not self._legs.ends_with_prompt:
             read = await self._services.prefixes.read(self._legs.body)
             self._legs.prompt = self._legs.prompt.named_as(read)
-        prompt = self._legs.prompt
         self._story.queued()
-        gate.require_promising(prompt)
+        prompt = self._legs.prompt = gate.promising(self._legs.prompt)
         async with self._services.admission.place(gate.claim(prompt)) as place:
             self._story.admitted()
             try:

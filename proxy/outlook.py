@@ -11,6 +11,7 @@ from pdserve.config.schema import Role
 from pdserve.proxy.brain.decision import decide
 
 if TYPE_CHECKING:
+    from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
@@ -70,15 +71,28 @@ class Outlook:
     def can_begin_within(self, limit_s: float, *, at_home: bool) -> bool:
         """Whether some engine will have computed the prompts that it has within `limit_s`.
 
+        Where others have some it may be done before it says so, and would wait: that counts, too.
+
         Args:
             at_home: Only engines whose home role includes prefill count.
         """
         if self._pairing is None:
             return True
-        has_able = False
-        for each in self._backends:
-            if each.available and not (at_home and each.home is Role.DECODE):
-                if self._pairing.backlog_s(each) <= limit_s:
-                    return True
-                has_able = True
-        return not has_able
+        able = [
+            each
+            for each in self._backends
+            if each.available and not (at_home and each.home is Role.DECODE)
+        ]
+        return not able or any(self._begins_within(limit_s, each) for each in able)
+
+    def would_begin_within(self, limit_s: float, prompt: RoutePrompt) -> bool:
+        """The same of where a request would be sent now, if prompts are for that engine first."""
+        found = self.of(prompt)
+        engine = None if found is None else self._backends.get(found[1].prefill)
+        return engine is None or engine.home is Role.DECODE or self._begins_within(limit_s, engine)
+
+    def _begins_within(self, limit_s: float, engine: Backend) -> bool:
+        if self._pairing is None:
+            return True
+        untold_s = self._pairing.ledger.untold_s(engine.url)
+        return self._pairing.backlog_s(engine) <= limit_s + untold_s

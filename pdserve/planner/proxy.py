@@ -165,9 +165,8 @@ class VirtualProxy:
             self.pairing.model = ScaledModel(faults.predicted)
             self.homes = HomeRoles(config, self.backends, self.pairing, clock, metrics.route)
         self._router = Router(config, self.backends, self._prefixes, self.pairing)
-        before = self._places.tokens_before
         outlook = Outlook(self._router, self.backends, self._prefixes, self.pairing)
-        self._gate = Gate(config, outlook, before, self.pairing, metrics.gate)
+        self._gate = Gate(config, outlook, self._places, self.pairing, metrics.gate)
 
     def teach(self, workload: Sequence[Work], max_num_seqs: int) -> None:
         """Have it know what engines take, as one does that has served such requests."""
@@ -210,7 +209,7 @@ class VirtualProxy:
             session=work.session,
         )
         try:
-            self._gate.require_promising(prompt)
+            prompt = self._gate.promising(prompt)
         except OverloadedError:
             outcome.is_rejected = True
             self._on_over(work, number, False)

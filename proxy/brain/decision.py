@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from pdserve.proxy.brain.ledger import RECENT_S
 from pdserve.proxy.brain.question import PairCost, PairDecision
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _TTFT_RATIO: Final = 3.0
 _HOP_S: Final = 0.002
 _MOSTLY: Final = 0.3
 _SHORT_TOKENS: Final = 512
+_MAX_BUSY: Final = 0.9
 
 
 def default_ttft_slo_s(times: ServiceTimes, num_tokens: int) -> float:
@@ -134,7 +136,7 @@ class PairCosts:
         self._times = times or question.times
         self._ttft_slo_s, self._itl_slo_s = question.ttft_slo_s, question.itl_slo_s
         self._output, self._spread = question.num_output, question.spread
-        self._coming = question.coming
+        self._coming, self._held_s = question.coming, question.held_s
 
     def of_prefill(self, engine: PairCandidate) -> float:
         """What computing the prompt there costs."""
@@ -169,6 +171,7 @@ class PairCosts:
         itl_s = times.step_s(work.num_streams, work.kv_tokens) if work.num_streams else 0.0
         missing = max(1, self._num_tokens - engine.hit_tokens)
         return {
+            "held": self._held_s if engine.is_prefill else 0.0,
             "queue": times.backlog_s(work, engine.begun_s),
             "prefill": times.prompt_s(self._num_tokens, engine.hit_tokens),
             "beside": times.steps_of(missing + work.prompt_tokens) * itl_s,
@@ -182,7 +185,7 @@ class PairCosts:
         harm = 0.0
         num_streams = work.num_streams + (self._coming if engine.is_decode else 0.0)
         if num_streams:
-            itl_s = self._times.step_s(num_streams, work.kv_tokens)
+            itl_s = self._itl_s(engine, num_streams, work.kv_tokens)
             slowed_s = itl_s + ttft["prefill"] * self._times.spread
             harm = num_streams * (_missed(slowed_s / slo_s) - _missed(itl_s / slo_s))
         bias = 0.0 if engine.is_prefill else BIAS
@@ -191,18 +194,28 @@ class PairCosts:
 
     def _decode_terms(self, engine: PairCandidate, wire_s: float) -> tuple[dict[str, float], float]:
         """What giving the tokens there costs; and the time between them."""
-        times, work, slo_s = self._times, engine.work, self._itl_slo_s
-        backlog_s = times.backlog_s(work, engine.begun_s) * times.spread
+        work, slo_s = engine.work, self._itl_slo_s
         num_streams = work.num_streams + self._coming
-        before_s = times.step_s(num_streams, work.kv_tokens) + backlog_s
-        after_s = backlog_s + times.step_s(
-            num_streams + 1, work.kv_tokens + self._num_tokens + self._output
+        before_s = self._itl_s(engine, num_streams, work.kv_tokens)
+        after_s = self._itl_s(
+            engine, num_streams + 1, work.kv_tokens + self._num_tokens + self._output
         )
         harm = num_streams * (_missed(after_s / slo_s) - _missed(before_s / slo_s))
         itl = _missed(after_s / slo_s)
         wire = _missed((after_s + wire_s * self._spread) / slo_s) - itl
         bias = 0.0 if engine.is_decode else BIAS
         return {"itl": itl, "wire": wire, "harm": harm, "bias": bias}, after_s
+
+    def _itl_s(self, engine: PairCandidate, num_streams: float, kv_tokens: float) -> float:
+        """Seconds between two tokens there, with what is spent on prompts.
+
+        Those that it has are computed between the tokens of who is there now; and as large a share
+        of the time as of late, and until they are computed, will go to prompts.
+        """
+        times = self._times
+        backlog_s = times.backlog_s(engine.work, engine.begun_s)
+        share = min(_MAX_BUSY, (engine.busy_s + backlog_s) / (RECENT_S + backlog_s))
+        return times.step_s(num_streams, kv_tokens) / (1 - share) + backlog_s * times.spread
 
 
 def _missed(ratio: float) -> float:

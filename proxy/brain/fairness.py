@@ -32,6 +32,9 @@ _HALF_S: Final = 20.0
 """How long a tenant is reckoned with after its last request, and after how long what it had counts
 half."""
 _CLEARLY: Final = 1.25
+_PACE_S: Final = 2.0
+_EXPECTED_S: Final = 0.5
+"""Over how long it is counted what those who wait get, and how much what was expected counts."""
 _MAX_IDLE_TENANTS: Final = 4096
 
 
@@ -55,6 +58,7 @@ class Claim:
         num_tokens: Of that, the prompt.
         is_ready: Whether it should begin now; it is told whether its tenant has had clearly more
             than its part of late. Asked again at each `look`.
+        goes_round: It needs nothing of what the others of its tenant wait for.
         grant: Called once, when it gets a place.
     """
 
@@ -63,8 +67,10 @@ class Claim:
     cost: float = 1.0
     num_tokens: float = 0.0
     is_ready: Callable[[bool], bool] = always
+    goes_round: bool = False
     grant: Callable[[], None] = lambda: None
     since_s: float = field(default=0.0, init=False)
+    has_waited: bool = field(default=False, init=False)
     is_waiting: bool = field(default=False, init=False)
     is_running: bool = field(default=False, init=False)
 
@@ -101,6 +107,7 @@ class FairPlaces:
         self._num_of: Counter[str] = Counter()
         self._num_in_band: Counter[int] = Counter()
         self._is_looking = False
+        self._pace = _Pace(now_s())
         self.num_running = 0
         self.num_waiting = 0
 
@@ -108,10 +115,14 @@ class FairPlaces:
         """Give it a place now, or let it wait."""
         self._come(claim)
         claim.since_s = self._now_s()
+        self._pace.go_on(claim.since_s, is_waited=self.num_waiting > 0)
         self._waiting.setdefault((claim.tenant, claim.band), deque()).append(claim)
         claim.is_waiting = True
         self.num_waiting += 1
+        if claim.goes_round and self.num_running < self._ceiling(claim.band):
+            self._grant(claim)
         self.look()
+        claim.has_waited = claim.is_waiting
 
     def withdraw(self, claim: Claim) -> None:
         """Have one that waits wait no more."""
@@ -162,6 +173,27 @@ class FairPlaces:
             waiting[name] = waiting.get(name, 0.0) + sum(claim.num_tokens for claim in queue)
         own = waiting.get(tenant, 0.0)
         return sum(min(own, tokens) for tokens in waiting.values())
+
+    def wait_s(self, tenant: str, expected_s: Callable[[float], float]) -> float:
+        """Seconds that one more request of a tenant would wait, at the pace of late.
+
+        Others may have a part of what is waited for, of whom this proxy is not told.
+
+        Args:
+            expected_s: Returns how long so many prompt tokens would wait, were there no others.
+        """
+        before = self.tokens_before(tenant)
+        if not before:
+            return 0.0
+        expected = expected_s(before)
+        self._pace.go_on(self._now_s(), is_waited=True)
+        pace = self._pace
+        passed_s, worth_s = pace.seconds, pace.tokens * expected / before
+        return expected * (passed_s + _EXPECTED_S) / (worth_s + _EXPECTED_S)
+
+    def is_held_back(self, tenant: str) -> bool:
+        """Whether a tenant's requests wait for idle engines, while there are places."""
+        return self.num_running < self._max_running and self.is_over_share(tenant)
 
     def is_over_share(self, tenant: str) -> bool:
         """Whether a tenant has had clearly more than its part of what was had of late."""
@@ -224,6 +256,8 @@ class FairPlaces:
 
     def _grant(self, claim: Claim) -> None:
         self._forget(claim)
+        if claim.has_waited:
+            self._pace.tokens += claim.num_tokens
         self.num_running += 1
         claim.is_running = True
         self._count(claim.tenant, claim.cost)
@@ -231,12 +265,33 @@ class FairPlaces:
 
     def _forget(self, claim: Claim) -> None:
         """Have it wait no more."""
+        self._pace.go_on(self._now_s(), is_waited=True)
         queue = self._waiting[claim.tenant, claim.band]
         queue.remove(claim)
         if not queue:
             del self._waiting[claim.tenant, claim.band]
         claim.is_waiting = False
         self.num_waiting -= 1
+
+
+class _Pace:
+    """How fast those who wait get places; older things count less and less.
+
+    Attributes:
+        tokens: Of prompts that have waited, and got a place.
+        seconds: For which somebody waited.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.tokens = self.seconds = 0.0
+        self._at_s = now_s
+
+    def go_on(self, now_s: float, *, is_waited: bool) -> None:
+        """Take note of the time until now, for which somebody has waited or not."""
+        passed_s, self._at_s = now_s - self._at_s, now_s
+        left = math.exp(-passed_s / _PACE_S)
+        self.tokens *= left
+        self.seconds = self.seconds * left + (passed_s if is_waited else 0.0)
 
 
 def _take_one(counter: Counter[T], key: T) -> None:

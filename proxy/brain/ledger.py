@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from pdserve.proxy.brain.work import EngineWork, PromptWork, prompt_work
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _NUM_TYPICAL: Final = 50
+_MAX_UNTOLD_S: Final = 0.25
+RECENT_S: Final = 2.0
+"""What an engine was busy with counts less and less, in so long a third."""
 _NOTHING: Final = EngineWork()
 
 
@@ -87,6 +91,7 @@ class LedgerEntry:
         self._work.prompt_tokens -= self._own.tokens
         self._work.prompt_pairs -= self._own.pairs
         self._ledger.done[self._url] = self._done.plus(self._own)
+        self._ledger.was_busy(self._url, self._own)
 
     def _stream(self) -> None:
         self._is_streaming = True
@@ -124,7 +129,8 @@ class WorkLedger:
         self.kv_of_stream = _Typical()
         self._tokens_of_prompt, self._pairs_of_prompt = _Typical(), _Typical()
         self._work: dict[str, EngineWork] = {}
-        self._others: dict[str, tuple[EngineWork, float]] = {}
+        self._others: dict[str, _Others] = {}
+        self._busy: dict[str, tuple[float, float]] = {}
 
     def of(self, url: str) -> EngineWork:
         """What one engine has of this proxy; it goes on changing."""
@@ -132,10 +138,13 @@ class WorkLedger:
 
     def of_others(self, url: str) -> EngineWork:
         """What it has of others, as far as is known: prompts are computed since it said so."""
-        work, heard_s = self._others.get(url, (_NOTHING, 0.0))
-        ago_s = self.now_s() - heard_s
-        if ago_s > STALE_AFTER_S or not work.num_prompts:
-            return work if ago_s <= STALE_AFTER_S else _NOTHING
+        others = self._others.get(url)
+        if others is None or self.now_s() - others.at_s > STALE_AFTER_S:
+            return _NOTHING
+        work = others.work
+        if not work.num_prompts:
+            return work
+        ago_s = self.now_s() - others.at_s
         left = max(0.0, 1 - ago_s / max(1e-9, self._seconds_of(work.prompts)))
         return EngineWork(
             num_prompts=math.ceil(left * work.num_prompts),
@@ -153,6 +162,20 @@ class WorkLedger:
         """For how long it has been at the prompt that it computes now, if that is this proxy's."""
         work = self.of(url)
         return self.now_s() - work.since_s if work.num_prompts else 0.0
+
+    def untold_s(self, url: str) -> float:
+        """For how long others' prompts may be computed before it says so; 0: it has none."""
+        others = self._others.get(url)
+        return others.every_s if others is not None and self.of_others(url).num_prompts else 0.0
+
+    def busy_s(self, url: str) -> float:
+        """Seconds that it has had for prompts, as they count in `RECENT_S`."""
+        seconds, at_s = self._busy.get(url, (0.0, 0.0))
+        return seconds * math.exp((at_s - self.now_s()) / RECENT_S) if seconds else 0.0
+
+    def was_busy(self, url: str, prompts: PromptWork) -> None:
+        """Take note of prompts that it has computed."""
+        self._busy[url] = self.busy_s(url) + self._seconds_of(prompts), self.now_s()
 
     def note(self, prompt: PromptWork) -> None:
         """Count a prompt that an engine is sent."""
@@ -175,7 +198,11 @@ class WorkLedger:
             num_streams=num_streams,
             kv_tokens=round(num_streams * self.kv_of_stream.mean),
         )
-        self._others[url] = work, self.now_s()
+        now_s, before = self.now_s(), self._others.get(url)
+        if before is not None and before.work.num_prompts:
+            self.was_busy(url, before.work.prompts.minus(self.of_others(url).prompts))
+        every_s = 0.0 if before is None else min(_MAX_UNTOLD_S, now_s - before.at_s)
+        self._others[url] = _Others(work, now_s, every_s)
         self.on_change()
 
     @contextmanager
@@ -192,6 +219,19 @@ class WorkLedger:
             yield entry
         finally:
             entry.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """What others have at an engine.
+
+    Attributes:
+        at_s, every_s: When it said so, and how long after the time before.
+    """
+
+    work: EngineWork
+    at_s: float
+    every_s: float
 
 
 class _Typical:

@@ -118,6 +118,7 @@ class Pairing:
                 hit_tokens=min(known.get(url, 0), prompt.num_tokens),
                 work=ledger.at(url),
                 begun_s=ledger.begun_s(url),
+                busy_s=ledger.busy_s(url),
                 num_others=ledger.of_others(url).num_requests,
                 room_tokens=_room_tokens(engines[url], ledger.at(url)),
             )
@@ -132,6 +133,7 @@ class Pairing:
             ttft_slo_s=self._objectives.ttft_s(prompt, times),
             itl_slo_s=self._objectives.itl_s(prompt),
             max_output=prompt.max_output,
+            held_s=prompt.held_s,
             coming=computing / max(1, len(urls[1])),
             was_split=self._sessions.was_split(prompt.session, self._clock.monotonic_s()),
             is_shadow=self.is_shadow,

@@ -32,6 +32,7 @@ class RoutePrompt:
         ttft_slo_s, itl_slo_s: Its client's objectives; None: the deployment's.
         model: As its client calls it.
         max_output: Tokens that it may have of output; None: it does not say.
+        held_s: Seconds that it would be held back for an engine for prompts; 0: it is not.
     """
 
     num_bytes: int
@@ -47,6 +48,7 @@ class RoutePrompt:
     itl_slo_s: float | None = None
     model: str = ""
     max_output: int | None = None
+    held_s: float = 0.0
 
     def named_as(self, read: RoutePrompt) -> RoutePrompt:
         """Return the same request with the length and the names of a prompt that was read."""

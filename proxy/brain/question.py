@@ -29,6 +29,7 @@ class PairCandidate(msgspec.Struct, frozen=True):
         num_others: Requests of that that are not this proxy's.
         room_tokens: Of KV that it has room for; None: it does not say.
         begun_s: How long it has been at the prompt that it computes now, if it does.
+        busy_s: How long it was at prompts of late; see `WorkLedger.busy_s`.
     """
 
     url: str
@@ -37,6 +38,7 @@ class PairCandidate(msgspec.Struct, frozen=True):
     hit_tokens: int
     work: EngineWork
     begun_s: float = 0.0
+    busy_s: float = 0.0
     num_others: int = 0
     room_tokens: int | None = None
 
@@ -49,6 +51,7 @@ class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
         candidates: Of two that cost the same, the first is taken.
         ttft_slo_s, itl_slo_s: Objectives for the first token and between tokens.
         max_output: Tokens of its answer at most; None: it does not say.
+        held_s: Seconds until it would be sent to an engine for prompts; to others it is at once.
         coming: Streams that each decode engine will have beside those it has, of prompts that
             others compute now.
         was_split: What became of the session's last request, if that is to count.
@@ -62,6 +65,7 @@ class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
     ttft_slo_s: float
     itl_slo_s: float
     max_output: int | None = None
+    held_s: float = 0.0
     coming: float = 0.0
     was_split: bool | None = None
     apart: tuple[tuple[str, str], ...] = ()
@@ -85,8 +89,9 @@ class PairCost(msgspec.Struct, frozen=True, kw_only=True):
     """What one pair costs.
 
     Attributes:
-        ttft: Predicted seconds to the first token by their cause: others' prompts (queue), its
-            own (prefill), steps of streams beside it (beside), and HTTP (hop).
+        ttft: Predicted seconds to the first token by their cause: held back for others (held),
+            others' prompts (queue), its own (prefill), steps of streams beside it (beside), and
+            HTTP (hop).
         ttft_s, itl_s, wire_s: Predicted for the request.
         terms: Of the cost, by name.
         total: Their sum, in objectives.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.question import PairCandidate, PairCost, RouteQuestion
 
 _SLACK: Final = 1.1
-"""Of an objective that a request may take before it is turned away."""
+"""Of an objective between tokens that a request may take before it is turned away."""
 _SIGMAS: Final = 2.0
 _MAX_RETRY_S: Final = 60.0
 
@@ -64,7 +64,7 @@ def rejection(question: RouteQuestion, chosen: PairCost, *, waiting_s: float) ->
     slo_s = question.ttft_slo_s
     if alone_s > slo_s:
         slo_s = max(slo_s, default_ttft_slo_s(question.times, question.num_tokens))
-    ttft_s, limit_s = sum(parts.values()), max(alone_s, _SLACK * slo_s)
+    ttft_s, limit_s = sum(parts.values()), max(alone_s, slo_s)
     if ttft_s > limit_s:
         return Rejection(
             reason="ttft",

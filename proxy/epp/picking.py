@@ -126,7 +126,7 @@ class Picker:
         is_whole = request.path in POOLING or body.ends_with_first_token()
         if services.prefixes is not None and not is_whole:
             prompt = prompt.named_as(await services.prefixes.read(body))
-        services.gate.require_promising(prompt)
+        prompt = services.gate.promising(prompt)
         await held.enter_async_context(services.admission.place(services.gate.claim(prompt)))
         return await self._again(lambda: self._picked(prompt, request.subset, is_whole=is_whole))
 

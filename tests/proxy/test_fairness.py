@@ -177,6 +177,32 @@ def test_a_request_that_should_not_begin_yet_is_asked_again_and_told_of_its_shar
     assert not service.places.is_over_share("greedy"), "nobody else was there of late"
 
 
+def test_who_goes_round_waits_for_a_place_but_for_nobody_else():
+    service = Service(2)
+    service.ask("a", is_ready=lambda is_over_share: False)
+    goes, stays = (service.ask("a", goes_round=True) for _ in range(2))
+    assert (goes.is_running, stays.is_running, service.places.num_waiting) == (True, True, 1)
+    full = service.ask("a", goes_round=True)
+    assert full.is_waiting
+
+
+def test_a_wait_is_expected_to_be_as_slow_as_waits_were_of_late():
+    service = Service()
+    for _ in range(20):
+        service.ask("a", num_tokens=100)
+
+    def wait_s() -> float:
+        return service.places.wait_s("a", lambda tokens: tokens / 400)
+
+    assert service.places.wait_s("b", lambda tokens: tokens / 400) == 0.0, "it is nobody's turn"
+    assert wait_s() == pytest.approx(1900 / 400)
+    for _ in range(10):  # others get three of four places
+        service.clock.advance(1.0)
+        service.end()
+    assert service.places.num_waiting == 9
+    assert 2 * 900 / 400 < wait_s() < 9.1
+
+
 async def test_a_queue_that_one_tenant_fills_has_room_for_another():
     admission = AdmissionQueue(1, 3, 5.0)
     release = asyncio.Event()

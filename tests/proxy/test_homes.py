@@ -140,7 +140,7 @@ def test_homes_follow_a_load_that_turns_from_tokens_to_prompts():
     made = [each.better.num_prefill for each in fleet.first.homes.looks if each.is_made]
     assert made == [1, 2]
     assert [each.home.value for each in fleet.first.backends] == ["prefill", "prefill", "decode"]
-    assert all(each.end_s is not None for each in outcomes)
+    assert sum(each.is_rejected for each in outcomes) < 0.01 * len(outcomes)
 
 
 async def test_engines_for_both_are_split_over_and_show_their_homes(make_stack):

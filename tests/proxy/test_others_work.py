@@ -42,6 +42,18 @@ def test_others_prompts_are_there_until_they_are_computed_and_streams_for_a_whil
     assert found == [(2, 2000, 2), (1, 1000, 2), (0, 0, 2), (0, 0, 2), (0, 0, 0)]
 
 
+def test_others_may_be_done_before_an_engine_says_so():
+    clock = ManualClock(0.0)
+    ledger = WorkLedger(clock.monotonic_s, seconds_of=lambda prompts: 0.5 * prompts.num)
+    for clock.now_s in (0.0, 0.1):
+        ledger.heard("others", num_prompts=2, num_streams=2)
+        ledger.heard("idle", num_prompts=0, num_streams=2)
+    assert (ledger.untold_s("others"), ledger.untold_s("idle")) == (0.1, 0.0)
+    clock.advance(60.0)
+    ledger.heard("others", num_prompts=1, num_streams=0)
+    assert ledger.untold_s("others") == 0.25, "it says so when it has something to say"
+
+
 async def test_an_engine_that_others_keep_busy_is_passed_by_and_the_record_says_why(make_stack):
     busy, idle, decode = (ScriptedEngine(role) for role in ("prefill", "prefill", "decode"))
     stack = await make_stack([busy, idle], [decode], split_policy="predicted")
@@ -69,3 +81,17 @@ def test_four_proxies_that_hear_of_one_another_serve_more_than_four_that_do_not(
         return figures(fleet.run(workload), least)["goodput"]
 
     assert goodput(num_proxies=4) > 1.1 * goodput(num_proxies=4, report_s=1e6)
+
+
+def test_who_is_held_back_for_others_is_sent_where_they_do_not_wait_before_it_is_late():
+    workload = greedy(200, 2.4, times=10.0)
+    fleet = Fleet(parse_layout("2P2D"), settings_of("prefix_sticky/predicted"))
+    fleet.teach(workload)
+    outcomes = fleet.run(workload)
+    modest = sorted(each.ttft_s for each in outcomes if each.tenant == "modest")
+    assert modest[len(modest) // 2] < 0.3, "prefill engines are kept for them"
+    decisions = [each.decision for each in fleet.first.pairing.log.newest()]
+    round_ = [each for each in decisions if each.question.held_s > 0]
+    assert round_
+    assert all(each.chosen.prefill.startswith("http://d") for each in round_)
+    assert all(repeated(each) == each for each in round_)

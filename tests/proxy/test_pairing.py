@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import msgspec
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.routing import figures, settings_of
 from benchmarks.routing_work import conversations
+from pdserve.observe.clock import ManualClock
 from pdserve.planner.fleet import Fleet
 from pdserve.planner.work import FleetCosts, least_computed, parse_layout
 from pdserve.proxy.brain.decision import BIAS, PairCosts, decide, default_ttft_slo_s, repeated
-from pdserve.proxy.brain.ledger import WorkLedger
+from pdserve.proxy.brain.ledger import RECENT_S, WorkLedger
 from pdserve.proxy.brain.model import ServiceModel
 from pdserve.proxy.brain.question import REASONS, PairCandidate, RouteQuestion
 from pdserve.proxy.brain.work import EngineWork, prompt_work
@@ -231,6 +233,39 @@ def test_a_prefill_engine_that_is_behind_is_passed_by():
     assert decision.chosen.terms["bias"] == BIAS
     assert decision.chosen.decode == "d"
     assert decision.reason == "prefill_busy"
+
+
+def test_streams_that_prompts_hold_up_already_suffer_more_from_another_one():
+    streams = {"num_streams": 30, "kv_tokens": 60_000}
+    behind = {"num_prompts": 10, "prompt_tokens": 20_000}
+    free, busy = engine("d0", "decode", **streams), engine("d1", "decode", **streams, **behind)
+    costs = PairCosts(choose(2000, free, busy, ttft_slo_s=1e9, itl_slo_s=0.02).question)
+    assert costs.of_prefill(busy) > 4 * costs.of_prefill(free)
+
+
+def test_an_engine_that_is_busy_with_prompts_gives_tokens_more_slowly_even_between_two():
+    streams = {"num_streams": 10, "kv_tokens": 20_000}
+    busy, quiet = engine("d0", "decode", **streams), engine("d1", "decode", **streams)
+    busy = msgspec.structs.replace(busy, busy_s=RECENT_S / 2)
+    decision = choose(2000, engine("p", "prefill"), busy, quiet)
+    assert decision.chosen.decode == "d1"
+    costs = PairCosts(decision.question)
+    p, both = engine("p", "prefill"), (busy, quiet)
+    slow, fast = (costs.pair(p, each).itl_s for each in both)
+    assert slow == pytest.approx(2 * fast)
+
+
+def test_what_an_engine_was_busy_with_counts_less_and_less_others_prompts_included():
+    clock = ManualClock(0.0)
+    ledger = WorkLedger(clock.monotonic_s, seconds_of=lambda prompts: 0.5 * prompts.num)
+    with ledger.hold("e", "local", 1000, 0) as ours:
+        ours.computed()
+    assert ledger.busy_s("e") == 0.5
+    ledger.heard("e", num_prompts=2, num_streams=0)
+    clock.advance(RECENT_S)
+    assert ledger.busy_s("e") == pytest.approx(0.5 / math.e)
+    ledger.heard("e", num_prompts=0, num_streams=0)
+    assert ledger.busy_s("e") == pytest.approx(0.5 / math.e + 1.0)
 
 
 def test_leaving_its_role_costs_an_engine_something_but_not_everything():

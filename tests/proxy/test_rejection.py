@@ -57,6 +57,14 @@ def test_a_prompt_is_turned_away_where_others_would_be_computed_for_too_long():
     assert rejection(asked(4000, *idle), waiting_s=2.0).parts["waiting"] > 1.0
 
 
+def test_who_would_be_a_little_late_is_turned_away():
+    idle = engine("p", "prefill"), engine("d", "decode")
+    question = asked(4000, *idle, ttft_slo_s=2.0)
+    alone_s = decide(question, lambda prefill, decode: True).chosen.ttft_s
+    assert rejection(question, waiting_s=1.95 - alone_s) is None
+    assert rejection(question, waiting_s=2.05 - alone_s).limit_s == 2.0
+
+
 def test_a_request_is_turned_away_where_tokens_would_come_too_slowly_once_they_begin():
     full = {"num_streams": 400, "kv_tokens": 1_000_000}
     question = asked(2000, engine("p", "prefill"), engine("d", "decode", **full))
