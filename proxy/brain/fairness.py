@@ -107,7 +107,7 @@ class FairPlaces:
         self._num_of: Counter[str] = Counter()
         self._num_in_band: Counter[int] = Counter()
         self._is_looking = False
-        self._pace = _Pace(now_s())
+        self._pace = _Pace()
         self.num_running = 0
         self.num_waiting = 0
 
@@ -282,9 +282,8 @@ class _Pace:
         seconds: For which somebody waited.
     """
 
-    def __init__(self, now_s: float) -> None:
-        self.tokens = self.seconds = 0.0
-        self._at_s = now_s
+    def __init__(self) -> None:
+        self.tokens = self.seconds = self._at_s = 0.0
 
     def go_on(self, now_s: float, *, is_waited: bool) -> None:
         """Take note of the time until now, for which somebody has waited or not."""
