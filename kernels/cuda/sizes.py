@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 FEW_ROWS = 16
-"""Most rows of a product whose tiles are not loaded by descriptors."""
+"""Most rows of a product whose tiles are not loaded by descriptors, and whose programs do not
+overlap with the kernel before."""
 _ROWS = (64, 128, 256)
 """Of tiles that are, ascending."""
 
