@@ -22,7 +22,6 @@ from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Schedu
 from pdserve.connectors.base import KVConnectorScheduler
 from pdserve.connectors.null import NullConnector
 from pdserve.engine.core import EngineCore
-from pdserve.executor.toy import TOY_VOCAB_SIZE, ToyExecutor, toy_shape
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import CLOCK_ID, Recorder
 from pdserve.scheduler.steps import Step
@@ -33,6 +32,7 @@ from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.trace import Part, RankSlice, StepEvent
 from pdserve.wire.transfer import ConnectorReport
 from pdserve.worker.step_slices import MAX_SLICES, StepSlices
+from tests.toy_executor import TOY_VOCAB_SIZE, ToyExecutor, toy_shape
 
 if TYPE_CHECKING:
     from pdserve.scheduler.scheduler import Scheduler

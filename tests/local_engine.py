@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pdserve.engine.merge import MergedOutputs
 from pdserve.errors import EngineDeadError
-from pdserve.executor.toy import ToyExecutor
 from pdserve.wire.request import with_siblings
+from tests.toy_executor import ToyExecutor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence

@@ -21,11 +21,11 @@ from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.null import NullConnector
 from pdserve.engine.core import EngineCore
 from pdserve.engine.loading import start_engine
-from pdserve.executor.toy import TOY_EOS, ToyExecutor, toy_shape
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.transfer import ConnectorReport, EngineRef, Failed
+from tests.toy_executor import TOY_EOS, ToyExecutor, toy_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from pdserve.executor.toy import TOY_EOS, TOY_VOCAB_SIZE, ToyModel, chain
-from pdserve.executor.toy_request import ToyRequest
+from tests.toy_executor import TOY_EOS, TOY_VOCAB_SIZE, ToyModel, chain
+from tests.toy_request import ToyRequest
 
 ToyDrafter = Callable[[ToyRequest, int], list[int]]
 

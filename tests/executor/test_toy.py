@@ -10,11 +10,11 @@ import pytest
 
 from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.null import NullConnector
-from pdserve.executor.toy import WrongKVError, expected_output, toy_shape
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.transfer import BlockOrder
 from tests.toy import HeldEngine, sampling, toy_config
+from tests.toy_executor import WrongKVError, expected_output, toy_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from pdserve.config.http import ProxyConfig
 from pdserve.errors import PdserveError
-from pdserve.executor.toy import toy_shape
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.breakers import Breakers
@@ -20,6 +19,7 @@ from pdserve.wire.seal import PROTOCOL, UNREADABLE
 from pdserve.wire.transfer import HANDOFFS, TICKETS, Endpoint
 from tests.fuzz.core import Pair
 from tests.fuzz.values import bent, like
+from tests.toy_executor import toy_shape
 
 _SECRET = "s3cret"
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.engine.arrivals import Arrivals
-from pdserve.executor.toy import expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.codec import (
     AbortRequests,
@@ -32,6 +31,7 @@ from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import KVHandoff, PushTicket
 from tests.fuzz.values import bent, like
 from tests.toy import ToyEngine, sampling
+from tests.toy_executor import expected_output
 
 PROMPT: Final = [1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]
 _HOURS_S: Final = 36_000.0

@@ -8,7 +8,6 @@ import msgspec
 
 from pdserve.connectors.base import ConnectorNews, Hold, KVConnectorScheduler, KVSource, Match
 from pdserve.errors import HandoffRefusedError
-from pdserve.executor.toy import toy_shape
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest, OnLoadFailure
@@ -27,6 +26,7 @@ from pdserve.wire.transfer import (
     Settled,
 )
 from tests.toy import HeldEngine, sampling, toy_config
+from tests.toy_executor import toy_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

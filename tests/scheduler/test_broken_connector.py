@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.executor.toy import expected_output
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason
 from tests.scheduler.scripted import (
@@ -21,6 +20,7 @@ from tests.scheduler.scripted import (
     settled,
     told_of,
 )
+from tests.toy_executor import expected_output
 
 if TYPE_CHECKING:
     from pdserve.connectors.views import StepView

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from pdserve.connectors.base import Match
-from pdserve.executor.toy import expected_output
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, OnLoadFailure
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
@@ -22,6 +21,7 @@ from tests.scheduler.scripted import (
     settled,
 )
 from tests.toy import sampling
+from tests.toy_executor import expected_output
 
 PROMPT = [1, 2] * 12  # three whole blocks
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.executor.toy import expected_output
 from pdserve.scheduler.drafts import (
     TRIAL_INTERVAL,
     DraftHistory,
@@ -21,6 +20,7 @@ from pdserve.wire.request import FinishReason
 from tests.scheduler.scripted import Engine, make_request
 from tests.toy import sampling
 from tests.toy_drafts import mixed, right, wrong
+from tests.toy_executor import expected_output
 
 if TYPE_CHECKING:
     from tests.toy_drafts import ToyDrafter

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pdserve.connectors.memory.exchange import Exchange
-from pdserve.executor.toy import TOY_EOS, expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, ErrorCode, FinishReason
@@ -13,6 +12,7 @@ from pdserve.wire.sampling import Grammar
 from pdserve.wire.transfer import LoadFailure
 from tests.scheduler.scripted import Engine, make_handoff, make_request, received
 from tests.toy import ToyEngine
+from tests.toy_executor import TOY_EOS, expected_output
 
 EVEN = Grammar(text="the toy's")
 PROMPT = [1] * 20

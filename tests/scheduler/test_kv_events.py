@@ -10,11 +10,11 @@ from pdserve.config.kv_events import KVEventsConfig
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
 from pdserve.connectors.base import KVConnectorScheduler
 from pdserve.errors import ConfigError
-from pdserve.executor.toy import toy_shape
 from pdserve.wire.events import BlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 from pdserve.wire.ids import BlockHash
 from tests.scheduler.scripted import make_request
 from tests.toy import HeldEngine, toy_config
+from tests.toy_executor import toy_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.executor.toy import expected_output
 from pdserve.scheduler.ladder import TokenBucket
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, OnLoadFailure
 from pdserve.wire.transfer import LoadFailure
 from tests.scheduler.scripted import Engine, failed, make_handoff, make_request, received
 from tests.toy import sampling
+from tests.toy_executor import expected_output
 
 PROMPT = [1, 2] * 12  # three whole blocks
 LEASE = "lease-1"

@@ -10,7 +10,6 @@ import pytest
 
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.errors import InternalError
-from pdserve.executor.toy import expected_output
 from pdserve.kvcache.manager import SharedPrompt
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.drafts import DraftRecord
@@ -39,6 +38,7 @@ from pdserve.wire.transfer import (
 from tests.scheduler.scripted import Engine, make_ticket
 from tests.scheduler.scripted import make_request as scripted_request
 from tests.toy import ToyEngine, sampling
+from tests.toy_executor import expected_output
 
 PROMPT = [1] * 20
 

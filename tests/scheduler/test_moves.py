@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pdserve.connectors.memory.exchange import Exchange
-from pdserve.executor.toy import expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
 from pdserve.wire.transfer import KVHandoff
 from tests.toy import ToyEngine, sampling
+from tests.toy_executor import expected_output
 
 PROMPT = [1] * 20
 MAX_TOKENS = 12

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.executor.toy import expected_output
 from pdserve.wire.ids import RequestId
 from tests.scheduler.scripted import Engine, make_request
 from tests.toy import sampling
+from tests.toy_executor import expected_output
 
 if TYPE_CHECKING:
     from pdserve.wire.step import SchedulerOutput

@@ -7,7 +7,6 @@ import pytest
 
 from pdserve.config.schema import SchedulingPolicy
 from pdserve.connectors.memory.exchange import Exchange
-from pdserve.executor.toy import expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.plan import MAX_OVERTAKEN
 from pdserve.wire.ids import RequestId
@@ -25,6 +24,7 @@ from tests.scheduler.scripted import (
     told_of,
 )
 from tests.toy import ToyEngine, sampling
+from tests.toy_executor import expected_output
 
 PROMPT = [1, 2] * 12  # three whole blocks
 

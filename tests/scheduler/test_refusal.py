@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from pdserve.connectors.memory.exchange import Exchange
-from pdserve.executor.toy import TOY_EOS, TOY_VOCAB_SIZE, expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.refusal import refusal_of
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
@@ -16,6 +15,7 @@ from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.request import FinishReason, GenerateRequest
 from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape
 from tests.toy import ToyEngine, sampling
+from tests.toy_executor import TOY_EOS, TOY_VOCAB_SIZE, expected_output
 
 MAX_MODEL_LEN = 48
 HANDOFF = KVHandoff(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.executor.toy import expected_output
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, RequestStages
 from pdserve.wire.transfer import Fetched, KVMode
@@ -19,6 +18,7 @@ from tests.scheduler.scripted import (
     told_of,
 )
 from tests.toy import sampling
+from tests.toy_executor import expected_output
 
 PROMPT = [1, 2] * 12
 FIRST = expected_output(PROMPT, sampling(1, ignore_eos=True))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.executor.toy import TOY_VOCAB_SIZE
 from pdserve.observe.linear_fit import LinearFit
 from pdserve.wire.learned import FitSums
 from tests.scheduler.scripted import Engine, make_request
+from tests.toy_executor import TOY_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from pdserve.wire.learned import LearnedTimes

@@ -21,19 +21,19 @@ from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.engine.loading import start_engine
 from pdserve.errors import OverloadedError, StartingError
-from pdserve.executor.toy import ToyModel, toy_shape
 from pdserve.kvcache.manager import SharedPrompt
 from pdserve.observe.clock import SystemClock
 from pdserve.wire.ids import EngineId, Incarnation
 from tests.local_engine import LocalEngine, TimedExecutor
+from tests.toy_executor import ToyModel, toy_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.executor.toy_request import ToyRequest
     from pdserve.wire.ids import RequestId
     from pdserve.wire.request import EngineOutput, EngineStats, GenerateRequest
     from pdserve.wire.step import SchedulerOutput
+    from tests.toy_request import ToyRequest
 
     NextToken = Callable[[ToyRequest, Sequence[int]], int]
 

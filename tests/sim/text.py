@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from pdserve.executor.toy import TOY_EOS, TOY_VOCAB_SIZE
 from pdserve.text.answer.formats import CallFormat
 from pdserve.text.answer.pieces import (
     CallArguments,
@@ -24,6 +23,7 @@ from pdserve.text.generation import GenerationDefaults
 from pdserve.text.load import Text
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.sampling import Grammar
+from tests.toy_executor import TOY_EOS, TOY_VOCAB_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

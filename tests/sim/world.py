@@ -25,7 +25,6 @@ from pdserve.config.http import ProxyConfig
 from pdserve.config.schema import Role
 from pdserve.connectors.faulty import FaultKind, Plan
 from pdserve.connectors.multi.scheduler import MultiScheduler
-from pdserve.executor.toy import TOY_EOS, WrongKVError, expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.app import Proxy
 from pdserve.proxy.brain.work import prompt_work
@@ -38,6 +37,7 @@ from tests.sim.net import Host, Net, Response, chunks_of
 from tests.sim.scenario import Scenario, draw
 from tests.sim.text import BOUND, TOOL, answer_of, text_of
 from tests.sim.wire import SimExchange
+from tests.toy_executor import TOY_EOS, WrongKVError, expected_output
 from tests.toy_store import STORE, ToyStore, Trouble
 
 if TYPE_CHECKING:

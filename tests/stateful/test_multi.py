@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.multi.scheduler import MultiScheduler
-from pdserve.executor.toy import expected_output, toy_shape
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
 from tests.stateful.reaching import run_until_reached
 from tests.toy import HeldEngine, sampling, toy_config
+from tests.toy_executor import expected_output, toy_shape
 from tests.toy_store import StoreError, ToyStore, ToyStoreConnector, Trouble
 
 MAX_MODEL_LEN = 40

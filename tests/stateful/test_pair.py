@@ -20,13 +20,13 @@ from hypothesis.stateful import (
 )
 
 from pdserve.connectors.memory.exchange import Exchange
-from pdserve.executor.toy import expected_output
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
 from pdserve.wire.transfer import KVHandoff, PushTicket
 from tests.stateful.reaching import run_until_reached
 from tests.toy import ToyEngine, sampling
+from tests.toy_executor import expected_output
 
 if TYPE_CHECKING:
     from pdserve.wire.sampling import SamplingParams

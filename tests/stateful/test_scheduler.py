@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.config.schema import SchedulingPolicy
-from pdserve.executor.toy import expected_output, toy_shape
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest
 from tests.stateful.reaching import in_ci
 from tests.toy import HeldEngine, sampling, toy_config
 from tests.toy_drafts import mixed
+from tests.toy_executor import expected_output, toy_shape
 
 MAX_MODEL_LEN = 32
 

@@ -19,11 +19,11 @@ from pdserve.connectors.base import KVConnectorScheduler
 from pdserve.connectors.null import NullConnector
 from pdserve.engine.coordinator import Coordinator, StartWave, Wish
 from pdserve.engine.core import EngineCore
-from pdserve.executor.toy import ToyExecutor, expected_output, toy_shape
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
 from tests.toy import sampling, toy_config
+from tests.toy_executor import ToyExecutor, expected_output, toy_shape
 
 if TYPE_CHECKING:
     from pdserve.config.schema import EngineConfig

@@ -10,7 +10,7 @@ A grammar allows even tokens only, whatever its text is, and is late now and the
 
 A step computes when its result is asked for, as on an asynchronous device: what was planned
 meanwhile must not have touched its blocks. Everything around the model is real: connectors' worker
-halves over KV memory of any shape, and their quorum. Not selectable by users.
+halves over KV memory of any shape, and their quorum.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import numpy as np
 from pdserve.connectors.base import ConnectorContext, KVLayout
 from pdserve.connectors.quorum import Quorum
 from pdserve.errors import InternalError
-from pdserve.executor.toy_memory import TOY_DTYPE, ToyMemory
-from pdserve.executor.toy_request import ToyRequest
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.wire.transfer import ConnectorReport
 from pdserve.worker.info import WorkerInfo
+from tests.toy_memory import TOY_DTYPE, ToyMemory
+from tests.toy_request import ToyRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
