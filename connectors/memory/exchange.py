@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from pdserve.connectors.transfer.link import ClosedError, UnreachableError
 from pdserve.connectors.transfer.protocol import ToClient, ToServer
+from pdserve.connectors.transfer.seams import ClosedError, UnreachableError
 from pdserve.errors import PeerError
 from pdserve.wire.transfer import Endpoint
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.memory.trouble import Trouble
-    from pdserve.connectors.transfer.link import PeerLink
     from pdserve.connectors.transfer.protocol import Process
+    from pdserve.connectors.transfer.seams import PeerLink
 
 _HOST = "memory"
 # A link across a cut is lost after so long, as TCP's would be.

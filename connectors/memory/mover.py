@@ -15,14 +15,14 @@ import torch
 
 from pdserve.connectors.memory.trouble import Spoil
 from pdserve.connectors.pieces import count_runs
-from pdserve.connectors.transfer.mover import Direction, ExposedMemory, JobEnd, OneSided, Remote
 from pdserve.connectors.transfer.protocol import Process, Region
+from pdserve.connectors.transfer.seams import Direction, ExposedMemory, JobEnd, OneSided, Remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from pdserve.connectors.memory.exchange import Exchange, ExchangeMember
-    from pdserve.connectors.transfer.mover import Job
+    from pdserve.connectors.transfer.seams import Job
 
 POLLS_ON_THE_WIRE: Final = 3
 _MAX_POSTED: Final = 16

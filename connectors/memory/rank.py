@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pdserve.connectors.handover.instructions import Load, Reserve
     from pdserve.connectors.memory.exchange import Exchange
     from pdserve.connectors.memory.trouble import Trouble
-    from pdserve.connectors.transfer.link import PeerLink
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
+    from pdserve.connectors.transfer.seams import PeerLink
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
@@ -85,6 +85,7 @@ class MemoryRank:
                     processes=self,
                     quarantine_s=context.config.transfer.quarantine_s,
                     piece_bytes=piece_bytes,
+                    slices=deque(maxlen=0),  # for traces of nobody
                 )
             )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.nixl.settings import NixlSettings
-from pdserve.connectors.transfer_thread.connector import TransferConnector
+from pdserve.connectors.transfer_thread import TransferConnector
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.connectors.nixl.agent import NixlAgent, Prepared
-    from pdserve.connectors.transfer.mover import Remote
     from pdserve.connectors.transfer.protocol import Region
+    from pdserve.connectors.transfer.seams import Remote
     from pdserve.observe.clock import Clock
 
 _log = logging.getLogger(__name__)

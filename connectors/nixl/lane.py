@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 from pdserve.connectors.nixl.agent import AgentError, TransferState
 from pdserve.connectors.nixl.known_peers import REST_S, KnownPeers, in_units
 from pdserve.connectors.pieces import count_runs
-from pdserve.connectors.transfer.mover import Direction, Job, JobEnd
+from pdserve.connectors.transfer.seams import Direction, Job, JobEnd
 from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from pdserve.connectors.nixl.agent import NixlAgent, Prepared, Transfer
-    from pdserve.connectors.transfer.mover import Remote
     from pdserve.connectors.transfer.protocol import Region
+    from pdserve.connectors.transfer.seams import Remote
     from pdserve.observe.clock import Clock
 
 _log = logging.getLogger(__name__)

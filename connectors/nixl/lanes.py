@@ -29,18 +29,16 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.nixl.lane import Lane, WarmUp
-from pdserve.connectors.transfer.mover import Job, OneSided, Remote
-from pdserve.connectors.transfer_thread.slices import MAX_SLICES, slices_of
+from pdserve.connectors.transfer.seams import Job, OneSided, Remote
 from pdserve.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from pdserve.connectors.nixl.agent import NixlAgent
-    from pdserve.connectors.transfer.mover import JobEnd
     from pdserve.connectors.transfer.protocol import Region
+    from pdserve.connectors.transfer.seams import JobEnd
     from pdserve.observe.clock import Clock
-    from pdserve.wire.trace import RankSlice
 
 # Of one peer on one lane: a transport that works in the background is kept busy, and a peer that
 # hangs holds up nobody else.
@@ -59,9 +57,6 @@ class Lanes(OneSided):
         wake: Called from a lane when `deliver` has something to say.
         quarantine_s: How long an abandoned job may stay in flight beside others of its lane
             before the lane's agent is destroyed. One that is alone has half a second.
-
-    Attributes:
-        slices: What the lanes did last; whoever reports it takes it out, from any thread.
     """
 
     def __init__(
@@ -77,7 +72,6 @@ class Lanes(OneSided):
     ) -> None:
         self._clock = clock
         self._wake = wake
-        self.slices: deque[RankSlice] = deque(maxlen=MAX_SLICES)
         self._num_jobs = 0
         self._lock = threading.Lock()
         self._events: list[Callable[[], None]] = []
@@ -264,7 +258,6 @@ class Lanes(OneSided):
 
     def say_settled(self, job: Job, settled: JobEnd) -> None:
         """`job` is over."""
-        self.slices.extend(slices_of(job, settled))
 
         def tell() -> None:
             self._num_jobs -= 1

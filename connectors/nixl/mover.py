@@ -24,10 +24,8 @@ from pdserve.connectors.nixl.descriptors import (
     num_silent_connections,
 )
 from pdserve.connectors.nixl.lanes import Lanes
-from pdserve.connectors.transfer.mover import ExposedMemory
-from pdserve.connectors.transfer.protocol import Region
-from pdserve.connectors.transfer_thread.devices import net_devices
-from pdserve.connectors.transfer_thread.processes import HostProcesses
+from pdserve.connectors.transfer.seams import ExposedMemory
+from pdserve.connectors.transfer_thread.host import HostProcesses, net_devices, region_of
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
@@ -74,8 +72,8 @@ class NixlMover(Lanes):
         self._scratch = torch.zeros(
             _SCRATCH_UNITS * _SCRATCH_UNIT_BYTES, dtype=torch.uint8, device=kv.device
         )
-        self._pool_region = _region(kv, context.layout.block_bytes)
-        self._scratch_region = _region(self._scratch, _SCRATCH_UNIT_BYTES)
+        self._pool_region = region_of(kv, context.layout.block_bytes)
+        self._scratch_region = region_of(self._scratch, _SCRATCH_UNIT_BYTES)
         self._net_devices = net_devices(host)
         self._numbers = TaintedNumbers()
         self._agent: NixlAgent | None = None
@@ -221,13 +219,3 @@ class NixlMover(Lanes):
         """UCX uses the calling thread's current context."""
         if self._kv.is_cuda:
             torch.cuda.set_device(self._kv.device)
-
-
-def _region(tensor: torch.Tensor, stride_bytes: int) -> Region:
-    return Region(
-        address=tensor.data_ptr(),
-        stride_bytes=stride_bytes,
-        num_units=tensor.numel() * tensor.element_size() // stride_bytes,
-        memory="VRAM" if tensor.is_cuda else "DRAM",
-        device=tensor.device.index or 0,
-    )

@@ -1,4 +1,4 @@
 """The `PeerLink` that ships: frames over TCP, authenticated by the deployment's secret.
 
-`network` is all that others see of it: `frames` over `channel`, in the event loop of `reactor`.
+`channel` is all that others see of it: `frames` over sockets, in the event loop of `reactor`.
 """

@@ -1,26 +1,37 @@
-"""Sockets of the side channel: a listener and connections, all non-blocking.
+"""Links over TCP: one rank's connections to others, and theirs to it; all non-blocking.
 
-They carry authenticated frames of msgpack messages and close themselves on the first
-thing that is wrong. They know neither leases nor loads, and never wait: whoever owns the
-event loop calls them when a socket is ready.
+They carry authenticated frames of msgpack messages, and close themselves on the first thing that is
+wrong. They know neither leases nor loads, and never wait: the event loop calls them when a socket
+is ready. All of it belongs to the thread of that loop.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import secrets
+import selectors
 import socket
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pdserve.connectors.side_channel.frames import MAX_PAYLOAD_BYTES, FrameSession
-from pdserve.connectors.transfer.link import ClosedError, Fault, FrameError, UnreachableError
+from pdserve.connectors.transfer.protocol import ToClient, ToServer
+from pdserve.connectors.transfer.seams import ClosedError, Fault, FrameError, UnreachableError
 from pdserve.errors import ConfigError, PeerError
+from pdserve.observe.log import log_event
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.connectors.side_channel.reactor import Reactor
+
+_log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 4 << 20
@@ -35,40 +46,86 @@ _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 
-R = TypeVar("R")
 
-
-class Connection(Generic[R]):
-    """One TCP connection that carries messages.
+class SideChannel:
+    """See `Dialer`.
 
     Args:
-        sock: Connected or connecting; owned from here on.
         secret: The deployment's.
+    """
+
+    def __init__(self, reactor: Reactor, secret: bytes) -> None:
+        self._reactor = reactor
+        self._secret = secret
+        self._to_client = msgspec.msgpack.Decoder(ToClient)
+        self._to_server = msgspec.msgpack.Decoder(ToServer)
+
+    def connect(self, endpoint: Endpoint, peer: str) -> TcpLink:
+        """See `Dialer`."""
+        sock = _start_connect(endpoint)
+        session = FrameSession(self._secret, is_client=True, nonce=secrets.token_bytes(32))
+        return TcpLink(self._reactor, sock, session, self._to_client, peer=peer)
+
+    def listen(self, listener: Listener, on_accept: Callable[[TcpLink], None]) -> None:
+        """Call `on_accept` for each connection that comes in, from whomever.
+
+        While none can be accepted (no descriptor is free) the listener rests, so that the
+        loop does not spin on it; callers wait in its backlog.
+        """
+        was_refused = False
+
+        def on_ready(mask: int) -> None:
+            nonlocal was_refused
+            try:
+                accepted = listener.accept()
+            except OSError as error:
+                if not was_refused:
+                    was_refused = True
+                    log_event(
+                        _log, "kv side channel cannot accept", level=logging.ERROR, error=error
+                    )
+                self._reactor.rest(listener, on_ready)
+                return
+            was_refused = False
+            if accepted is not None:
+                sock, peer = accepted
+                nonce = secrets.token_bytes(32)
+                session = FrameSession(self._secret, is_client=False, nonce=nonce)
+                on_accept(TcpLink(self._reactor, sock, session, self._to_server, peer=peer))
+
+        self._reactor.watch(listener, on_ready)
+
+
+class TcpLink:
+    """See `PeerLink`: one TCP connection.
+
+    Args:
+        sock: Connected, or connecting if this side is the client; owned from here on.
         receives: Decodes what the peer may send; one per thread can serve all connections.
-        is_client: Whether this side connected.
         peer: The peer's address, for messages.
     """
 
     def __init__(
         self,
+        reactor: Reactor,
         sock: socket.socket,
-        secret: bytes,
-        receives: msgspec.msgpack.Decoder[R],
+        session: FrameSession,
+        receives: msgspec.msgpack.Decoder[Any],
         *,
-        is_client: bool,
         peer: str,
     ) -> None:
         sock.setblocking(False)
         for level, option, value in _OPTIONS:
             sock.setsockopt(level, option, value)
+        self.peer = peer
+        self._reactor = reactor
         self._sock = sock
-        self._session = FrameSession(secret, is_client=is_client, nonce=secrets.token_bytes(32))
+        self._session = session
         self._decoder = receives
         self._unsent = bytearray()
-        self._is_connecting = is_client
+        self._is_connecting = session.is_client
         self._broken: PeerError | None = None
-        self.peer = peer
-        if not is_client:
+        if not session.is_client:
             self._flush()  # a server's preamble does not wait for the client's
 
     def fileno(self) -> int:
@@ -77,29 +134,58 @@ class Connection(Generic[R]):
 
     @property
     def is_authenticated(self) -> bool:
-        """Whether the peer has proven that it knows the secret."""
+        """See `PeerLink`."""
         return self._session.is_authenticated
 
-    @property
-    def wants_write(self) -> bool:
-        """Whether `on_writable` is to be called when the socket is writable."""
-        return self._is_connecting or bool(self._unsent)
+    def attach(
+        self, on_message: Callable[[Any], None], on_lost: Callable[[PeerError], None]
+    ) -> None:
+        """See `PeerLink`: by the time of `on_lost` it is closed."""
+
+        def on_ready(mask: int) -> None:
+            try:
+                if mask & selectors.EVENT_WRITE:
+                    self._on_writable()
+                if mask & selectors.EVENT_READ:
+                    for message in self._receive():
+                        on_message(message)
+                        if self.fileno() < 0:
+                            return
+            except PeerError as error:
+                self.close()
+                on_lost(error)
+            else:
+                self._reactor.change(self, self._interest)
+
+        self._reactor.watch(self, on_ready, self._interest)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send now as much as fits, the rest in `on_writable`.
+        """See `PeerLink`: now as much as fits, the rest once the socket is writable.
 
-        It never raises: a connection that breaks here becomes readable, and `on_readable`
-        says why. A message that fits no frame breaks it, too.
+        A connection that breaks here becomes readable, and `on_lost` is told why. A message that
+        fits no frame breaks it, too.
         """
         payload = msgspec.msgpack.encode(message)
         if len(payload) > MAX_PAYLOAD_BYTES:
             what = f"{type(message).__name__} of {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}"
             self._break(FrameError(Fault.OVERSIZE, f"{self.peer}: {what}"))
-            return
-        self._session.send(payload)
-        self._flush()
+        else:
+            self._session.send(payload)
+            self._flush()
+        self._reactor.change(self, self._interest)
 
-    def on_writable(self) -> None:
+    def close(self) -> None:
+        """See `PeerLink`."""
+        if self.fileno() >= 0:
+            self._reactor.forget(self)
+            self._sock.close()
+
+    @property
+    def _interest(self) -> int:
+        wants_write = self._is_connecting or self._unsent
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_write else 0)
+
+    def _on_writable(self) -> None:
         """The socket is writable, or its connect has ended."""
         if self._is_connecting:
             error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -109,7 +195,7 @@ class Connection(Generic[R]):
             self._is_connecting = False
         self._flush()
 
-    def on_readable(self) -> list[R]:
+    def _receive(self) -> list[Any]:
         """Return the messages that arrived.
 
         Raises:
@@ -132,10 +218,6 @@ class Connection(Generic[R]):
             return [self._decoder.decode(payload) for payload in payloads]
         except UNREADABLE as error:
             raise FrameError(Fault.MALFORMED, f"{self.peer}: {error}") from error
-
-    def close(self) -> None:
-        """Close the socket; may be repeated."""
-        self._sock.close()
 
     def _flush(self) -> None:
         self._unsent += self._session.take_unsent()
@@ -214,7 +296,7 @@ class Listener:
         self._sock.close()
 
 
-def start_connect(endpoint: Endpoint) -> socket.socket:
+def _start_connect(endpoint: Endpoint) -> socket.socket:
     """Begin to connect, without waiting for the network or a name server.
 
     Raises:

@@ -18,7 +18,7 @@ import hashlib
 import hmac
 import struct
 
-from pdserve.connectors.transfer.link import Fault, FrameError
+from pdserve.connectors.transfer.seams import Fault, FrameError
 from pdserve.wire.seal import PROTOCOL, Purpose, key_for
 
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -43,7 +43,7 @@ class FrameSession:
         if len(nonce) != _NONCE_BYTES:
             raise ValueError(f"nonce has {len(nonce)} bytes, must have {_NONCE_BYTES}")
         self._secret = secret
-        self._is_client = is_client
+        self.is_client = is_client
         self._nonce = nonce
         self._buffer = bytearray()
         self._unsent = [_MAGIC + nonce]
@@ -118,11 +118,11 @@ class FrameSession:
         raise FrameError(Fault.MAGIC, f"the connection opens with {seen!r}, not {_MAGIC!r}")
 
     def _establish(self, peer_nonce: bytes) -> None:
-        client, server = (self._nonce, peer_nonce) if self._is_client else (peer_nonce, self._nonce)
+        client, server = (self._nonce, peer_nonce) if self.is_client else (peer_nonce, self._nonce)
         to_server = _key(self._secret, b"to server", client, server)
         to_client = _key(self._secret, b"to client", client, server)
         self._send_key, self._receive_key = (
-            (to_server, to_client) if self._is_client else (to_client, to_server)
+            (to_server, to_client) if self.is_client else (to_client, to_server)
         )
         waiting, self._waiting = self._waiting, []
         self._unsent.extend(self._seal(payload) for payload in waiting)

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
-    from pdserve.connectors.transfer.mover import JobEnd
     from pdserve.connectors.transfer.pushes import ChunkStep, Push
-    from pdserve.connectors.transfer.seams import Seams
+    from pdserve.connectors.transfer.seams import JobEnd, Seams
     from pdserve.connectors.transfer.writing import OutgoingPart
 
 _PROGRESS_PER_LEASE = 6

@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.transfer.mover import MoverLink
 from pdserve.connectors.transfer.protocol import MoverFrame
+from pdserve.connectors.transfer.seams import MoverLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     import msgspec
 
-    from pdserve.connectors.transfer.mover import Mover, Remote
     from pdserve.connectors.transfer.protocol import Hello, Region
+    from pdserve.connectors.transfer.seams import Mover, Remote
 
 
 @dataclass(slots=True, eq=False)

@@ -14,9 +14,9 @@ from pdserve.wire.transfer import LoadFailure
 
 if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext
-    from pdserve.connectors.transfer.mover import ExposedMemory
     from pdserve.connectors.transfer.peering import PeerId
     from pdserve.connectors.transfer.protocol import Process
+    from pdserve.connectors.transfer.seams import ExposedMemory
     from pdserve.wire.transfer import EngineRef, Numerics
 
 _log = logging.getLogger(__name__)

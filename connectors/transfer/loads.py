@@ -26,9 +26,9 @@ from pdserve.connectors import digests
 from pdserve.connectors.pieces import pieces, token_ranges
 from pdserve.connectors.remembered import Remembered
 from pdserve.connectors.slicing import routes_to
-from pdserve.connectors.transfer.mover import Direction, Job
 from pdserve.connectors.transfer.peering import PeerState
 from pdserve.connectors.transfer.protocol import Assist, Begin, Done, EndRead
+from pdserve.connectors.transfer.seams import Direction, Job
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 from pdserve.wire.ids import client_id_of
@@ -39,10 +39,9 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.handover.instructions import Load
     from pdserve.connectors.slicing import Route
-    from pdserve.connectors.transfer.mover import JobEnd
     from pdserve.connectors.transfer.peer import Peer
     from pdserve.connectors.transfer.protocol import Confirm
-    from pdserve.connectors.transfer.seams import Seams
+    from pdserve.connectors.transfer.seams import JobEnd, Seams
     from pdserve.wire.ids import RequestId
 
 _log = logging.getLogger(__name__)
@@ -392,7 +391,6 @@ class _Part:
                     num_tokens=end,
                 ),
                 on_slow=self._on_slow,
-                request_id=load.request_id,
                 link=self.peer.remote.link,
             )
 
@@ -403,6 +401,9 @@ class _Part:
 
     def _on_settled(self, number: int, num_bytes: int, settled: JobEnd) -> None:
         self.num_unsettled -= 1
+        self.loading.loads.seams.trace(
+            Direction.READ, num_bytes, self.loading.load.request_id, settled
+        )
         if self.loading.failure is not None:
             if not self.num_unsettled:
                 self.peer.leave(self.loading.load.load_id)

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pdserve.connectors.handover.instructions import Instructions, Load, Reserve
-    from pdserve.connectors.transfer.link import PeerLink
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
-    from pdserve.connectors.transfer.seams import Seams
+    from pdserve.connectors.transfer.seams import PeerLink, Seams
     from pdserve.wire.ids import BlockId
 
 _log = logging.getLogger(__name__)

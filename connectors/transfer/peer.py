@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, assert_never
 from pdserve.connectors.transfer.back_off import MAX_REST_S, MIN_REST_S, BackOff
 from pdserve.connectors.transfer.greeting import failure_of, hello_to, why_incompatible
 from pdserve.connectors.transfer.heartbeats import Heartbeats
-from pdserve.connectors.transfer.link import ClosedError, UnreachableError
-from pdserve.connectors.transfer.mover import MoverLink
 from pdserve.connectors.transfer.peering import PeerState
 from pdserve.connectors.transfer.protocol import (
     Accept,
@@ -33,6 +31,7 @@ from pdserve.connectors.transfer.protocol import (
     Refuse,
     Welcome,
 )
+from pdserve.connectors.transfer.seams import ClosedError, MoverLink, UnreachableError
 from pdserve.observe.log import log_event
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 
@@ -40,11 +39,9 @@ if TYPE_CHECKING:
     import msgspec
 
     from pdserve.connectors.handover.instructions import Watch
-    from pdserve.connectors.transfer.link import PeerLink
-    from pdserve.connectors.transfer.mover import Remote
     from pdserve.connectors.transfer.peering import PeerId, PeerUser, PushReceiver
     from pdserve.connectors.transfer.protocol import Process, ToClient
-    from pdserve.connectors.transfer.seams import Seams
+    from pdserve.connectors.transfer.seams import PeerLink, Remote, Seams
     from pdserve.errors import PeerError
 
 _log = logging.getLogger(__name__)

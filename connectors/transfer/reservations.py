@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from pdserve.connectors.digests import BlockDigests
     from pdserve.connectors.handover.instructions import Reserve
     from pdserve.connectors.slicing import Route
-    from pdserve.connectors.transfer.mover import Mover
     from pdserve.connectors.transfer.peering import PeerId
     from pdserve.connectors.transfer.protocol import Process, Pushed
-    from pdserve.connectors.transfer.seams import Processes
+    from pdserve.connectors.transfer.seams import Mover, Processes
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import KVHandoff, LoadFailure
 

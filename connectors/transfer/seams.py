@@ -1,20 +1,316 @@
-"""What the protocol of one rank stands on. All of it is passed in, and nothing is patched."""
+"""What the protocol of one rank stands on: all of it is passed in, and nothing is patched.
+
+A `PeerLink`, made by a `Dialer`, carries frames to and from another rank. A `Mover` copies bytes:
+
+    submitted -> posted -> settled (all bytes are there, or failed as a value)
+        `--- abandoned: never posted, or settled once nothing can land any more
+
+A posted copy cannot be taken back; an abandoned one is told to its owner only when nothing of it
+can land any more, whatever the mover has to do for that.
+
+PeerError
+|-- ClosedError             the other end is gone
+|   `-- UnreachableError    there never was one
+`-- FrameError              it sent what it should not; says which `Fault`
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from pdserve.errors import PeerError
+from pdserve.wire.trace import RankSlice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Hashable
+
+    import msgspec
+    import numpy as np
+    import numpy.typing as npt
 
     from pdserve.config.schema import TransferConfig
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.digests import BlockDigests
-    from pdserve.connectors.transfer.link import Dialer
-    from pdserve.connectors.transfer.mover import Mover
-    from pdserve.connectors.transfer.protocol import Process
+    from pdserve.connectors.transfer.protocol import Process, Region
     from pdserve.observe.clock import Clock
+    from pdserve.wire.ids import BlockId
+    from pdserve.wire.transfer import Endpoint
+
+_NEVER = float("inf")
+
+
+class Fault(enum.Enum):
+    """What is wrong with what a peer sent; a counter's label."""
+
+    MAGIC = "magic"
+    OVERSIZE = "oversize"
+    UNAUTHENTIC = "unauthentic"
+    MALFORMED = "malformed"
+    UNEXPECTED = "unexpected"
+    SLOW = "slow"
+
+
+class FrameError(PeerError):
+    """A peer sent what it should not; its link is of no further use."""
+
+    def __init__(self, fault: Fault, detail: str) -> None:
+        super().__init__(f"{fault.value}: {detail}")
+        self.fault = fault
+
+
+class ClosedError(PeerError):
+    """The peer closed the link, or the network did."""
+
+
+class UnreachableError(ClosedError):
+    """A link was never made."""
+
+
+class PeerLink(Protocol):
+    """Carries frames between two ranks, authenticated and in order, for as long as it lasts."""
+
+    @property
+    def peer(self) -> str:
+        """The other end, for messages."""
+        ...
+
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether the other end has proven that it belongs to this deployment."""
+        ...
+
+    def attach(
+        self, on_message: Callable[[Any], None], on_lost: Callable[[PeerError], None]
+    ) -> None:
+        """Say who takes what comes; called once, before anything is sent.
+
+        Args:
+            on_message: Takes each message, one of the union that this end may be sent. A
+                `PeerError` that it raises ends the link.
+            on_lost: Called at most once, when the link has ended and was not closed at this end:
+                a `ClosedError`, or a `FrameError` if that is why.
+        """
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send. It never raises: what cannot be sent ends the link."""
+
+    def close(self) -> None:
+        """End it, without a call of `on_lost`; may be repeated."""
+
+
+class Dialer(Protocol):
+    """Makes links to other ranks."""
+
+    def connect(self, endpoint: Endpoint, peer: str) -> PeerLink:
+        """Begin to connect; what is sent meanwhile waits. Never blocks.
+
+        Args:
+            peer: The other end, for messages.
+
+        Raises:
+            UnreachableError: It is known at once that nobody can be reached there.
+        """
+        ...
+
+
+class Direction(enum.Enum):
+    """Who gets the bytes: this side (READ) or the peer (WRITE)."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MoverLink:
+    """A link to a peer, for what this side's mover and the peer's have to say to one another.
+
+    Attributes:
+        metadata: How the peer's mover is found.
+        say: Says something to it; after the link is lost it does nothing.
+        exposed: Returns the blocks of this side that the peer may write now.
+    """
+
+    metadata: bytes
+    say: Callable[[bytes], object]
+    exposed: Callable[[], Collection[BlockId]]
+
+
+class Remote:
+    """A peer's memory, once met: how its mover named it, and its pool. Compared by identity.
+
+    Attributes:
+        link: The latest to the peer, for warm-ups; the protocol sets it.
+    """
+
+    __slots__ = ("link", "metadata", "pool")
+
+    def __init__(self, metadata: bytes, pool: Region) -> None:
+        self.metadata = metadata
+        self.pool = pool
+        self.link: MoverLink | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExposedMemory:
+    """This side's memory, for peers.
+
+    Attributes:
+        metadata: How a peer's mover finds it; another one after each fence.
+        pool: All KV blocks, one unit each.
+        scratch: For warm-up transfers.
+    """
+
+    metadata: bytes
+    pool: Region
+    scratch: Region
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How a job ended; nothing of it is in flight any more.
+
+    Attributes:
+        failure: None = all bytes are there. Else what went wrong; part of them may be there.
+        value: What the job's `then` returned; None after a failure.
+        posted_s: When it was handed to the transport.
+        moved_s: When that had moved all; `settled_s` is after `then`.
+        num_descriptors: After merging neighbours.
+    """
+
+    failure: str | None
+    value: object
+    posted_s: float
+    moved_s: float
+    settled_s: float
+    num_descriptors: int
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One copy. Used once; `remote`'s memory and this side's are those of the two pools.
+
+    Attributes:
+        tag: What `Mover.abandon` names it by; several may share one.
+        unit_bytes: Both pools are seen as rows of units of this size; it divides both.
+        local_units, remote_units: int32, as long as one another: unit by unit.
+        on_settled: Called once, in the protocol's thread. Not called for a job that was abandoned
+            before it was posted.
+        then: Called by the mover, in any thread, once all bytes are there and before `on_settled`,
+            unless the job was abandoned. It must let go of the interpreter lock while it works, and
+            not raise.
+        on_slow: Called at most once, like `on_settled`, if the post did not complete at once:
+            the peer's side may have to be driven.
+        link: The link that it belongs to; no other may serve for it.
+        posted_s: Written by the mover; inf before. Anybody may read it.
+    """
+
+    tag: Hashable
+    direction: Direction
+    remote: Remote
+    unit_bytes: int
+    local_units: npt.NDArray[np.int32]
+    remote_units: npt.NDArray[np.int32]
+    on_settled: Callable[[JobEnd], None]
+    then: Callable[[], object] | None = None
+    on_slow: Callable[[], None] | None = None
+    link: MoverLink | None = None
+    posted_s: float = field(default=_NEVER, init=False)
+    abandoned_s: float = field(default=_NEVER, init=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it moves."""
+        return len(self.local_units) * self.unit_bytes
+
+
+class Mover(Protocol):
+    """Copies between this side's KV memory and that of peers. It calls back in one thread."""
+
+    @property
+    def num_lanes(self) -> int:
+        """How many jobs can be at work at once."""
+        ...
+
+    @property
+    def target(self) -> ExposedMemory | None:
+        """What peers reach this memory by; None while there is nothing."""
+        ...
+
+    def meet(self, metadata: bytes, pool: Region) -> Remote:
+        """Learn a peer's memory. Nothing is sent.
+
+        The same one may be met again once it was forgotten.
+        """
+        ...
+
+    def forget(self, remote: Remote) -> None:
+        """Drop a peer's memory, whose jobs have all settled."""
+
+    def warm_up(
+        self,
+        remote: Remote,
+        source: Region,
+        *,
+        tag: Hashable,
+        on_settled: Callable[[str | None], None],
+    ) -> None:
+        """Read a little of `source` (the peer's), so that no request pays for the connection.
+
+        `on_settled` is called once: with None, or with what went wrong. The peer's side has to be
+        driven until then.
+        """
+
+    def submit(self, job: Job) -> None:
+        """Post it as soon as may be; jobs of one peer in their order."""
+
+    def abandon(self, tag: Hashable) -> int:
+        """Nobody wants the jobs of this tag any more.
+
+        Those that were not posted never are, and are forgotten. Those in flight are told to
+        their `on_settled` once nothing of them can land any more. A warm-up ends at once.
+
+        Returns:
+            How many jobs will still be told to their `on_settled`.
+        """
+        ...
+
+    def hear(self, link: MoverLink, body: bytes) -> None:
+        """Take what the peer's mover says.
+
+        Raises:
+            FrameError: It says what it should not.
+        """
+
+    def hang_up(self, link: MoverLink) -> None:
+        """Nothing is heard over this link any more."""
+
+    def fence(self) -> None:
+        """Cut this memory off from peers, and give it another `target`, now or later.
+
+        On return, nothing that a peer posted to this side moves any more, but for what it copies
+        behind the mover's back (`Processes.writes_directly`).
+        """
+
+    @property
+    def outlives_links(self) -> bool:
+        """Whether what a peer writes may land after `hang_up`, until a fence."""
+        ...
+
+
+class OneSided:
+    """What is common to movers that need nothing of the peer's: they have nothing to say."""
+
+    outlives_links: ClassVar[bool] = True
+
+    def hear(self, link: MoverLink, body: bytes) -> None:
+        """See `Mover`."""
+        raise FrameError(Fault.UNEXPECTED, "a word to a mover that needs none")
+
+    def hang_up(self, link: MoverLink) -> None:
+        """See `Mover`."""
 
 
 class Background(Protocol):
@@ -49,6 +345,7 @@ class Seams:
         context: This engine and rank.
         quarantine_s: How long what may still land waits for others that a fence would end, too.
         piece_bytes: Transfers are cut into jobs of about so many bytes.
+        slices: What jobs did last, for traces; whoever reports it takes it out, from any thread.
     """
 
     context: ConnectorContext
@@ -60,8 +357,24 @@ class Seams:
     processes: Processes
     quarantine_s: float
     piece_bytes: int
+    slices: deque[RankSlice]
 
     @property
     def transfer(self) -> TransferConfig:
         """The settings of transfers."""
         return self.context.config.transfer
+
+    def trace(self, direction: Direction, num_bytes: int, request_id: str, end: JobEnd) -> None:
+        """Keep what was done for a request by a job that has settled, for traces."""
+        facts: dict[str, int | float | str] = {
+            "request": request_id,
+            "bytes": num_bytes,
+            "descriptors": end.num_descriptors,
+        }
+        if end.failure is not None:
+            facts["failure"] = end.failure
+        moved_s, track = end.moved_s, "KV lanes"
+        self.slices.append(RankSlice(end.posted_s, moved_s, track, direction.value, facts))
+        if end.settled_s > moved_s:
+            facts = {"request": request_id}
+            self.slices.append(RankSlice(moved_s, end.settled_s, track, "digest", facts))

@@ -21,7 +21,6 @@ from pdserve.connectors.handover.lease import LeaseTable, ReadVerdict
 from pdserve.connectors.slicing import route_between
 from pdserve.connectors.transfer.destinations import Destination
 from pdserve.connectors.transfer.greeting import NumericsWatch, refusal_of, welcome_by
-from pdserve.connectors.transfer.link import Fault, FrameError
 from pdserve.connectors.transfer.protocol import (
     Abort,
     Assist,
@@ -40,6 +39,7 @@ from pdserve.connectors.transfer.protocol import (
     ToServer,
 )
 from pdserve.connectors.transfer.pushing import Pushing
+from pdserve.connectors.transfer.seams import Fault, FrameError
 from pdserve.connectors.transfer.steps import Steps
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from pdserve.connectors.handover.instructions import Grant, Stop
-    from pdserve.connectors.transfer.link import PeerLink
-    from pdserve.connectors.transfer.seams import Seams
+    from pdserve.connectors.transfer.seams import PeerLink, Seams
     from pdserve.wire.transfer import LeaseEnd, Settled
 
 _log = logging.getLogger(__name__)

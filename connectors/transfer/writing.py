@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.pieces import pieces
-from pdserve.connectors.transfer.mover import Direction, Job
+from pdserve.connectors.transfer.seams import Direction, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.connectors.slicing import Route
     from pdserve.connectors.transfer.destinations import Destination
-    from pdserve.connectors.transfer.mover import JobEnd, Mover, Remote
     from pdserve.connectors.transfer.protocol import Register
-    from pdserve.connectors.transfer.seams import Seams
+    from pdserve.connectors.transfer.seams import JobEnd, Mover, Remote, Seams
     from pdserve.wire.ids import BlockId
 
 _MAX_JOBS = 4
@@ -167,9 +166,10 @@ class OutgoingPart:
                         unit_bytes=piece.unit_bytes,
                         local_units=piece.source_units,
                         remote_units=piece.dest_units,
-                        on_settled=functools.partial(self._on_settled, begun, number, on_settled),
+                        on_settled=functools.partial(
+                            self._on_settled, seams, begun, number, on_settled
+                        ),
                         on_slow=functools.partial(on_slow, self),
-                        request_id=register.request_id,
                         link=self.destination.link,
                     )
                     seams.mover.submit(job)
@@ -181,12 +181,14 @@ class OutgoingPart:
 
     def _on_settled(
         self,
+        seams: Seams,
         begun: _Begun,
         number: int,
         on_settled: Callable[[OutgoingPart, JobEnd], None],
         settled: JobEnd,
     ) -> None:
         job = self._jobs.pop(number)
+        seams.trace(job.direction, job.num_bytes, self.register.request_id, settled)
         self.num_jobs -= 1
         begun.num_jobs -= 1
         if settled.failure is None:

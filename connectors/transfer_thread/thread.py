@@ -9,6 +9,7 @@ deadline, the mover or an instruction wakes it, and costs nothing.
 from __future__ import annotations
 
 import logging
+import queue
 import sys
 import threading
 import time
@@ -20,19 +21,16 @@ import torch
 
 from pdserve.connectors.digests import BlockDigests, digests_of
 from pdserve.connectors.handover.instructions import Instructions
-from pdserve.connectors.side_channel.channel import Listener
-from pdserve.connectors.side_channel.network import SideChannel
+from pdserve.connectors.side_channel.channel import Listener, SideChannel
 from pdserve.connectors.side_channel.reactor import Reactor
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.machine import TransferMachine
-from pdserve.connectors.transfer.mover import Mover
-from pdserve.connectors.transfer.seams import Seams
-from pdserve.connectors.transfer_thread.background import BackgroundThread
-from pdserve.connectors.transfer_thread.slices import DEVICE_PIECE_BYTES, PIECE_BYTES
+from pdserve.connectors.transfer.seams import Mover, Seams
 from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
 from pdserve.observe.trace import CLOCK_ID
 from pdserve.wire.ids import BlockId
+from pdserve.wire.trace import RankSlice
 from pdserve.wire.transfer import ConnectorReport
 
 if TYPE_CHECKING:
@@ -42,11 +40,18 @@ if TYPE_CHECKING:
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
     from pdserve.connectors.transfer.seams import Processes
     from pdserve.observe.clock import Clock
-    from pdserve.wire.trace import RankSlice
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
 
 _log = logging.getLogger(__name__)
 
+# Small enough for the last-level cache, where a digest finds it, and for all lanes to work on
+# one load; large enough to hide the 50 us of a post.
+PIECE_BYTES = 8 << 20
+# A GPU digests this in 30 us, and the host launches that in ten times as long.
+DEVICE_PIECE_BYTES = 64 << 20
+
+# Kept for the next report: some seconds of pieces, about 2 MB.
+_MAX_SLICES = 8192
 _POLL_S = 0.0003
 _START_TIMEOUT_S = 60.0
 _HELPERS_CLOSE_S = 2.0
@@ -72,11 +77,6 @@ class ThreadMover(Mover, Protocol):
     @property
     def processes(self) -> Processes:
         """Peers' processes, as far as its transports matter."""
-        ...
-
-    @property
-    def slices(self) -> deque[RankSlice]:
-        """What it did last, for traces; whoever reports it takes it out."""
         ...
 
     def start(self) -> None:
@@ -157,7 +157,8 @@ class TransferThread:
         self._reactor = Reactor()
         self._side_channel = SideChannel(self._reactor, transfer.secret.encode())
         self._mover = make_mover(self._listener.endpoint.host, self._reactor)
-        self._background = BackgroundThread("kv-digests", self._reactor.wake, clock)
+        self._slices: deque[RankSlice] = deque(maxlen=_MAX_SLICES)
+        self._background = BackgroundThread("kv-digests", self._reactor.wake, clock, self._slices)
         self._machine = TransferMachine(
             Seams(
                 context=context,
@@ -169,6 +170,7 @@ class TransferThread:
                 processes=self._mover.processes,
                 quarantine_s=transfer.quarantine_s,
                 piece_bytes=DEVICE_PIECE_BYTES if kv.is_cuda else PIECE_BYTES,
+                slices=self._slices,
             )
         )
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
@@ -311,11 +313,10 @@ class TransferThread:
         self._wake()
 
     def _take_slices(self) -> list[RankSlice]:
-        """What the helpers did since they were asked last, each on a track of this rank."""
+        """What was done since the last report, each on a track of this rank."""
         rank = f"rank {self._context.rank} " if self._context.num_ranks > 1 else ""
-        helpers = (self._mover.slices, self._background.slices)
         # By number: a helper may add more meanwhile.
-        taken = [slices.popleft() for slices in helpers for _ in range(len(slices))]
+        taken = [self._slices.popleft() for _ in range(len(self._slices))]
         if rank:
             return [msgspec.structs.replace(each, track=rank + each.track) for each in taken]
         return taken
@@ -343,6 +344,88 @@ class TransferThread:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise InternalError(f"the KV transfer thread died: {self._death!r}") from self._death
+
+
+class BackgroundThread:
+    """See `Background`: one thread beside the transfer thread. It knows nothing of blocks.
+
+    It begins with its first work; all methods belong to one other thread. What is done is done in
+    its order, and must let go of the interpreter lock while it computes.
+
+    Args:
+        name: The thread's, for debuggers.
+        wake: Called from it when `deliver` has something to say.
+        slices: See `Seams`.
+
+    """
+
+    def __init__(
+        self, name: str, wake: Callable[[], None], clock: Clock, slices: deque[RankSlice]
+    ) -> None:
+        self._name = name
+        self._wake = wake
+        self._clock = clock
+        self._slices = slices
+        self._todo: queue.SimpleQueue[tuple[Callable[[], Callable[[], None]], str] | None] = (
+            queue.SimpleQueue()
+        )
+        self._done: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._death: BaseException | None = None
+
+    def submit(self, work: Callable[[], Callable[[], None]], request_id: str) -> None:
+        """Do `work` for a request in the thread, and in a later `deliver` what it returns."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._todo.put((work, request_id))
+
+    def deliver(self) -> bool:
+        """Call what finished work returned; return whether there was any.
+
+        Raises:
+            InternalError: Work has raised; the thread has ended with it.
+        """
+        if self._death is not None:
+            raise InternalError(f"the thread {self._name} died: {self._death!r}") from self._death
+        did = False
+        while self._done:
+            did = True
+            self._done.popleft()()
+        return did
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what is at work, drop the rest; return whether the thread has ended in time."""
+        if self._thread is None:
+            return True
+        while not self._todo.empty():
+            try:
+                self._todo.get_nowait()
+            except queue.Empty:  # the thread was quicker
+                break
+        self._todo.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while (todo := self._todo.get()) is not None:
+                work, request_id = todo
+                began_s = self._clock.monotonic_s()
+                self._done.append(work())
+                self._slices.append(
+                    RankSlice(
+                        began_s,
+                        self._clock.monotonic_s(),
+                        "KV digests",
+                        "digest",
+                        {"request": request_id},
+                    )
+                )
+                self._wake()
+        except Exception as error:  # noqa: BLE001 - told to the transfer thread by `deliver`
+            self._death = error
+            self._wake()
 
 
 def _touch(kv: torch.Tensor) -> None:

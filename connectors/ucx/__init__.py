@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.transfer_thread.connector import TransferConnector
+from pdserve.connectors.transfer_thread import TransferConnector
 from pdserve.connectors.ucx.settings import UcxSettings
 from pdserve.observe.clock import SystemClock
 

@@ -19,12 +19,15 @@ import numpy as np
 import torch
 
 from pdserve.connectors.pieces import count_runs
-from pdserve.connectors.transfer.link import Fault, FrameError
-from pdserve.connectors.transfer.mover import Direction, ExposedMemory, JobEnd, Remote
-from pdserve.connectors.transfer.protocol import Region
-from pdserve.connectors.transfer_thread.devices import net_devices
-from pdserve.connectors.transfer_thread.processes import HostProcesses
-from pdserve.connectors.transfer_thread.slices import MAX_SLICES, slices_of
+from pdserve.connectors.transfer.seams import (
+    Direction,
+    ExposedMemory,
+    Fault,
+    FrameError,
+    JobEnd,
+    Remote,
+)
+from pdserve.connectors.transfer_thread.host import HostProcesses, net_devices, region_of
 from pdserve.connectors.ucx.frames import (
     MAX_TRIAL_BYTES,
     CopyLanded,
@@ -49,10 +52,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdserve.connectors.base import KVLayout
-    from pdserve.connectors.transfer.mover import Job, MoverLink
+    from pdserve.connectors.transfer.protocol import Region
+    from pdserve.connectors.transfer.seams import Job, MoverLink
     from pdserve.connectors.ucx.settings import UcxSettings
     from pdserve.observe.clock import Clock
-    from pdserve.wire.trace import RankSlice
 
 _NEVER = float("inf")
 _TRY_AGAIN_S = 0.05
@@ -97,13 +100,7 @@ class UcxMover:
     ) -> None:
         self._kv = kv
         self._staging = Staging(kv)
-        self._pool = Region(
-            address=kv.data_ptr(),
-            stride_bytes=layout.block_bytes,
-            num_units=layout.num_blocks,
-            memory="VRAM" if kv.is_cuda else "DRAM",
-            device=kv.device.index or 0,
-        )
+        self._pool = region_of(kv, layout.block_bytes)
         self._host = host
         self._watch = watch
         self._clock = clock
@@ -111,7 +108,6 @@ class UcxMover:
         self._worker: UcxWorker
         self._messages: Messages
         self.processes = HostProcesses(is_direct=False)
-        self.slices: deque[RankSlice] = deque(maxlen=MAX_SLICES)
         self._faults: Counter[str] = Counter()
         self._num_copies = 0
         self._reads: dict[TaggedMessage, tuple[Job | _WarmUp, MoverLink]] = {}
@@ -415,7 +411,6 @@ class UcxMover:
             settled_s=self._clock.monotonic_s(),
             num_descriptors=count_runs(job.remote_units, job.local_units),
         )
-        self.slices.extend(slices_of(job, end))
         self._ended.append((job, end))
 
     def _named(self, unit_bytes: int, raw: bytes) -> npt.NDArray[np.int32]:

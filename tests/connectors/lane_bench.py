@@ -10,8 +10,8 @@ import numpy as np
 
 from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
 from pdserve.connectors.nixl.lanes import Lanes
-from pdserve.connectors.transfer.mover import Direction, Job, JobEnd, Remote
 from pdserve.connectors.transfer.protocol import Region
+from pdserve.connectors.transfer.seams import Direction, Job, JobEnd, Remote
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:

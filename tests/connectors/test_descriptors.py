@@ -20,7 +20,7 @@ from pdserve.connectors.nixl.descriptors import (
     num_open_descriptors,
     num_silent_connections,
 )
-from pdserve.connectors.transfer_thread.processes import HostProcesses
+from pdserve.connectors.transfer_thread.host import HostProcesses
 from pdserve.observe.clock import ManualClock
 from tests.connectors.engines import Engine, RemoteEngine
 from tests.connectors.making import making

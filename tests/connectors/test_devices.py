@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.nixl import NixlConnector
-from pdserve.connectors.transfer_thread.devices import net_devices
+from pdserve.connectors.transfer_thread.host import net_devices
 from tests.connectors.engines import Engine, RemoteEngine
 from tests.connectors.making import making
 

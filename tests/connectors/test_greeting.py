@@ -9,8 +9,8 @@ import msgspec
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.transfer.greeting import NumericsWatch, hello_to
-from pdserve.connectors.transfer.mover import ExposedMemory
 from pdserve.connectors.transfer.protocol import Hello, Region, ToServer
+from pdserve.connectors.transfer.seams import ExposedMemory
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.transfer import EngineRef, Numerics
 from tests.connectors.engines import Engine, context

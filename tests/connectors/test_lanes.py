@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from pdserve.connectors.nixl.agent import NixlAgent
-from pdserve.connectors.transfer.mover import Direction, Job, JobEnd
 from pdserve.connectors.transfer.protocol import Region
+from pdserve.connectors.transfer.seams import Direction, Job, JobEnd
 from pdserve.errors import InternalError
 from tests.connectors.lane_bench import NUM_UNITS, SCRATCH, UNIT_BYTES, Agent, Bench, Maker, World
 
@@ -46,25 +46,6 @@ def test_jobs_settle_with_what_was_done_to_their_bytes(bench: Bench) -> None:
     assert settled.posted_s <= settled.moved_s <= settled.settled_s
     assert job.posted_s == settled.posted_s
     assert bench.lanes.num_jobs == 0
-
-
-def test_a_job_leaves_slices_of_its_move_and_of_what_was_done_to_its_bytes(bench: Bench) -> None:
-    bench.submit(bench.meet("p"), 8, then=lambda: time.sleep(0.002))
-    bench.until(lambda: bench.told)
-    settled = bench.told[8]
-    assert [(each.name, each.start_s, each.end_s) for each in bench.lanes.slices] == [
-        ("read", settled.posted_s, settled.moved_s),
-        ("digest", settled.moved_s, settled.settled_s),
-    ]
-    assert bench.lanes.slices[0].facts["bytes"] == 4 * UNIT_BYTES
-
-
-def test_a_job_that_fails_leaves_a_slice_that_says_so(world: World, bench: Bench) -> None:
-    world.broken.add("p")
-    bench.submit(bench.meet("p"), 8)
-    bench.until(lambda: bench.told)
-    (failed,) = bench.lanes.slices
-    assert failed.facts["failure"] == "p is gone"
 
 
 def test_all_lanes_work_on_the_jobs_of_one_peer(bench: Bench, world: World) -> None:

@@ -7,6 +7,7 @@ import errno
 import logging
 import socket
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,18 +18,14 @@ from pdserve.connectors.digests import BlockDigests, digests_of
 from pdserve.connectors.handover.instructions import Grant, Load, Watch
 from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
 from pdserve.connectors.nixl.lanes import Lanes
-from pdserve.connectors.side_channel.channel import Listener
-from pdserve.connectors.side_channel.network import SideChannel
+from pdserve.connectors.side_channel.channel import Listener, SideChannel
 from pdserve.connectors.side_channel.reactor import Reactor
 from pdserve.connectors.slicing import routes_to
-from pdserve.connectors.transfer.link import UnreachableError
 from pdserve.connectors.transfer.machine import TransferMachine
-from pdserve.connectors.transfer.mover import ExposedMemory
 from pdserve.connectors.transfer.protocol import Refuse, RefuseReason, Region
-from pdserve.connectors.transfer.seams import Seams
-from pdserve.connectors.transfer_thread.background import BackgroundThread
-from pdserve.connectors.transfer_thread.processes import HostProcesses
-from pdserve.connectors.transfer_thread.slices import PIECE_BYTES
+from pdserve.connectors.transfer.seams import ExposedMemory, Seams, UnreachableError
+from pdserve.connectors.transfer_thread.host import HostProcesses
+from pdserve.connectors.transfer_thread.thread import PIECE_BYTES, BackgroundThread
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId, EngineId, RequestId, request_id_of
 from pdserve.wire.transfer import Endpoint, EngineRef, Failed, LoadFailure, Received
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pdserve.connectors.base import ConnectorContext
-    from pdserve.connectors.transfer.link import PeerLink
+    from pdserve.connectors.transfer.seams import PeerLink
 
 SHAPE = layout()
 NUM_TOKENS = 2 * SHAPE.block_size
@@ -139,7 +136,7 @@ class Pair:
         scratch = Region(0, 4096, 1, "DRAM", 0)
         self.lanes, self.background = (
             self.make_lanes(pool, scratch),
-            BackgroundThread("digests", self.wake, self.clock),
+            BackgroundThread("digests", self.wake, self.clock, deque()),
         )
         route = routes_to(p.shape, p.shape, 0)[0]  # has the kernel compiled
         digests_of(self.kv, p.shape, p.shape, route, [BlockId(0)], first_token=0, num_tokens=1)
@@ -158,6 +155,7 @@ class Pair:
                 processes=HostProcesses(is_direct=True),
                 quarantine_s=30.0,
                 piece_bytes=PIECE_BYTES,
+                slices=deque(),
             )
 
         lanes_of_p = self.make_lanes(pool, scratch)

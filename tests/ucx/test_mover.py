@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from pdserve.connectors.base import KVLayout
-from pdserve.connectors.transfer.link import FrameError
-from pdserve.connectors.transfer.mover import Direction, Job, JobEnd, MoverLink
 from pdserve.connectors.transfer.protocol import Region
+from pdserve.connectors.transfer.seams import Direction, FrameError, Job, JobEnd, MoverLink
 from pdserve.connectors.ucx.frames import (
     CopyLanded,
     DropCopy,

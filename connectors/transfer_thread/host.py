@@ -1,4 +1,9 @@
-"""Whether a peer's process can write to this one's memory by itself, and whether it still runs.
+"""This host as UCX sees it: its memory, its network devices, and the processes of peers on it.
+
+UCX may use the devices of the network that the side channel is bound to. On every device that it
+may use, UCX listens for TCP connections, and who connects can write to registered memory: UCX asks
+nobody for a key. So the ports are to be where the deployment's other KV ports are, and nowhere
+else.
 
 Within one host UCX copies between processes with process_vm_writev(2): whoever writes needs no
 help of the other side, and is stopped neither by the end of the other side's agent nor by a
@@ -8,14 +13,79 @@ closed connection. It takes one kernel and one PID namespace; in others UCX fall
 from __future__ import annotations
 
 import functools
+import ipaddress
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from pdserve.connectors.transfer.protocol import Process
+import psutil
 
+from pdserve.connectors.transfer.protocol import Process, Region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+_LOOPBACK = "lo"
+_INFINIBAND = Path("/sys/class/infiniband")
 # Without one of these in UCX_TLS there is no such transport.
 _DIRECT = ("all", "sm", "shm", "mm", "cma", "xpmem", "knem", "posix", "sysv", "cuda", "rocm")
 _PROC = Path("/proc")
+
+
+def region_of(memory: torch.Tensor, stride_bytes: int) -> Region:
+    """Contiguous memory as peers are told of it, in units of so many bytes."""
+    return Region(
+        address=memory.data_ptr(),
+        stride_bytes=stride_bytes,
+        num_units=memory.numel() * memory.element_size() // stride_bytes,
+        memory="VRAM" if memory.is_cuda else "DRAM",
+        device=memory.device.index or 0,
+    )
+
+
+class _Address(Protocol):
+    @property
+    def address(self) -> str: ...
+
+
+def net_devices(
+    host: str,
+    *,
+    interfaces: Callable[[], Mapping[str, Sequence[_Address]]] = psutil.net_if_addrs,
+    infiniband: Path = _INFINIBAND,
+) -> str | None:
+    """Return `UCX_NET_DEVICES` for a side channel that is bound to a numeric address.
+
+    For a loopback address this is the loopback device alone; for another one the device that
+    has it, and every RDMA port that is up, which no address tells apart.
+
+    Args:
+        interfaces: The addresses of this machine's network devices, by name.
+        infiniband: Where the kernel lists RDMA devices.
+
+    Returns:
+        None if no device has the address but the loopback one (as where it is announced by a
+        routing protocol): which devices carry it cannot be told then.
+    """
+    address = ipaddress.ip_address(host)
+    if address.is_loopback:
+        return _LOOPBACK
+    for label, addresses in interfaces().items():
+        name = label.partition(":")[0]  # a second address of a device may have a label
+        if name != _LOOPBACK and any(str(address) == each.address for each in addresses):
+            return ",".join([name, *_rdma_ports(infiniband)])
+    return None
+
+
+def _rdma_ports(infiniband: Path) -> list[str]:
+    """The ports that are up, as UCX calls them: `mlx5_0:1`."""
+    return sorted(
+        f"{state.parents[2].name}:{state.parent.name}"
+        for state in infiniband.glob("*/ports/*/state")
+        if "ACTIVE" in state.read_text()
+    )
 
 
 class HostProcesses:
