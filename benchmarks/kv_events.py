@@ -34,8 +34,8 @@ from pdserve.config.schema import (
 from pdserve.engine.kv_events import KVEventPublisher
 from pdserve.engine.zmq_client import launch_engine
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
-from pdserve.scheduler.step_learner import StepLearner
 from pdserve.scheduler.steps import Step
+from pdserve.scheduler.telemetry import StepLearner
 from pdserve.wire.ids import Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams

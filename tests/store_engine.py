@@ -19,6 +19,7 @@ from pdserve.parallel.place import CorePlace
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
+from tests.scheduler.invariants import assert_nothing_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +107,7 @@ class StoreEngine:
         """Turn until nothing of any request is left."""
         scheduler = self.scheduler
         self.until(lambda: scheduler.is_idle and not scheduler.num_in_flight)
-        scheduler.assert_nothing_held()
+        assert_nothing_held(scheduler)
 
     def meet(self) -> StoreEngine:
         """Turn until it knows the server."""

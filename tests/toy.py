@@ -25,6 +25,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.transfer import ConnectorReport, EngineRef, Failed
+from tests.scheduler.invariants import check
 from tests.toy_executor import TOY_EOS, ToyExecutor, toy_shape
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ class HeldEngine:
     def _turn(self, max_in_flight: int) -> None:
         self.executor.max_in_flight = max_in_flight
         self.core.step(self._outputs.extend)
-        self.scheduler.check()
+        check(self.scheduler)
 
 
 class ToyEngine(HeldEngine):

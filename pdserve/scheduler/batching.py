@@ -12,11 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdserve.scheduler.drafts import RARELY, DraftWish, RowBudget
+from pdserve.scheduler.life import State
 from pdserve.scheduler.plan import Candidate, Room, plan_admission, plan_running
-from pdserve.scheduler.states import State
 
 if TYPE_CHECKING:
     from pdserve.kvcache.manager import PrefixHit
+    from pdserve.scheduler.drafts import DraftRecord
     from pdserve.scheduler.request import Request
     from pdserve.scheduler.state import SchedulerState
     from pdserve.scheduler.steps import Filling
@@ -112,16 +113,15 @@ class Batcher:
             Rows that were given out.
         """
         running = self._state.running
-        able: list[Request] = []
+        able: list[tuple[Request, DraftRecord]] = []
         wishes: list[DraftWish] = []
         for request_id in filling.num_tokens:
             request = running[request_id]
-            num = min(self._max_draft_rows(request), max_rows)
-            if num > 0:
-                record = request.drafts
+            num, record = min(self._max_draft_rows(request), max_rows), request.drafts
+            if num > 0 and record is not None:
                 # Behind a step with drafts no other is planned ahead of its results.
                 is_worth_it = record.found > RARELY or not self._plans_ahead
-                able.append(request)
+                able.append((request, record))
                 wishes.append(DraftWish(record.acceptance, record.found, num if is_worth_it else 0))
         shares = budget.share(
             wishes,
@@ -130,15 +130,15 @@ class Batcher:
         )
         num_left = max_rows
         num_built = self._state.steps.num_built
-        for request, share in zip(able, shares, strict=True):
-            trial = int(num_built % request.drafts.trial_interval == 0)
+        for (request, record), share in zip(able, shares, strict=True):
+            trial = int(num_built % record.trial_interval == 0)
             wanted = min(share or trial, num_left)
             num = self._room_for_drafts(request, wanted, filling) if wanted else 0
             if num:
                 filling.num_draft_rows[request.request_id] = num
                 num_left -= num
                 if not share:
-                    request.drafts.begin_trial()
+                    record.begin_trial()
         return max_rows - num_left
 
     def _max_draft_rows(self, request: Request) -> int:
@@ -257,9 +257,7 @@ class Batcher:
         hit = self._state.match_prefix(request)
         match = self._transfers.match(request, hit.num_tokens)
         if match is None:
-            waiting.stand_aside(request)
-            request.times.wait_for_peer(now_s)
-            request.note(now_s, "waits for its peer")
+            waiting.stand_aside(request, now_s)
             return 0
         is_load = match.num_tokens > 0 and match.is_async
         # What is pinned is not moved to make it grow: its first token has its block, too.
@@ -307,7 +305,7 @@ class Batcher:
         else:
             state.counters.prompt(request, num_hit=hit.num_tokens, num_external=0)
         num_missing = max(0, len(request.prompt_token_ids) - hit.num_tokens - num_external)
-        state.counters.recompute_tokens += state.ladder.start(request, num_missing)
+        state.settle_charge(request, num_missing)
         request.times.start(now_s)
         why = f"{hit.num_tokens} tokens from the prefix cache"
         state.move(request, State.RUNNING, now_s, why)

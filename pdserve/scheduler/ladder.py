@@ -83,20 +83,12 @@ class Ladder:
         request.charge(num_missing)
         return Decision(Remedy.RECOMPUTE)
 
-    def start(self, request: Request, num_missing: int) -> int:
-        """Settle the charge of a request that starts; return its recomputed tokens, 0 if none."""
-        if request.num_budgeted is None:
-            return 0
+    def settle(self, request: Request, num_computed: int) -> None:
+        """Settle the charge of a request, of which so many tokens are computed after all."""
+        assert request.num_budgeted is not None
         # What the prefix cache has may have changed since.
-        self._bucket.correct(request.num_budgeted - num_missing)
+        self._bucket.correct(request.num_budgeted - num_computed)
         request.charge(None)
-        return num_missing
-
-    def leave(self, request: Request) -> None:
-        """Refund the charge of a request that ends before it has started."""
-        if request.num_budgeted is not None:
-            self._bucket.correct(request.num_budgeted)
-            request.charge(None)
 
 
 class TokenBucket:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import KVSource
 from pdserve.errors import InternalError
-from pdserve.scheduler.states import LEGAL_MOVES, OVER, State
-from pdserve.scheduler.timeline import Timeline
+from pdserve.scheduler.life import LEGAL_MOVES, OVER, State, Timeline
 from pdserve.wire.request import FinishReason
 from pdserve.wire.trace import EngineRequest
 
@@ -18,13 +17,11 @@ if TYPE_CHECKING:
     from pdserve.kvcache.lease import Holding
     from pdserve.kvcache.manager import HashChain, SharedPrompt
     from pdserve.scheduler.drafts import DraftRecord
-    from pdserve.scheduler.states import Wait
+    from pdserve.scheduler.life import Wait
     from pdserve.wire.ids import BlockHash
     from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import GenerateRequest, OnLoadFailure
     from pdserve.wire.transfer import Failed, KVMode, Received, Settled
-
-_MAX_STORY = 64  # lines
 
 
 class Request:
@@ -37,7 +34,7 @@ class Request:
         num_computed_tokens: Tokens whose KV its blocks have, or will once steps in flight retire.
         num_pending_tokens: Tokens that steps in flight sample without drafts, at most one in each
             step: they count as tokens, although their ids are not known yet.
-        num_told_tokens: Output tokens that the workers were told of, where they have to be.
+        num_told_tokens: Output tokens that the workers were told of; None: they do not know it.
         handoff: As in the wire request, or as it came with its KV, until that is here or its
             load has failed; at P, what its connector made of it.
         source: Where its KV is, until that is here or its load has failed.
@@ -53,13 +50,13 @@ class Request:
         kv_mode: How its KV came from another engine, if it did.
         source_id: What that engine called it; empty if its KV came from none.
         prompt_logprobs: From the second prompt token on; they leave with the first output token.
-        drafts: How its drafts have done.
+        drafts: How its drafts have done; None where nothing is drafted.
+        queue_entry: Its entry in the waiting queue, while it is in line there.
     """
 
     # More than thirty attributes would make each of them slow in an ordinary object.
     __slots__ = (
         "_shared",
-        "_story",
         "chain",
         "drafts",
         "finish_reason",
@@ -84,6 +81,7 @@ class Request:
         "output_token_ids",
         "prompt_logprobs",
         "prompt_token_ids",
+        "queue_entry",
         "rank",
         "remote_decode",
         "request_id",
@@ -102,7 +100,7 @@ class Request:
         chain: HashChain,
         shared: SharedPrompt,
         *,
-        drafts: DraftRecord,
+        drafts: DraftRecord | None = None,
         rank: tuple[int, int],
         now_s: float,
     ) -> None:
@@ -118,7 +116,8 @@ class Request:
         self.rank = rank
         self.state = State.WAITING
         self.output_token_ids: list[int] = []
-        self.num_computed_tokens = self.num_pending_tokens = self.num_told_tokens = 0
+        self.num_computed_tokens = self.num_pending_tokens = 0
+        self.num_told_tokens: int | None = None
         self.holding: Holding | None = None
         self.handoff = wire.handoff
         self.remote_decode = wire.remote_decode
@@ -129,6 +128,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.waits_for: set[Wait] = set()
         self.num_overtaken = 0
+        self.queue_entry: int | None = None
         self.num_budgeted: int | None = None
         self.kv_mode: KVMode | None = None
         self.source_id = "" if wire.handoff is None else wire.handoff.request_id
@@ -138,8 +138,7 @@ class Request:
         self.drafts = drafts
         self.load_failures: list[str] = []
         self.times = Timeline(queued_s=now_s)
-        self._story: list[tuple[float, str]] = []
-        self.note(now_s, f"queued prompt={len(wire.prompt_token_ids)}")
+        self.times.note(now_s, f"queued prompt={len(wire.prompt_token_ids)}")
 
     @property
     def arrival_s(self) -> float:
@@ -225,6 +224,10 @@ class Request:
         """Count a request that started in its place."""
         self.num_overtaken += 1
 
+    def line_up(self, entry: int | None) -> None:
+        """Note its entry in the waiting queue; None = it has left the line."""
+        self.queue_entry = entry
+
     def charge(self, num_tokens: int | None) -> None:
         """Note what the recompute budget was charged for it; None = that is settled."""
         self.num_budgeted = num_tokens
@@ -277,7 +280,7 @@ class Request:
         """Note that a load has failed, and whether another source may be asked."""
         self.load_failures.append(failed.reason.value)
         self.may_load = self.may_load and may_load
-        self.note(now_s, f"load failed: {failed.reason.value} {failed.detail}".rstrip())
+        self.times.note(now_s, f"load failed: {failed.reason.value} {failed.detail}".rstrip())
 
     def lose_load(self) -> None:
         """Forget what was to be loaded."""
@@ -314,6 +317,10 @@ class Request:
         untold = self.output_token_ids[self.num_told_tokens :]
         self.num_told_tokens = len(self.output_token_ids)
         return untold
+
+    def become_unknown(self) -> None:
+        """Note that the workers forget it."""
+        self.num_told_tokens = None
 
     def sample(
         self,
@@ -407,26 +414,19 @@ class Request:
         if state in OVER:
             self.times.end(now_s)
         self.state = state
-        self.note(now_s, f"{state.value}: {why}")
-
-    def note(self, now_s: float, event: str) -> None:
-        """Add a line to the story; the oldest of more than 64 are forgotten."""
-        # A deque would take 600 bytes from the first line on, as a hole in the heap later.
-        if len(self._story) == _MAX_STORY:
-            del self._story[0]
-        self._story.append((now_s, event))
+        self.times.note(now_s, f"{state.value}: {why}")
 
     def story(self) -> str:
         """Return what happened to this request, in order."""
         start_s = self.times.queued_s
-        lines = [f"  +{(at - start_s) * 1e3:9.2f} ms  {event}" for at, event in self._story]
+        lines = [f"  +{(at - start_s) * 1e3:9.2f} ms  {event}" for at, event in self.times.notes]
         return "\n".join([f"request {self.request_id}", *lines])
 
     def traced(self, now_s: float) -> EngineRequest:
         """Return its time here, for a trace; the stretch that it is in ends at `now_s`."""
         # Whoever knows it can let go of the blocks: it stays here.
         nonce = "" if self.handoff is None else self.handoff.nonce
-        notes = [(at_s, text.replace(nonce, "*") if nonce else text) for at_s, text in self._story]
+        notes = [(at, text.replace(nonce, "*") if nonce else text) for at, text in self.times.notes]
         facts: dict[str, int | float | str] = {
             "prompt_tokens": len(self.prompt_token_ids),
             "output_tokens": len(self.output_token_ids),

@@ -15,11 +15,10 @@ from pdserve.connectors.base import KVSource
 from pdserve.kvcache.manager import SharedPrompt
 from pdserve.scheduler.batching import Batcher
 from pdserve.scheduler.ladder import Remedy
-from pdserve.scheduler.queue import Deadlines
-from pdserve.scheduler.refusal import refusal_of
+from pdserve.scheduler.life import State, Wait
+from pdserve.scheduler.plan import refusal_of
 from pdserve.scheduler.request import Request
 from pdserve.scheduler.state import SchedulerState
-from pdserve.scheduler.states import State, Wait
 from pdserve.scheduler.steps import Filling
 from pdserve.scheduler.telemetry import Telemetry
 from pdserve.scheduler.transfers import Transfers
@@ -72,7 +71,7 @@ class Scheduler:
         )
         self.kv = state.kv
         self.recorder = state.recorder
-        self.telemetry = Telemetry(state)
+        self.telemetry = Telemetry(state, is_told=cache.events.enable_kv_cache_events)
         self._is_by_priority = config.policy is SchedulingPolicy.PRIORITY
         self._max_model_len = dimensions.max_model_len
         self._outputs = state.outputs
@@ -80,7 +79,6 @@ class Scheduler:
         self._num_arrivals = 0
         self._may_admit = True
         self._experts: ExpertBalance | None = None
-        self._deadlines = Deadlines(state.requests)
         self._transfers = Transfers(state)
         self._batcher = Batcher(state, self._transfers)
 
@@ -107,12 +105,14 @@ class Scheduler:
         if refusal is not None:
             self._outputs.refusal(wire.request_id, refusal, ErrorCode.BAD_REQUEST)
             return
-        shared = shared or SharedPrompt()
+        shared, history = shared or SharedPrompt(), self.state.drafts
         request = Request(
             wire,
             self.kv.chain(wire.cache_salt, shared),
             shared,
-            drafts=self.state.drafts.begin(has_prediction=bool(wire.prediction_token_ids)),
+            drafts=None
+            if history is None
+            else history.begin(has_prediction=bool(wire.prediction_token_ids)),
             rank=(wire.priority if self._is_by_priority else 0, self._num_arrivals),
             now_s=now_s,
         )
@@ -135,9 +135,8 @@ class Scheduler:
                     retry_after_s=decision.retry_after_s,
                 )
                 return
-            request.note(now_s, "computed here in place of another engine")
+            request.times.note(now_s, "computed here in place of another engine")
         self.state.add(request)
-        self._deadlines.add(request)
         self._transfers.begin(request, now_s)
 
     def refuse(self, request_id: RequestId, why: str) -> None:
@@ -329,14 +328,6 @@ class Scheduler:
         """Return the time until now of each request that is not forgotten yet."""
         return self.telemetry.requests(self._clock.monotonic_s())
 
-    def assert_nothing_held(self) -> None:
-        """Raise AssertionError, with the stories, if anything of any request is left."""
-        self.state.assert_nothing_held()
-
-    def check(self) -> None:
-        """Raise AssertionError if an invariant is broken. O(requests + blocks)."""
-        self.state.check()
-
     # ---- building a step -------------------------------------------------------------
 
     def _build_step(self, now_s: float, filling: Filling) -> SchedulerOutput:
@@ -359,14 +350,17 @@ class Scheduler:
 
     def _count_drafts(self, step: Step, result: ModelRunnerOutput) -> None:
         """Note how the step's drafts have done."""
+        history = self.state.drafts
+        assert history is not None
         num_sampled = dict(zip(result.request_ids, map(len, result.sampled_token_ids), strict=True))
         for request_id in step.num_draft_rows:
             request = self.state.running.get(request_id)
-            if request is None or request_id not in num_sampled:
+            record = None if request is None else request.drafts
+            if record is None or request_id not in num_sampled:
                 continue
             num_drafted = result.num_drafted.get(request_id, 0)
             num_accepted = num_sampled[request_id] - 1
-            self.state.drafts.note(request.drafts, num_drafted, num_accepted)
+            history.note(record, num_drafted, num_accepted)
             if num_drafted:
                 self._counters.draft(num_drafted, num_accepted)
 
@@ -408,7 +402,7 @@ class Scheduler:
 
     def _end_late(self) -> None:
         """End the requests whose deadline has passed, wherever they stand."""
-        for request in self._deadlines.take_late(self._clock.monotonic_s()):
+        for request in self.state.take_late(self._clock.monotonic_s()):
             state = {State.RECEIVING: "its KV was on its way", State.RUNNING: "it ran"}
             during = state.get(request.state, "it waited")
             self._give_up(request, f"the deadline passed while {during}")

@@ -8,7 +8,8 @@ methods here move it and free its blocks. Others decide why it moves, and talk t
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
+import itertools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,13 +19,11 @@ from pdserve.errors import InternalError
 from pdserve.kvcache.lease import BlockUser
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
 from pdserve.observe.trace import Recorder
-from pdserve.scheduler.counts import Counters
 from pdserve.scheduler.drafts import DraftHistory
 from pdserve.scheduler.ladder import Ladder
-from pdserve.scheduler.outputs import OutputBuffer
-from pdserve.scheduler.queue import WaitingQueue
-from pdserve.scheduler.states import State, Wait
-from pdserve.scheduler.step_learner import StepLearner
+from pdserve.scheduler.life import State, Wait
+from pdserve.scheduler.outputs import Counters, OutputBuffer
+from pdserve.scheduler.plan import next_line
 from pdserve.scheduler.steps import StepQueue
 
 if TYPE_CHECKING:
@@ -32,9 +31,10 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import Hold, HoldKey, KVConnectorScheduler
     from pdserve.kvcache.lease import Holding
     from pdserve.scheduler.request import Request
-    from pdserve.wire.ids import BlockId, RequestId
+    from pdserve.wire.ids import RequestId
 
 _NO_HIT = PrefixHit((), 0, 0)
+_MIN_TO_SWEEP = 1024
 
 
 class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +64,90 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight: int = 1
 
 
+class WaitingQueue:
+    """A priority queue by rank.
+
+    A preempted request keeps its rank, so it comes before everything that arrived after it. Push
+    and pop are O(log n); removal is O(1), paid at a later pop.
+
+    A request whose KV lies ready may take the place of one whose KV is only planned:
+    the other engine may lack the blocks that are kept for it.
+
+    A request may stand aside until its connector says that it is to be asked about again: it
+    still waits, but it is not in the line, so nobody waits behind it and nobody looks at it.
+
+    Attributes:
+        num_in_line: Requests that do not stand aside.
+    """
+
+    def __init__(self) -> None:
+        self._heaps: dict[KVSource, list[tuple[int, int, int, Request]]] = {
+            source: [] for source in KVSource
+        }
+        self._entries = itertools.count()
+        self.num_in_line = self._num_aside = 0
+
+    def __len__(self) -> int:
+        return self.num_in_line + self._num_aside
+
+    def push(self, request: Request) -> None:
+        """Add a request."""
+        entry = next(self._entries)
+        heapq.heappush(self._heaps[request.source], (*request.rank, entry, request))
+        request.line_up(entry)
+        self.num_in_line += 1
+
+    def peek(self) -> Request | None:
+        """Return the request that comes next, and leave it there."""
+        heads = {source: self._head(source) for source in KVSource}
+        planned = heads[KVSource.PLANNED]
+        line = next_line(
+            {line: head.rank for line, head in heads.items() if head is not None},
+            num_overtaken=0 if planned is None else planned.num_overtaken,
+        )
+        return None if line is None else heads[line]
+
+    def note_start(self, request: Request) -> None:
+        """Note that `request`, which came next, starts, perhaps in a planned one's place."""
+        planned = self._head(KVSource.PLANNED)
+        if planned is not None and planned.rank < request.rank:
+            planned.overtaken()
+
+    def remove(self, request: Request) -> None:
+        """Remove a request, whether it is in line or stands aside."""
+        if request.times.is_aside:
+            self._num_aside -= 1
+            return
+        request.line_up(None)
+        self.num_in_line -= 1
+        if not self.num_in_line:
+            for heap in self._heaps.values():
+                heap.clear()
+
+    def stand_aside(self, request: Request, now_s: float) -> None:
+        """Take a request out of the line, until `come_back`."""
+        self.remove(request)
+        request.times.wait_for_peer(now_s)
+        self._num_aside += 1
+
+    def come_back(self, request: Request, now_s: float) -> None:
+        """Put a request that stands aside, if it does, back in line by its rank."""
+        if request.times.is_aside:
+            self.remove(request)
+            request.times.queue_again(now_s)
+            self.push(request)
+
+    def _head(self, source: KVSource) -> Request | None:
+        heap = self._heaps[source]
+        while heap:
+            _, _, entry, request = heap[0]
+            # What was removed and pushed again has an older entry as well, which is void.
+            if request.queue_entry == entry:
+                return request
+            heapq.heappop(heap)
+        return None
+
+
 class SchedulerState:
     """The state that every part of a scheduler is given.
 
@@ -75,11 +159,9 @@ class SchedulerState:
         kv: The blocks, and the prefix cache.
         ladder: Decides about requests whose KV did not come, within the recompute budget.
         steps: Those in flight, and what the workers know.
-        drafts: How those of its requests have done lately.
+        drafts: How those of its requests have done lately; None where nothing is drafted.
         outputs: For clients, until they are fetched.
         recorder: What traces are made from.
-        learner: Learns what steps take, where proxies are told of KV; None also with several
-            stages and with drafts, where a step is not the time between two tokens.
         requests: All of them, by id.
         waiting: Those that wait, in line or aside.
         running: The batch, in the order in which it is served.
@@ -88,6 +170,8 @@ class SchedulerState:
         prompts: Ids of those that have no token yet, and whose prompt no other engine computes.
         holds: By connector and id of a hold, blocks that a preempted request lost and a save still
             reads; they may be under several.
+        deadlines: A heap: monotonic seconds, order of arrival, id. Entries of those that are over
+            are void.
     """
 
     def __init__(
@@ -113,12 +197,9 @@ class SchedulerState:
         )
         self.counters = Counters(max_drafted=dimensions.max_drafted)
         self.steps = StepQueue(is_pipelined=dimensions.num_stages > 1)
-        self.drafts = DraftHistory()
+        self.drafts = DraftHistory() if dimensions.max_drafted else None
         self.outputs = OutputBuffer()
         self.recorder = Recorder()
-        is_told = cache.events.enable_kv_cache_events
-        is_plain = dimensions.num_stages == 1 and not dimensions.max_drafted
-        self.learner = StepLearner() if is_told and is_plain else None
         self.requests: dict[RequestId, Request] = {}
         self.waiting = WaitingQueue()
         self.running: dict[RequestId, Request] = {}
@@ -126,6 +207,7 @@ class SchedulerState:
         self.leased: dict[RequestId, Request] = {}
         self.prompts: set[RequestId] = set()
         self.holds: dict[HoldKey, Holding] = {}
+        self.deadlines: list[tuple[float, int, RequestId]] = []
 
     @property
     def num_admitted(self) -> int:
@@ -181,6 +263,32 @@ class SchedulerState:
         self.waiting.push(request)
         if request.source is KVSource.LOCAL:
             self.prompts.add(request.request_id)
+        if request.wire.deadline_s is not None:
+            self._watch(request.wire.deadline_s, request)
+
+    def _watch(self, deadline_s: float, request: Request) -> None:
+        if len(self.deadlines) >= max(_MIN_TO_SWEEP, 2 * len(self.requests)):
+            self.deadlines = [entry for entry in self.deadlines if self._find(entry) is not None]
+            heapq.heapify(self.deadlines)
+        heapq.heappush(self.deadlines, (deadline_s, request.rank[1], request.request_id))
+
+    def take_late(self, now_s: float) -> list[Request]:
+        """Return each request whose deadline lies before `now_s`, once, the latest last.
+
+        O(1) while there is none.
+        """
+        late: list[Request] = []
+        while self.deadlines and self.deadlines[0][0] < now_s:
+            request = self._find(heapq.heappop(self.deadlines))
+            if request is not None:
+                late.append(request)
+        return late
+
+    def _find(self, entry: tuple[float, int, RequestId]) -> Request | None:
+        _, order, request_id = entry
+        request = self.requests.get(request_id)
+        # Another one may have come under the same id.
+        return request if request is not None and request.rank[1] == order else None
 
     def move(self, request: Request, state: State, now_s: float, why: str) -> None:
         """Move a request from one place to another.
@@ -210,7 +318,7 @@ class SchedulerState:
                 del self.receiving[request.request_id]
             case State.RUNNING:
                 del self.running[request.request_id]
-                self.steps.forget(request.request_id)
+                self.steps.forget(request)
             case State.LEASED:
                 del self.leased[request.request_id]
             case State.CLOSING | State.DONE:
@@ -219,8 +327,18 @@ class SchedulerState:
     def begin_again(self, request: Request, num_computed_tokens: int) -> None:
         """Void what steps compute of `request` beyond its first `num_computed_tokens` tokens."""
         self.steps.void(request.request_id)
-        self.steps.forget(request.request_id)
+        self.steps.forget(request)
         request.begin_again(num_computed_tokens)
+
+    def settle_charge(self, request: Request, num_computed: int) -> None:
+        """Settle the charge of a request that starts, or ends before that; most have none.
+
+        Args:
+            num_computed: Prompt tokens that it computes here.
+        """
+        if request.num_budgeted is not None:
+            self.ladder.settle(request, num_computed)
+            self.counters.recompute_tokens += num_computed
 
     # ---- endings -------------------------------------------------------------------
 
@@ -263,14 +381,14 @@ class SchedulerState:
         if not request.waits_for:
             self.close(request, now_s, f"its {wait.value} settled")
             return
-        request.note(now_s, f"its {wait.value} settled")
+        request.times.note(now_s, f"its {wait.value} settled")
         if request.waits_for == {Wait.STEP} and request.holding is not None:
             request.holding.become(BlockUser.REQUEST)
 
     def close(self, request: Request, now_s: float, why: str) -> None:
         """Free the blocks of a request that nothing touches any more, and forget it."""
         self.free(request)
-        self.ladder.leave(request)
+        self.settle_charge(request, 0)
         self.move(request, State.DONE, now_s, why)
         self.recorder.add(request.traced(now_s))
         del self.requests[request.request_id]
@@ -297,63 +415,3 @@ class SchedulerState:
         if holding is not None and holding not in self.holds.values():
             holding.end()
         return holding is not None
-
-    # ---- invariants ----------------------------------------------------------------
-
-    def assert_nothing_held(self) -> None:
-        """Raise AssertionError, with the stories, if anything of any request is left."""
-        stories = "\n".join(request.story() for request in self.requests.values())
-        assert not self.requests, f"requests are left:\n{stories}"
-        assert not self.running
-        assert not self.receiving
-        assert not self.leased
-        assert not self.prompts
-        assert not self.holds, f"blocks of preempted requests are held: {list(self.holds)}"
-        assert not len(self.waiting)
-        assert not self.steps.known
-        assert not len(self.steps)
-        assert not self.kv.ledger.holdings
-        assert self.kv.pool.num_free == self.kv.pool.num_blocks
-        self.kv.pool.check()
-
-    def check(self) -> None:
-        """Raise AssertionError if an invariant is broken. O(requests + blocks)."""
-        self._check_blocks()
-        num_waiting = 0
-        places = {
-            State.RECEIVING: self.receiving,
-            State.RUNNING: self.running,
-            State.LEASED: self.leased,
-        }
-        for request in self.requests.values():
-            is_waiting = request.state is State.WAITING
-            num_waiting += is_waiting
-            assert (request.holding is None) == is_waiting, request.story()
-            assert bool(request.waits_for) == (request.state is State.CLOSING), request.story()
-            is_prompt = request.request_id in self.prompts
-            assert not (is_prompt and request.output_token_ids), request.story()
-            for state, place in places.items():
-                is_there = place.get(request.request_id) is request
-                assert is_there == (request.state is state), request.story()
-            if request.holding is None:
-                continue
-            is_quarantined = request.holding.user is BlockUser.QUARANTINED
-            assert is_quarantined == bool(request.waits_for - {Wait.STEP}), request.story()
-        assert num_waiting == len(self.waiting)
-        for place in places.values():
-            assert place.keys() <= self.requests.keys(), "a request that is gone has a place"
-
-    def _check_blocks(self) -> None:
-        self.kv.pool.check()
-        self.kv.ledger.check()
-        refs: Counter[BlockId] = Counter()
-        for holding in self.kv.ledger.holdings:
-            refs.update(holding.blocks)
-        held = {request.holding for request in self.requests.values() if request.holding}
-        held |= set(self.holds.values())
-        assert held == self.kv.ledger.holdings, "a holding belongs to no request"
-        assert len(refs) == self.kv.pool.num_blocks - self.kv.pool.num_free
-        for request in self.running.values():
-            assert request.holding is not None
-            capacity = len(request.holding.blocks) * self.kv.block_size
-            assert request.num_computed_tokens <= capacity, request.story()

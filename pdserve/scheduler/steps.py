@@ -85,13 +85,12 @@ class StepQueue:
 
     Attributes:
         num_built: Steps so far; the next one's id.
-        known: Ids of the requests that the workers know.
+        num_known: Requests that the workers know.
     """
 
     def __init__(self, *, is_pipelined: bool) -> None:
         self._is_pipelined = is_pipelined
-        self.num_built = 0
-        self.known: set[RequestId] = set()
+        self.num_built = self.num_known = 0
         self._gone: list[RequestId] = []
         self._in_flight: deque[Step] = deque()
         self._past: deque[tuple[float, float]] = deque(maxlen=_NUM_REMEMBERED)
@@ -142,7 +141,7 @@ class StepQueue:
         for request_id, num_tokens in filling.num_tokens.items():
             request = running[request_id]
             num_computed = request.num_computed_tokens
-            if request_id in self.known:
+            if request.num_told_tokens is not None:
                 known_ids.append(request_id)
                 known_blocks.append(grown.get(request_id, []))
                 known_computed.append(num_computed)
@@ -190,17 +189,18 @@ class StepQueue:
             connector_metadata=metadata,
         )
 
-    def forget(self, request_id: RequestId) -> None:
+    def forget(self, request: Request) -> None:
         """Have the workers forget a request: it is in no further step, or begins anew."""
-        if request_id in self.known:
-            self.known.discard(request_id)
-            self._gone.append(request_id)
+        if request.num_told_tokens is not None:
+            request.become_unknown()
+            self.num_known -= 1
+            self._gone.append(request.request_id)
 
     def _introduce(self, request: Request) -> NewRequest:
         holding = request.holding
         assert holding is not None
-        self.known.add(request.request_id)
         request.tell_tokens()
+        self.num_known += 1
         sampling = request.sampling
         if request.remote_decode and sampling.grammar is not None:
             # Of what another engine goes on with, nothing is worked out behind the first token.

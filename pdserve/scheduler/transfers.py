@@ -19,8 +19,8 @@ from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import HandoffRefusedError, InternalError
 from pdserve.kvcache.lease import BlockUser
 from pdserve.scheduler.ladder import Remedy
-from pdserve.scheduler.refusal import refusal_of_handoff
-from pdserve.scheduler.states import State, Wait
+from pdserve.scheduler.life import State, Wait
+from pdserve.scheduler.plan import refusal_of_handoff
 from pdserve.wire.request import ErrorCode, FinishReason
 from pdserve.wire.transfer import ConnectorReport, Failed, LoadFailure
 
@@ -283,7 +283,8 @@ class Transfers:
 
     def _fail_over(self, fact: Fact | None, error: Exception, now_s: float) -> None:
         # Where none is named, it is one of those aside, and nobody can say which.
-        broken = self._state.waiting.aside if fact is None else [fact.request_id]
+        aside = (each for each, request in self._state.requests.items() if request.times.is_aside)
+        broken = list(aside) if fact is None else [fact.request_id]
         for request_id in broken:
             if request_id in self._state.requests:
                 self.end_broken(request_id, error, now_s, what="go on with")
@@ -307,17 +308,15 @@ class Transfers:
     def _come_back(self, request_id: RequestId, why: str, now_s: float) -> None:
         """A request is to be asked about again; it may have stood aside."""
         request = self._state.requests.get(request_id)
-        if request is None:
-            return
-        request.note(now_s, why)
-        if self._state.waiting.come_back(request):
-            request.times.queue_again(now_s)
+        if request is not None:
+            request.times.note(now_s, why)
+            self._state.waiting.come_back(request, now_s)
 
     def _note_fetched(self, fetched: Fetched, now_s: float) -> None:
         request = self._state.requests.get(fetched.request_id)
         if request is not None:
             request.times.fetch(fetched)
-            request.note(now_s, f"{fetched.num_tokens} tokens from the store")
+            request.times.note(now_s, f"{fetched.num_tokens} tokens from the store")
 
     def _settle(self, settled: Settled, now_s: float) -> None:
         if self._state.release((settled.connector, settled.nonce)):
@@ -373,7 +372,7 @@ class Transfers:
         request.forget_source(is_pinned=match is not None and match.is_pinned)
         self._counters.prompt(request, num_hit=num_hit, num_external=num_external)
         num_missing = max(0, len(request.prompt_token_ids) - num_hit - num_external)
-        self._counters.recompute_tokens += self._ladder.start(request, num_missing)
+        self._state.settle_charge(request, num_missing)
         return True
 
     def _load_again(self, failed: Failed, now_s: float) -> None:
@@ -382,7 +381,7 @@ class Transfers:
             self._note_failure(request, failed, now_s)
             self._counters.count_remedy(Remedy.RETRY)
             request.times.begin_load_again(now_s)
-            request.note(now_s, "loads once more from the same engine")
+            request.times.note(now_s, "loads once more from the same engine")
 
     def _fail_load(self, failed: Failed, now_s: float, *, is_elsewhere: bool = False) -> None:
         request = self._state.receiving.get(failed.request_id)

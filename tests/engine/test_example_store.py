@@ -23,6 +23,7 @@ from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.transfer import Failed, LoadFailure
 from tests.connectors.example_store import KEPT, StoreConnector, StoreWorker
+from tests.scheduler.invariants import assert_nothing_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +90,7 @@ class Engine:
         while not self.scheduler.is_idle or self.scheduler.num_in_flight:
             self.core.step(outputs.extend)
             time.sleep(0.0005)
-        self.scheduler.assert_nothing_held()
+        assert_nothing_held(self.scheduler)
         assert not any(output.error for output in outputs)
         return [token for output in outputs for token in output.new_token_ids]
 

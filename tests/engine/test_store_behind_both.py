@@ -29,6 +29,7 @@ from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
 from pdserve.wire.transfer import EngineRef, KVHandoff, PushTicket
 from tests.connectors.example_store import KEPT, StoreConnector
+from tests.scheduler.invariants import assert_nothing_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,7 +131,7 @@ def run(*engines: Engine) -> list[int]:
             return []
         time.sleep(0.0005)
     for each in engines:
-        each.scheduler.assert_nothing_held()
+        assert_nothing_held(each.scheduler)
         assert not any(output.error for output in each.outputs)
     return [token for output in engines[-1].outputs for token in output.new_token_ids]
 

@@ -30,6 +30,7 @@ from pdserve.wire.request import GenerateRequest
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import KVHandoff, PushTicket
 from tests.fuzz.values import bent, like
+from tests.scheduler.invariants import assert_nothing_held, check
 from tests.toy import ToyEngine, sampling
 from tests.toy_executor import expected_output
 
@@ -106,7 +107,7 @@ class Pair:
         """Let an engine run a step; whether it said anything."""
         outputs = engine.step()
         self.num_refused += sum(output.error is not None for output in outputs)
-        engine.scheduler.check()
+        check(engine.scheduler)
         return bool(outputs or engine.in_flight)
 
     def settle(self) -> None:
@@ -127,7 +128,7 @@ class Pair:
             AssertionError: Something is.
         """
         for engine in (self.p, self.d):
-            engine.scheduler.assert_nothing_held()
+            assert_nothing_held(engine.scheduler)
             half: Any = engine.scheduler.state.connector
             assert not len(half._incoming)
             assert not len(half._outgoing)

@@ -9,6 +9,7 @@ from benchmarks.routing_work import conversations
 from pdserve.config.policies import POLICIES, SPLIT_POLICIES
 from pdserve.planner.fleet import Fleet
 from pdserve.planner.work import FleetLayout, Work, least_computed, output_token, parse_layout
+from tests.scheduler.invariants import assert_nothing_held
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ def run(policy: str, layout: str = "2P2D", workload: list[Work] = TURNS):
         for backend in proxy.backends:
             assert (backend.in_flight, backend.pending_tokens) == (0, 0), backend.url
     for engine in fleet.engines.values():
-        engine.scheduler.assert_nothing_held()
+        assert_nothing_held(engine.scheduler)
     assert all(each.end_s is not None for each in outcomes)
     return figures(outcomes, least_computed(workload))
 

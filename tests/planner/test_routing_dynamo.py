@@ -13,6 +13,7 @@ from benchmarks.routing_dynamo import serve
 from benchmarks.routing_work import conversations
 from pdserve.planner.fleet import Fleet
 from pdserve.planner.work import parse_layout
+from tests.scheduler.invariants import assert_nothing_held
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,7 @@ def run(way, path):
     patience_s = 0.3 if way == "deaf" else 20.0
     outcomes = serve(fleet, TURNS, command, counts_blocks=True, patience_s=patience_s)
     for engine in fleet.engines.values():
-        engine.scheduler.assert_nothing_held()
+        assert_nothing_held(engine.scheduler)
     told = [json.loads(line) for line in path.read_text().splitlines()]
     computed = [engine.scheduler.stats().num_step_tokens for engine in fleet.engines.values()]
     return outcomes, told, computed

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason
+from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import (
     NONCE,
     Engine,
@@ -66,7 +67,7 @@ def test_a_request_that_its_connector_fails_over_ends_alone_with_its_story(
     assert tokens == expected_output(PROMPT, good.sampling)
     assert "ZeroDivisionError" in caplog.text
     assert "request bad" in caplog.text
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_connector_that_fails_over_an_end_does_not_keep_the_request(
@@ -79,7 +80,7 @@ def test_a_connector_that_fails_over_an_end_does_not_keep_the_request(
     engine.scheduler.abort([make_request("bad", PROMPT).request_id])
     assert {output.request_id for output in engine.run()} == {"good"}
     assert "failed over the end of request bad" in caplog.text
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def ended_alone(engine: Engine, outputs: list[EngineOutput]) -> None:
@@ -90,7 +91,7 @@ def ended_alone(engine: Engine, outputs: list[EngineOutput]) -> None:
     assert "nobody thought of this" in str(refused.error)
     tokens = [t for o in outputs if o.request_id == "good" for t in o.new_token_ids]
     assert tokens == expected_output(PROMPT, make_request("good", PROMPT).sampling)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_connector_that_fails_over_what_a_step_computes_of_a_request_ends_that_one() -> None:
@@ -123,7 +124,7 @@ def test_a_connector_that_asks_a_step_for_a_request_it_does_not_compute_ends_no_
     engine.scheduler.add(good)
     tokens = [t for o in engine.run() for t in o.new_token_ids]
     assert tokens == expected_output(PROMPT, good.sampling)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_connector_that_fails_over_a_handover_ends_the_request() -> None:
@@ -161,7 +162,7 @@ def test_a_connector_that_fails_over_the_end_of_a_lease_does_not_keep_the_blocks
     assert engine.blocks("leased") == 3
     engine.connector.fails_over = "p"
     assert engine.report(settled=[settled("p")]) == []
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_connector_that_fails_over_news_of_a_push_ends_who_waited_for_them() -> None:

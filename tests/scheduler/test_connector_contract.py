@@ -10,6 +10,7 @@ from pdserve.connectors.base import Match
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, OnLoadFailure
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
+from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import (
     BLOCK_SIZE,
     NONCE,
@@ -59,7 +60,7 @@ def test_the_last_token_of_a_prompt_that_is_loaded_whole_is_computed_again() -> 
     assert len(tokens_of(outputs, "behind")) == 8
     stats = engine.scheduler.stats()
     assert (stats.external_kv_tokens, stats.local_compute_tokens) == (24, 4)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_so_is_that_of_one_whose_load_no_step_waits_for() -> None:
@@ -76,7 +77,7 @@ def test_so_is_that_of_one_whose_load_no_step_waits_for() -> None:
     engine.scheduler.add(make_request("again", [*PROMPT, 0]))
     engine.run()
     assert engine.scheduler.stats().local_cache_hit_tokens == 24
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 # ---- a load inside a step that fails ------------------------------------------------------
@@ -108,7 +109,7 @@ def test_what_was_computed_from_a_load_that_failed_is_computed_again_and_no_toke
     assert stats.kv_load_failures["peer_lost"] == 1
     assert stats.external_kv_tokens == first_token
     assert stats.prompt_tokens == 28
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_request_that_becomes_nan_beside_a_load_that_failed_ends_once() -> None:
@@ -121,7 +122,7 @@ def test_a_request_that_becomes_nan_beside_a_load_that_failed_ends_once() -> Non
     )
     assert [output.finish_reason for output in outputs] == [FinishReason.ERROR]
     assert tokens_of(engine.run(), "stored") == right(8)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_load_that_has_failed_although_all_of_it_came_leaves_the_last_token_to_compute() -> None:
@@ -131,7 +132,7 @@ def test_a_load_that_has_failed_although_all_of_it_came_leaves_the_last_token_to
     engine.fill(PROMPT, "stored")
     assert engine.collect(failed_loads=[failed("stored", num_valid_tokens=24)]) == []
     assert tokens_of(engine.run(), "stored") == right(8)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_so_is_what_the_steps_behind_it_have_computed_where_several_are_in_flight() -> None:
@@ -144,7 +145,7 @@ def test_so_is_what_the_steps_behind_it_have_computed_where_several_are_in_fligh
     assert engine.collect() == []
     assert tokens_of(engine.run(), "stored") == right(8)
     assert engine.scheduler.stats().kv_load_failures["peer_lost"] == 1
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_until_a_load_inside_a_step_is_known_to_have_come_its_request_is_unproven() -> None:
@@ -187,7 +188,7 @@ def test_what_there_is_behind_a_load_that_has_come_is_loaded_too() -> None:
     assert (stats.external_kv_tokens, stats.local_compute_tokens) == (16, 8)
     _, generations = engine.connector.tables[RequestId("stored")]
     assert generations, "it was told that the request starts"
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_request_of_which_one_of_two_parts_fails_is_computed_from_where_the_first_ends() -> None:
@@ -199,7 +200,7 @@ def test_a_request_of_which_one_of_two_parts_fails_is_computed_from_where_the_fi
     outputs += engine.report(failed=[failed("stored", num_valid_tokens=8)]) + engine.run()
     assert tokens_of(outputs, "stored") == right(8)
     assert engine.scheduler.stats().local_cache_hit_tokens == 8
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_what_another_source_has_of_a_load_that_has_failed_is_loaded_from_there() -> None:
@@ -216,7 +217,7 @@ def test_what_another_source_has_of_a_load_that_has_failed_is_loaded_from_there(
     stats = engine.scheduler.stats()
     assert stats.external_kv_tokens == 24
     assert not any(stats.kv_ladder.values())
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_prefill_that_is_pushed_stays_pinned_behind_a_load_from_a_store() -> None:
@@ -231,7 +232,7 @@ def test_a_prefill_that_is_pushed_stays_pinned_behind_a_load_from_a_store() -> N
     assert engine.scheduler.state.running[RequestId("p")].is_pinned
     engine.run()
     engine.report(settled=[settled("p")])
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 # ---- a save that goes on ---------------------------------------------------------------------
@@ -276,7 +277,7 @@ def test_blocks_that_a_save_reads_stay_as_they_are_when_their_request_ends(endin
     engine.report(settled=[settled("saved", LeaseEnd.RELEASED, nonce="another's")])
     assert engine.blocks("quarantined") == num_held
     engine.report(settled=[settled("saved", LeaseEnd.RELEASED, nonce="save 0")])
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 @pytest.mark.parametrize("is_leased", [False, True])
@@ -297,7 +298,7 @@ def test_blocks_that_several_connectors_hold_are_kept_until_the_last_lets_go(
         engine.report(settled=[settled("saved", nonce=nonce, connector="another")])
         engine.report(settled=[settled("saved", nonce=nonce, connector=name)])
     assert engine.scheduler.stats().lease_ends["read"] == is_leased
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_blocks_that_a_save_reads_stay_as_they_are_when_their_request_is_preempted() -> None:
@@ -321,7 +322,7 @@ def test_blocks_that_a_save_reads_stay_as_they_are_when_their_request_is_preempt
         outputs += engine.report(settled=[settled("saved", end, nonce="save 0", connector=name)])
     outputs += engine.run()
     assert tokens_of(outputs, "saved") == right(20)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 # ---- a store that fails ----------------------------------------------------------------------
@@ -342,7 +343,7 @@ def test_a_load_from_a_store_that_fails_is_computed_whatever_the_budget_for_outa
     stats = engine.scheduler.stats()
     assert stats.recompute_tokens == 0
     assert stats.kv_ladder == {"retry": 0, "recompute": 1, "report": 0, "shed": 0}
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_what_has_failed_a_request_is_not_tried_for_it_for_ever() -> None:
@@ -350,7 +351,7 @@ def test_what_has_failed_a_request_is_not_tried_for_it_for_ever() -> None:
     engine.step()
     outputs = engine.report(failed=[failed("stored")])
     assert tokens_of(outputs + engine.run(), "stored") == right(8)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_every_request_ends_once_for_its_connector_however_it_ends() -> None:
@@ -367,7 +368,7 @@ def test_every_request_ends_once_for_its_connector_however_it_ends() -> None:
         "waiting": FinishReason.ABORT,
     }
     assert BLOCK_SIZE * engine.blocks("cached") == 16
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_request_for_another_engine_is_decoded_here_if_the_connector_hands_nothing_over() -> None:
@@ -377,4 +378,4 @@ def test_a_request_for_another_engine_is_decoded_here_if_the_connector_hands_not
     outputs = engine.run()
     assert tokens_of(outputs, "r") == right(8)
     assert outputs[-1].finish_reason is FinishReason.LENGTH
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)

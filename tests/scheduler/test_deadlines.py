@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdserve.kvcache.manager import SharedPrompt
-from pdserve.scheduler.drafts import DraftRecord
-from pdserve.scheduler.queue import Deadlines
 from pdserve.scheduler.request import Request
-from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason
+from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import Engine, failed, make_handoff, make_request
 
 PROMPT = [1, 2] * 12
@@ -28,7 +26,7 @@ def test_who_waits_behind_others_ends_when_it_is_late() -> None:
     assert (late.request_id, late.finish_reason) == ("third", FinishReason.ABORT)
     assert "while it waited" in str(late.error)
     assert {each.request_id for each in engine.run()} == {"first", "second"}
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 @pytest.mark.parametrize("ahead_s", [-300.0, 300.0])
@@ -66,7 +64,7 @@ def test_whose_kv_is_on_its_way_ends_when_it_is_late_and_keeps_its_blocks() -> N
     assert list(engine.connector.ended) == ["d"]
     assert engine.blocks("quarantined") == 4
     engine.report(failed=[failed("d")])
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_lease_has_no_deadline_but_its_own() -> None:
@@ -80,15 +78,14 @@ def test_a_lease_has_no_deadline_but_its_own() -> None:
 
 
 def test_entries_of_requests_that_are_over_are_swept() -> None:
-    requests: dict[RequestId, Request] = {}
-    deadlines = Deadlines(requests)
-    chain = Engine().scheduler.kv.chain("")
+    state = Engine().scheduler.state
+    chain = state.kv.chain("")
     for order in range(5000):
         wire = make_request("same", PROMPT, deadline_s=1e9)
-        request = requests[wire.request_id] = Request(
-            wire, chain, SharedPrompt(), drafts=DraftRecord(), rank=(0, order), now_s=0.0
-        )
-        deadlines.add(request)
-    assert len(deadlines) <= 1025
-    assert deadlines.take_late(2e9) == [request]
-    assert len(deadlines) == 0
+        last = Request(wire, chain, SharedPrompt(), rank=(0, order), now_s=0.0)
+        state.add(last)
+        if order < 4999:
+            state.end(last, 0.0, "over")
+    assert len(state.deadlines) <= 1025
+    assert state.take_late(2e9) == [last]
+    assert not state.deadlines

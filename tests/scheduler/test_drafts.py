@@ -17,6 +17,7 @@ from pdserve.scheduler.drafts import (
 )
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason
+from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import Engine, make_request
 from tests.toy import sampling
 from tests.toy_drafts import mixed, right, wrong
@@ -43,7 +44,7 @@ def served(engine: Engine, **requests: tuple[list[int], int, bool]) -> dict[str,
     for output in outputs:
         assert output.error is None, output.error
         tokens[str(output.request_id)] += output.new_token_ids
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
     return tokens
 
 
@@ -103,7 +104,7 @@ def test_a_token_that_ends_a_request_in_its_draft_is_its_last() -> None:
     outputs = under_test.settle()
     assert [token for output in outputs for token in output.new_token_ids] == wanted
     assert [output.finish_reason for output in outputs] == [None, FinishReason.STOP]
-    under_test.scheduler.assert_nothing_held()
+    assert_nothing_held(under_test.scheduler)
 
 
 def test_what_a_draft_brought_is_found_by_others_as_far_as_it_was_right() -> None:
@@ -165,7 +166,7 @@ def test_a_request_that_is_aborted_with_a_draft_in_flight_leaves_nothing() -> No
     assert step.num_draft_rows == {RequestId("r"): 5}
     under_test.scheduler.abort([RequestId("r")])
     under_test.settle()
-    under_test.scheduler.assert_nothing_held()
+    assert_nothing_held(under_test.scheduler)
 
 
 class TestRowBudget:

@@ -10,6 +10,7 @@ from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, ErrorCode, FinishReason
 from pdserve.wire.sampling import Grammar
 from pdserve.wire.transfer import LoadFailure
+from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import Engine, make_handoff, make_request, received
 from tests.toy import ToyEngine
 from tests.toy_executor import TOY_EOS, expected_output
@@ -42,7 +43,7 @@ def test_rows_that_sit_out_get_the_tokens_that_they_would_have_got(
     for request in requests:
         wanted = expected_output(request.prompt_token_ids, request.sampling)
         assert tokens_of(outputs, request.request_id) == wanted
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
     engine.close()
 
 
@@ -105,7 +106,7 @@ def test_a_first_token_that_the_grammar_does_not_allow_refuses_the_handoff() -> 
     assert error.error_code == ErrorCode.HANDOFF_REFUSED.value
     failures = engine.scheduler.stats().kv_load_failures
     assert failures[LoadFailure.INCOMPATIBLE.value] == 1
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 @pytest.mark.parametrize(("remote_decode", "max_tokens"), [(True, 1), (False, 8)])

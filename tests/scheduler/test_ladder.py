@@ -11,6 +11,7 @@ from pdserve.scheduler.ladder import TokenBucket
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, OnLoadFailure
 from pdserve.wire.transfer import LoadFailure
+from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import Engine, failed, make_handoff, make_request, received
 from tests.toy import sampling
 from tests.toy_executor import expected_output
@@ -55,7 +56,7 @@ def test_a_load_that_fails_is_tried_once_more_into_the_same_blocks() -> None:
     stats = engine.scheduler.stats()
     assert stats.kv_ladder == {"retry": 1, "recompute": 0, "report": 0, "shed": 0}
     assert stats.local_compute_tokens == 0
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_what_arrived_whole_before_a_load_failed_is_not_computed_again() -> None:
@@ -68,7 +69,7 @@ def test_what_arrived_whole_before_a_load_failed_is_not_computed_again() -> None
     assert stats.local_compute_tokens == 8
     assert stats.recompute_tokens == 8
     assert stats.kv_ladder["recompute"] == 1
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_what_was_not_confirmed_is_never_found_by_anybody() -> None:
@@ -76,7 +77,7 @@ def test_what_was_not_confirmed_is_never_found_by_anybody() -> None:
     engine.report(failed=[failed("d", LoadFailure.DIGEST, num_valid_tokens=7)])
     assert engine.blocks("cached") == 0
     assert tokens(engine.run()) == expected(8)[1:]
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_whoever_has_other_ways_is_told_of_a_failed_load() -> None:
@@ -90,7 +91,7 @@ def test_whoever_has_other_ways_is_told_of_a_failed_load() -> None:
     stats = engine.scheduler.stats()
     assert stats.kv_ladder["report"] == 1
     assert stats.recompute_tokens == 0
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_load_over_the_budget_is_shed_and_told_when_to_come_again() -> None:
@@ -104,7 +105,7 @@ def test_a_load_over_the_budget_is_shed_and_told_when_to_come_again() -> None:
     engine.run()
     stats = engine.scheduler.stats()
     assert stats.kv_ladder == {"retry": 0, "recompute": 2, "report": 0, "shed": 1}
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_fallback_counts_against_the_budget_and_others_do_not() -> None:
@@ -125,7 +126,7 @@ def test_a_fallback_counts_against_the_budget_and_others_do_not() -> None:
     engine.clock.advance(1.0)
     engine.scheduler.add(make_request("later", PROMPT, is_fallback=True))
     assert tokens(engine.run()) == expected(8)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_fallback_pays_only_for_what_the_prefix_cache_has_not() -> None:
@@ -136,7 +137,7 @@ def test_a_fallback_pays_only_for_what_the_prefix_cache_has_not() -> None:
         engine.scheduler.add(make_request(f"fallback{index}", PROMPT, is_fallback=True))
         assert tokens(engine.run()) == expected(8)
     assert engine.scheduler.stats().recompute_tokens == 5 * 8
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_what_was_found_cached_and_is_gone_when_it_starts_is_paid_for_then() -> None:
@@ -150,7 +151,7 @@ def test_what_was_found_cached_and_is_gone_when_it_starts_is_paid_for_then() -> 
     engine.scheduler.kv.pool.forget_all()
     engine.scheduler.add(make_request("second", [*PROMPT, 1], is_fallback=True))
     assert engine.run()[0].error_code == "recompute_budget_exhausted"
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_what_never_started_gives_its_budget_back() -> None:
@@ -160,7 +161,7 @@ def test_what_never_started_gives_its_budget_back() -> None:
         engine.scheduler.add(make_request(request_id, [3] * 40, is_fallback=True))
         engine.scheduler.abort([request_id])
     assert engine.scheduler.drain_outputs() == []
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_without_a_budget_nothing_is_computed_for_a_failed_engine() -> None:
@@ -170,7 +171,7 @@ def test_without_a_budget_nothing_is_computed_for_a_failed_engine() -> None:
     assert [each.error_code for each in outputs] == ["recompute_budget_exhausted"] * 2
     assert all(each.retry_after_s for each in outputs)
     assert engine.scheduler.stats().recompute_tokens == 0
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_an_aborted_load_that_fails_is_not_tried_again() -> None:
@@ -180,7 +181,7 @@ def test_an_aborted_load_that_fails_is_not_tried_again() -> None:
     assert engine.blocks("quarantined") == 4
     assert engine.report(failed=[failed("d", LoadFailure.ABORTED)]) == []
     assert engine.scheduler.stats().kv_ladder["retry"] == 0
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_who_came_with_its_kv_and_is_preempted_goes_on_with_the_same_tokens() -> None:
@@ -200,7 +201,7 @@ def test_who_came_with_its_kv_and_is_preempted_goes_on_with_the_same_tokens() ->
     assert engine.scheduler.stats().num_preemptions > 0
     for name, answer in answers.items():
         assert tokens([each for each in outputs if each.request_id == name]) == answer
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 # ---- the bucket ------------------------------------------------------------------------

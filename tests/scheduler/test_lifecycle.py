@@ -12,10 +12,9 @@ from pdserve.connectors.memory.exchange import Exchange
 from pdserve.errors import InternalError
 from pdserve.kvcache.manager import SharedPrompt
 from pdserve.observe.clock import ManualClock
-from pdserve.scheduler.drafts import DraftRecord
-from pdserve.scheduler.queue import WaitingQueue
+from pdserve.scheduler.life import State
 from pdserve.scheduler.request import Request
-from pdserve.scheduler.states import State
+from pdserve.scheduler.state import WaitingQueue
 from pdserve.wire.ids import RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.request import (
@@ -35,6 +34,7 @@ from pdserve.wire.transfer import (
     Received,
     Settled,
 )
+from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import Engine, make_ticket
 from tests.scheduler.scripted import make_request as scripted_request
 from tests.toy import ToyEngine, sampling
@@ -95,8 +95,8 @@ def test_leased_blocks_stay_until_the_reader_has_settled() -> None:
     assert tokens == expected_output(PROMPT, sampling(8, ignore_eos=True))
     assert pair.prefill.blocks("leased") == 3  # read, but P has not heard of it yet
     pair.prefill.settle()
-    pair.prefill.scheduler.assert_nothing_held()
-    pair.decode.scheduler.assert_nothing_held()
+    assert_nothing_held(pair.prefill.scheduler)
+    assert_nothing_held(pair.decode.scheduler)
     assert pair.decode.scheduler.stats().local_compute_tokens == 0
 
 
@@ -109,7 +109,7 @@ def test_an_aborted_load_keeps_its_blocks_until_it_has_settled() -> None:
     assert pair.decode.blocks("quarantined") == 3
     assert pair.decode.blocks("free") == pair.decode.scheduler.stats().num_blocks - 3
     pair.decode.settle()
-    pair.decode.scheduler.assert_nothing_held()
+    assert_nothing_held(pair.decode.scheduler)
 
 
 def test_a_request_that_ends_keeps_its_blocks_while_a_step_in_flight_may_write_them() -> None:
@@ -148,7 +148,7 @@ def test_a_handoff_with_its_last_token_already_out_needs_no_kv() -> None:
     assert output.finish_reason is FinishReason.LENGTH
     assert len(output.new_token_ids) == 1
     pair.prefill.settle()
-    pair.prefill.scheduler.assert_nothing_held()
+    assert_nothing_held(pair.prefill.scheduler)
     assert pair.prefill.scheduler.stats().lease_ends["released"] == 1
 
 
@@ -194,7 +194,7 @@ def test_a_late_report_does_not_free_what_a_step_in_flight_may_write() -> None:
     assert pair.decode.blocks("held") > 0
     pair.decode.settle()
     pair.prefill.settle()
-    scheduler.assert_nothing_held()
+    assert_nothing_held(scheduler)
 
 
 def test_a_second_request_with_the_same_id_is_refused_and_the_first_goes_on() -> None:
@@ -206,7 +206,7 @@ def test_a_second_request_with_the_same_id_is_refused_and_the_first_goes_on() ->
         "a request with this id is already being served"
     ]
     assert sum(len(o.new_token_ids) for o in outputs) == 8
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 # ---- counters ------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_logprobs_of_an_aborted_prompt_are_not_kept() -> None:
     entries = [TokenLogprobs(1, -1.0, 1, [])] * step.num_tokens
     engine.collect(prompt_logprobs={RequestId("r"): entries})
     engine.settle()
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_prompt_of_one_token_has_one_empty_entry() -> None:
@@ -372,7 +372,6 @@ def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue
             make_request(f"r{order}", 8),
             chain,
             SharedPrompt(),
-            drafts=DraftRecord(),
             rank=(0, order),
             now_s=0.0,
         )
@@ -392,9 +391,7 @@ def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue
 def test_an_illegal_move_is_refused_with_the_story() -> None:
     pair = Pair()
     chain = pair.decode.scheduler.kv.chain("")
-    request = Request(
-        make_request("r", 8), chain, SharedPrompt(), drafts=DraftRecord(), rank=(0, 0), now_s=0.0
-    )
+    request = Request(make_request("r", 8), chain, SharedPrompt(), rank=(0, 0), now_s=0.0)
     with pytest.raises(InternalError, match=r"waiting -> leased(.|\n)*queued prompt=20"):
         request.move(State.LEASED, 1.0, "by mistake")
     assert request.state is State.WAITING
@@ -427,7 +424,7 @@ def test_a_request_that_becomes_nan_ends_alone_and_nobody_finds_its_blocks() -> 
     engine.scheduler.add(scripted_request("next", [1] * 20))
     first, *_ = engine.run()
     assert first.num_cached_tokens == 0
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_what_is_still_said_of_a_request_that_became_nan_means_nothing() -> None:
@@ -440,7 +437,7 @@ def test_what_is_still_said_of_a_request_that_became_nan_means_nothing() -> None
     ]
     assert error.error_code == ErrorCode.NON_FINITE_LOGITS.value
     engine.run()
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_prefill_that_becomes_nan_is_never_handed_over() -> None:
@@ -455,4 +452,4 @@ def test_a_prefill_that_becomes_nan_is_never_handed_over() -> None:
     assert list(engine.connector.ended) == ["bad"]
     engine.report(settled=[Settled(request_id=RequestId("bad"), end=LeaseEnd.ABORTED)])
     engine.run()
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)

@@ -9,6 +9,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
 from pdserve.wire.transfer import KVHandoff
+from tests.scheduler.invariants import assert_nothing_held
 from tests.toy import ToyEngine, sampling
 from tests.toy_executor import expected_output
 
@@ -29,7 +30,7 @@ class Fleet:
             for engine in self.engines:
                 engine.settle()
         for engine in self.engines:
-            engine.scheduler.assert_nothing_held()
+            assert_nothing_held(engine.scheduler)
 
 
 def request(request_id: str = "r", handoff: KVHandoff | None = None) -> GenerateRequest:
@@ -173,7 +174,7 @@ def test_where_its_engine_dies_before_it_was_read_all_is_computed_again_with_the
     a.close()
     b.scheduler.add(request("s", handoff))
     assert tokens_of(b.settle()) == EXPECTED
-    b.scheduler.assert_nothing_held()
+    assert_nothing_held(b.scheduler)
 
 
 def test_one_that_nobody_reads_is_free_when_its_lease_is_over():

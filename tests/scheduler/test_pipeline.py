@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.wire.ids import RequestId
+from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import Engine, make_request
 from tests.toy import sampling
 from tests.toy_executor import expected_output
@@ -42,7 +43,7 @@ class Pipeline(Engine):
             steps.append(self.in_flight[0])
             self.retire()
             self.submit_all()
-        self.scheduler.assert_nothing_held()
+        assert_nothing_held(self.scheduler)
         return steps
 
 
@@ -155,7 +156,7 @@ def test_empty_steps_in_flight_do_not_keep_a_full_pool_from_preempting() -> None
             pipeline.retire()
     pipeline.retire()
     assert pipeline.scheduler.stats().num_preemptions > 0
-    pipeline.scheduler.assert_nothing_held()
+    assert_nothing_held(pipeline.scheduler)
 
 
 def test_an_empty_step_is_in_flight_until_it_is_retired() -> None:

@@ -12,6 +12,7 @@ from pdserve.scheduler.plan import MAX_OVERTAKEN
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest, OnLoadFailure
 from pdserve.wire.transfer import KVMode, LeaseEnd, LoadFailure, PushTicket
+from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import (
     NONCE,
     Engine,
@@ -63,13 +64,13 @@ def test_a_request_that_is_pushed_goes_on_from_the_token_that_came_with_its_kv()
     assert stats.local_compute_tokens == 0
     assert stats.external_kv_tokens == len(PROMPT)
     assert stats.kv_loads == {"push": 1, "pull": 0}
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_request_whose_first_token_was_its_last_ends_when_its_kv_is_there() -> None:
     engine = reserved(max_tokens=1)
     assert arrive(engine, expected(1)[0]) == expected(1)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_nobody_finds_blocks_that_a_peer_still_writes() -> None:
@@ -82,7 +83,7 @@ def test_nobody_finds_blocks_that_a_peer_still_writes() -> None:
     engine.scheduler.add(make_request("again", [*PROMPT, 0]))
     engine.run()
     assert engine.scheduler.stats().local_cache_hit_tokens == len(PROMPT)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 @pytest.mark.parametrize("wish", list(OnLoadFailure))
@@ -98,7 +99,7 @@ def test_a_push_that_fails_goes_back_to_its_sender_and_is_not_computed_here(
     assert output.load_failures == ["withdrawn"]
     assert engine.run() == []
     assert engine.scheduler.stats().kv_ladder["report"] == 1
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 @pytest.mark.parametrize("first_token_ids", [[], [99]], ids=["no token", "no such token"])
@@ -110,7 +111,7 @@ def test_kv_that_comes_with_an_unusable_token_is_not_used(first_token_ids: list[
     assert output.load_failures == ["incompatible"]
     assert output.new_token_ids == []
     assert engine.blocks("cached") == 0
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 @pytest.mark.parametrize("remote_decode", [True, False])
@@ -122,7 +123,7 @@ def test_a_ticket_that_is_refused_is_an_error_of_its_own_kind(remote_decode: boo
     )
     (output,) = engine.step()
     assert output.error_code == "handoff_refused"
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_blocks_of_an_aborted_push_are_quarantined_until_nothing_writes_them() -> None:
@@ -133,7 +134,7 @@ def test_blocks_of_an_aborted_push_are_quarantined_until_nothing_writes_them() -
     assert engine.connector.ended == {"d": FinishReason.ABORT}
     assert engine.report(failed=[failed("d", LoadFailure.ABORTED)]) == []
     assert engine.blocks("quarantined") == 0
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_blocks_of_an_aborted_push_that_arrives_all_the_same_are_free_then() -> None:
@@ -141,7 +142,7 @@ def test_blocks_of_an_aborted_push_that_arrives_all_the_same_are_free_then() -> 
     engine.scheduler.abort([RequestId("d")])
     handoff = make_handoff(NONCE, expected(1))
     assert engine.report(received=[received("d", handoff=handoff, mode=KVMode.PUSH)]) == []
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_reservations_leave_everybody_a_block_to_grow_into() -> None:
@@ -155,7 +156,7 @@ def test_reservations_leave_everybody_a_block_to_grow_into() -> None:
     assert stats.blocks["free"] >= 3
     engine.scheduler.abort([RequestId(f"d{index}") for index in range(4)])
     engine.report(failed=[failed(f"d{index}") for index in range(4)])
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def handed_over(name: str) -> GenerateRequest:
@@ -224,7 +225,7 @@ def test_a_reservation_has_a_seat() -> None:
     assert engine.submit() is None
     engine.report(failed=[failed("d")])
     assert [output.request_id for output in engine.run()][-1] == "local"
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_the_prompts_logprobs_cannot_be_had_where_it_is_not_computed() -> None:
@@ -232,7 +233,7 @@ def test_the_prompts_logprobs_cannot_be_had_where_it_is_not_computed() -> None:
     engine.scheduler.add(make_request("d", PROMPT, ticket=make_ticket(), prompt_logprobs=0))
     (output,) = engine.step()
     assert "prompt_logprobs" in str(output.error)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 # ---- at P ----------------------------------------------------------------------------
@@ -279,7 +280,7 @@ def test_who_waits_for_a_peer_keeps_nobody_waiting_and_costs_nothing() -> None:
     assert engine.scheduler.num_runnable == 0
     assert engine.scheduler.stats().num_waiting == 1
     engine.scheduler.abort([RequestId("p")])
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_who_is_written_from_has_the_blocks_of_its_prompt_from_the_start() -> None:
@@ -299,7 +300,7 @@ def test_who_is_written_from_has_the_blocks_of_its_prompt_from_the_start() -> No
     assert engine.blocks("leased") == 4
     engine.report(settled=[settled("p")])
     assert engine.scheduler.stats().lease_ends["read"] == 1
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def crowded(*, is_pushed: bool = True, num_blocks: int = 7) -> Engine:
@@ -324,7 +325,7 @@ def test_who_is_written_from_is_never_preempted() -> None:
     assert stats.blocks["free"] == 0
     engine.report(settled=[settled("p")])
     engine.run()
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_in_the_same_crowd_others_are_preempted() -> None:
@@ -333,7 +334,7 @@ def test_in_the_same_crowd_others_are_preempted() -> None:
         engine.step()
     engine.scheduler.abort([RequestId("p")])
     engine.run()
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 @pytest.mark.parametrize("is_settled_first", [True, False])
@@ -355,7 +356,7 @@ def test_blocks_of_an_aborted_push_stay_until_neither_a_write_nor_a_step_has_the
         assert engine.blocks("quarantined") == 4
         engine.report(settled=[settled("p", LeaseEnd.ABORTED)])
     engine.run()
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_push_whose_first_token_is_the_last_one_is_stopped() -> None:
@@ -367,7 +368,7 @@ def test_a_push_whose_first_token_is_the_last_one_is_stopped() -> None:
     assert list(engine.connector.ended) == ["p"]
     assert engine.blocks("quarantined") == 4
     engine.report(settled=[settled("p", LeaseEnd.ABORTED)])
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_settling_frees_only_what_it_names() -> None:
@@ -377,7 +378,7 @@ def test_settling_frees_only_what_it_names() -> None:
     engine.report(settled=[settled("p", nonce="another")])
     assert engine.blocks("leased") == 4
     engine.report(settled=[settled("p")])
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_push_that_is_withdrawn_before_it_begins_is_leased_for_a_pull() -> None:
@@ -387,7 +388,7 @@ def test_a_push_that_is_withdrawn_before_it_begins_is_leased_for_a_pull() -> Non
     (output,) = engine.run()
     assert output.finish_reason is FinishReason.HANDOFF
     engine.report(settled=[settled("p")])
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_request_that_is_late_while_it_waits_for_a_peer_ends() -> None:
@@ -401,14 +402,14 @@ def test_a_request_that_is_late_while_it_waits_for_a_peer_ends() -> None:
     (output,) = engine.step()
     assert output.finish_reason is FinishReason.ABORT
     assert list(engine.connector.ended) == ["p"]
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_a_client_that_leaves_while_its_request_waits_for_a_peer_leaves_nothing() -> None:
     engine = expecting()
     engine.scheduler.abort([RequestId("p")])
     assert list(engine.connector.ended) == ["p"]
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
     engine.report(payloads=[told_of()])  # too late
     assert engine.run() == []
 
@@ -445,8 +446,8 @@ def test_two_engines_of_which_one_writes_into_the_other_answer_as_one(num_stages
     stats = decode.scheduler.stats()
     assert stats.kv_loads == {"push": 1, "pull": 0}
     assert stats.local_compute_tokens == 0
-    prefill.scheduler.assert_nothing_held()
-    decode.scheduler.assert_nothing_held()
+    assert_nothing_held(prefill.scheduler)
+    assert_nothing_held(decode.scheduler)
 
 
 def test_what_either_half_of_the_connector_counts_is_in_the_stats() -> None:

@@ -9,11 +9,12 @@ import pytest
 
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.observe.clock import ManualClock
-from pdserve.scheduler.refusal import refusal_of
+from pdserve.scheduler.plan import refusal_of
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.request import FinishReason, GenerateRequest
 from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape
+from tests.scheduler.invariants import assert_nothing_held
 from tests.toy import ToyEngine, sampling
 from tests.toy_executor import TOY_EOS, TOY_VOCAB_SIZE, expected_output
 
@@ -116,7 +117,7 @@ def test_what_cannot_be_run_ends_alone(name: str) -> None:
     assert reason in str(refused.error)
     tokens = [t for output in outputs for t in output.new_token_ids]
     assert tokens == expected_output(good.prompt_token_ids, good.sampling)
-    engine.scheduler.assert_nothing_held()
+    assert_nothing_held(engine.scheduler)
 
 
 def test_ids_outside_of_the_vocabulary_in_what_is_only_compared_are_harmless() -> None:

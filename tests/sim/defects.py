@@ -16,8 +16,8 @@ from pdserve.connectors import digests, quorum
 from pdserve.connectors.handover.lease import LeaseTable
 from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.connectors.transfer import serving
+from pdserve.scheduler.life import Wait
 from pdserve.scheduler.state import SchedulerState
-from pdserve.scheduler.states import Wait
 from pdserve.scheduler.transfers import Transfers
 from pdserve.wire.request import FinishReason
 

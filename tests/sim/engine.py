@@ -30,6 +30,7 @@ from pdserve.server.app import build_app
 from pdserve.server.service import SERVICE
 from pdserve.wire.ids import EngineId, Incarnation, client_id_of
 from tests.local_engine import LocalEngine, TimedExecutor
+from tests.scheduler.invariants import check
 from tests.sim.net import Host
 from tests.sim.text import TEXT, ToyChecks
 from tests.toy_drafts import TOY_DRAFTERS
@@ -194,7 +195,7 @@ class SimEngine(LocalEngine):
         super().turn()
         self._num_turns += 1
         if self._num_turns % _CHECK_EVERY == 0:
-            self.scheduler.check()
+            check(self.scheduler)
 
     def die(self, reason: str = "it was killed") -> None:
         """As by SIGKILL: nothing is said to anybody."""

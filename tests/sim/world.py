@@ -31,6 +31,7 @@ from pdserve.proxy.brain.work import prompt_work
 from pdserve.server.sampling import choice_seed
 from pdserve.wire.drain import PATH, DrainReport, DrainRequest
 from pdserve.wire.sampling import SamplingParams
+from tests.scheduler.invariants import assert_nothing_held
 from tests.sim import virtual_time
 from tests.sim.engine import SECRET, SimEngine
 from tests.sim.net import Host, Net, Response, chunks_of
@@ -440,7 +441,7 @@ class World:
             await asyncio.sleep(0.1)
         for engine in self.engines.values():
             try:
-                engine.scheduler.assert_nothing_held()
+                assert_nothing_held(engine.scheduler)
             except AssertionError as error:
                 said = f"{engine.spec.name}: {error or traceback.format_exc(limit=2)}"
                 self.result.violations.append((Broken.BLOCKS_HELD, said))

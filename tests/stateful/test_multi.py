@@ -17,6 +17,7 @@ from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.multi.scheduler import MultiScheduler
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
+from tests.scheduler.invariants import assert_nothing_held, check
 from tests.stateful.reaching import run_until_reached
 from tests.toy import HeldEngine, sampling, toy_config
 from tests.toy_executor import expected_output, toy_shape
@@ -151,7 +152,7 @@ class StoresMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_has_one_owner(self) -> None:
         if self.num_requests:
-            self.scheduler.check()
+            check(self.scheduler)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -164,7 +165,7 @@ class StoresMachine(RuleBasedStateMachine):
         assert self.over == set(self.expected), "a request never ended"
         for _ in range(20):
             self.engine.collect()
-        self.scheduler.assert_nothing_held()
+        assert_nothing_held(self.scheduler)
         half = self.scheduler.state.connector
         assert isinstance(half, MultiScheduler)
         assert not half.num_open

@@ -24,6 +24,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
 from pdserve.wire.transfer import KVHandoff, PushTicket
+from tests.scheduler.invariants import assert_nothing_held, check
 from tests.stateful.reaching import run_until_reached
 from tests.toy import ToyEngine, sampling
 from tests.toy_executor import expected_output
@@ -241,8 +242,8 @@ class PairMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_block_has_one_owner(self) -> None:
-        self.prefill.scheduler.check()
-        self.decode.scheduler.check()
+        check(self.prefill.scheduler)
+        check(self.decode.scheduler)
 
     @invariant()
     def every_prompt_token_has_one_source(self) -> None:
@@ -309,8 +310,8 @@ class PairMachine(RuleBasedStateMachine):
             self.clock.advance(LEASE_S / 5)
         assert not self.by_prefill, "a prefill never ended"
         assert not self.by_decode, "a decode never ended"
-        self.prefill.scheduler.assert_nothing_held()
-        self.decode.scheduler.assert_nothing_held()
+        assert_nothing_held(self.prefill.scheduler)
+        assert_nothing_held(self.decode.scheduler)
         stats = self.decode.scheduler.stats()
         self.reached["pulled"] += stats.kv_loads["pull"] > 0
         self.reached["pushed"] += stats.kv_loads["push"] > 0

@@ -9,6 +9,7 @@ from pdserve.config.schema import SchedulingPolicy
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest
+from tests.scheduler.invariants import assert_nothing_held, check
 from tests.stateful.reaching import in_ci
 from tests.toy import HeldEngine, sampling, toy_config
 from tests.toy_drafts import mixed
@@ -118,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_block_has_one_owner(self) -> None:
-        self.scheduler.check()
+        check(self.scheduler)
 
     def teardown(self) -> None:
         for _ in range(2000):
@@ -128,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.engine.in_flight:
                 break
         assert self.over == set(self.expected), "a request never ended"
-        self.scheduler.assert_nothing_held()
+        assert_nothing_held(self.scheduler)
 
 
 class PrioritySchedulerMachine(SchedulerMachine):

@@ -22,6 +22,7 @@ from pdserve.engine.core import EngineCore
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
+from tests.scheduler.invariants import assert_nothing_held
 from tests.toy import sampling, toy_config
 from tests.toy_executor import ToyExecutor, expected_output, toy_shape
 
@@ -238,7 +239,7 @@ def test_cores_step_together_and_serve_everything(
             if request_id not in simulation.aborted:
                 assert core.out[request_id] == tokens
                 assert request_id in core.over
-        core.engine.scheduler.assert_nothing_held()
+        assert_nothing_held(core.engine.scheduler)
     per_wave = [Counter(step.wave for step in steps) for steps in simulation.world.submitted]
     assert all(steps == per_wave[0] for steps in per_wave), f"unequal steps: {per_wave}"
 

@@ -7,12 +7,12 @@ import ast
 import pytest
 
 from pdserve.observe.clock import ManualClock
+from pdserve.scheduler.life import Timeline
 from pdserve.scheduler.request import Request
-from pdserve.scheduler.timeline import Timeline
 from tools.goals import SourceTree
 
 OTHERS_REQUESTS = "connectors/conformance/"
-OWNERS = {"pdserve/scheduler/request.py", "pdserve/scheduler/timeline.py"}
+OWNERS = {"pdserve/scheduler/request.py", "pdserve/scheduler/life.py"}
 FIELDS = {name for name in Request.__slots__ if not name.startswith("_")}
 MARKS = vars(Timeline(queued_s=ManualClock().monotonic_s())).keys()
 NAMES = {"request", "planned", "view", "each"}

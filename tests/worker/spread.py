@@ -32,6 +32,7 @@ from pdserve.parallel.rendezvous import Rendezvous, listen
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.worker.worker import Worker
+from tests.scheduler.invariants import assert_nothing_held
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -256,7 +257,7 @@ def _lead(
     while core.step(take):
         pass
     core.close(0.0)
-    core.scheduler.assert_nothing_held()
+    assert_nothing_held(core.scheduler)
     stats = core.scheduler.stats()
     outcome.num_preemptions = stats.num_preemptions
     outcome.num_drafted, outcome.num_accepted = (

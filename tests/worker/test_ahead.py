@@ -23,6 +23,7 @@ from pdserve.wire.request import GenerateRequest
 from pdserve.wire.transfer import ConnectorMetadata
 from pdserve.worker.awaited import AwaitedRows
 from pdserve.worker.device import HostDevice
+from tests.scheduler.invariants import assert_nothing_held, check
 from tests.worker.driver import params
 from tests.worker.recorded_device import RecordedDevice
 from tests.worker.test_graphs import ASKED, CPU, NUM_ROWS, Engine, buffers_on
@@ -133,8 +134,8 @@ def generate(
         if abort and len(tokens[abort]) >= 3:
             core.scheduler.abort([RequestId(abort)])
         core.step(take)
-        core.scheduler.check()
-    core.scheduler.assert_nothing_held()
+        check(core.scheduler)
+    assert_nothing_held(core.scheduler)
     stats = core.scheduler.stats()
     executor.num_accepted = sum(stats.accepted_by_position)
     return tokens, executor, stats.num_preemptions

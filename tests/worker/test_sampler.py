@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import InternalError
-from pdserve.scheduler.refusal import refusal_of
+from pdserve.scheduler.plan import refusal_of
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import MAX_LOGPROBS

@@ -1,7 +1,8 @@
-"""Accounts for the time of one request, as stages for metrics and as spans for traces."""
+"""The life of a request: where it stands, the legal moves, what it waits for, and its times."""
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING
 
 from pdserve.wire.request import RequestStages
@@ -11,12 +12,71 @@ from pdserve.wire.transfer import KVMode
 if TYPE_CHECKING:
     from pdserve.wire.transfer import Fetched, Received
 
+_MAX_STORY = 64  # lines
+
+
+class State(enum.Enum):
+    """Where a request stands.
+
+    WAITING has no blocks. RECEIVING has blocks that a load, or a peer, fills; one load may follow
+    another. RUNNING is in the batch; its connector may have its blocks read meanwhile. LEASED has
+    finished here, a peer may read its blocks. CLOSING is over for the client while a transfer or a
+    step may still touch its blocks. DONE holds nothing.
+    """
+
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    RUNNING = "running"
+    LEASED = "leased"
+    CLOSING = "closing"
+    DONE = "done"
+
+
+LEGAL_MOVES = frozenset(
+    {
+        (State.WAITING, State.RUNNING),
+        (State.WAITING, State.RECEIVING),
+        (State.WAITING, State.DONE),
+        (State.RECEIVING, State.RUNNING),
+        (State.RECEIVING, State.WAITING),
+        (State.RECEIVING, State.CLOSING),
+        (State.RECEIVING, State.DONE),
+        (State.RUNNING, State.WAITING),
+        (State.RUNNING, State.RECEIVING),
+        (State.RUNNING, State.LEASED),
+        (State.RUNNING, State.CLOSING),
+        (State.RUNNING, State.DONE),
+        (State.LEASED, State.DONE),
+        (State.CLOSING, State.DONE),
+    }
+)
+
+
+OVER = frozenset({State.LEASED, State.CLOSING, State.DONE})
+"""Its client gets nothing more from here."""
+
+
+class Wait(enum.Enum):
+    """What a CLOSING request waits for before its blocks may be given back.
+
+    STEP: the last step in flight that has it. LOAD: the report of what writes its blocks.
+    HOLD: nothing that its connector began reads its blocks any more.
+    """
+
+    STEP = "step"
+    LOAD = "load"
+    HOLD = "hold"
+
 
 class Timeline:
     """Marks of one request on the engine's monotonic clock, in seconds.
 
     The stages follow from them. There is no gap between two: their sum is the time from the
     arrival to the end of the step that gave the first token, or at D the one behind the first.
+
+    Attributes:
+        is_aside: It waits, and is not in line: its peer has to do something first.
+        notes: What happened, and when; the story.
     """
 
     def __init__(self, *, queued_s: float) -> None:
@@ -37,7 +97,15 @@ class Timeline:
         self._load_began_s = queued_s
         self._queue_s = 0.0
         self._peer_wait_s = 0.0
-        self._is_aside = False
+        self.is_aside = False
+        self.notes: list[tuple[float, str]] = []
+
+    def note(self, now_s: float, event: str) -> None:
+        """Add a line to the story; the oldest of more than 64 are forgotten."""
+        # A deque would take 600 bytes from the first line on, as a hole in the heap later.
+        if len(self.notes) == _MAX_STORY:
+            del self.notes[0]
+        self.notes.append((now_s, event))
 
     def begin_step(self, now_s: float, *, waited_s: float) -> None:
         """Mark its first step; its KV had been ready for `waited_s` while another step ran."""
@@ -72,14 +140,15 @@ class Timeline:
         self._queue_s += now_s - self._waits_since_s
         self._spans.append(StageSpan("queue", self._waits_since_s, now_s))
         self._waits_since_s = now_s
-        self._is_aside = True
+        self.is_aside = True
+        self.note(now_s, "waits for its peer")
 
     def queue_again(self, now_s: float) -> None:
         """Queue again, after a wait for the peer or a failed load."""
         since_s = self._waits_since_s if self.started_s is None else self.started_s
         self._peer_wait_s += now_s - since_s
         self._spans.append(StageSpan("kv_wait", since_s, now_s))
-        self._waits_since_s, self.started_s, self._is_aside = now_s, None, False
+        self._waits_since_s, self.started_s, self.is_aside = now_s, None, False
         self.load_ready_s, self.load_transfer_s = None, 0.0
 
     def receive(self, received: Received, now_s: float) -> None:
@@ -145,7 +214,7 @@ class Timeline:
         started, ready = self.started_s, self.load_ready_s
         marks: list[tuple[str, float | None]]
         if started is None:
-            marks = [("kv_wait" if self._is_aside else "queue", None)]
+            marks = [("kv_wait" if self.is_aside else "queue", None)]
             begin_s = self._waits_since_s
         elif ready is not None:
             begin_s = started
