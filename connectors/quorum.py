@@ -12,7 +12,7 @@ Pure: it knows neither how the reports came nor what the engine does with them.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -26,7 +26,9 @@ from pdserve.wire.transfer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable
+
+    from pdserve.wire.ids import RequestId
 
 F = TypeVar("F")
 
@@ -70,13 +72,15 @@ class Quorum:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._leases: Votes[Settled] = Votes(num_ranks)
-        self._loads: Votes[Received | Failed] = Votes(num_ranks)
+        # By lease or load, what each rank has said; those of a lease end in a nonce, of a load in
+        # a number.
+        self._open: OrderedDict[Hashable, dict[int, Any]] = OrderedDict()
+        self._over: OrderedDict[Hashable, None] = OrderedDict()
 
     @property
     def num_open(self) -> int:
         """Leases and loads that some ranks have reported, and others not yet."""
-        return len(self._leases) + len(self._loads)
+        return len(self._open)
 
     def add(self, rank: int, report: ConnectorReport) -> ConnectorReport:
         """Take what `rank` saw; return the facts that are complete with it.
@@ -95,27 +99,25 @@ class Quorum:
         failing: list[Failed] = []
         for lease in report.settled:
             name = lease.connector, lease.request_id, lease.nonce
-            ends = self._leases.add(name, bool(lease.nonce), rank, lease)
-            if ends is not None:
+            ends = self._vote(name, rank, lease, faults)
+            if ends is not None and len(ends) == self._num_ranks:
                 settled.append(max(ends.values(), key=lambda each: _SEVERITY[each.end]))
         loads: list[Received | Failed] = [*report.received, *report.failed]
         for load in loads:
             key = load.connector, load.request_id, load.load_id
-            is_repeated = rank in self._loads.so_far(key)
-            parts = self._loads.add(key, load.load_id > 0, rank, load)
+            parts = self._vote(key, rank, load, faults)
             if parts is None:
+                continue
+            if len(parts) < self._num_ranks:
                 # The others may wait for a peer that only this rank has found to be gone.
-                told = self._loads.so_far(key).values()
-                if not is_repeated and [p for p in told if isinstance(p, Failed)] == [load]:
-                    failing.append(load)  # type: ignore[arg-type]
+                told = [part for part in parts.values() if isinstance(part, Failed)]
+                failing += told if told == [load] else []
                 continue
             match _whole(parts):
                 case Received() as whole:
                     received.append(whole)
                 case Failed() as whole:
                     failed.append(whole)
-        for votes in (self._leases, self._loads):
-            faults.update(votes.take_faults())
         return ConnectorReport(
             settled=settled,
             received=received,
@@ -127,65 +129,27 @@ class Quorum:
             clock_id=report.clock_id,
         )
 
-
-class Votes(Generic[F]):
-    """What which rank has said of each lease, load or push."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._open: OrderedDict[Hashable, dict[int, F]] = OrderedDict()
-        self._over: OrderedDict[Hashable, None] = OrderedDict()
-        self._faults: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        """Number of votes that lack a rank."""
-        return len(self._open)
-
-    def add(self, key: Hashable, is_unique: bool, rank: int, fact: F) -> dict[int, F] | None:
-        """Take one vote. Not None: it was the last; all of them by rank, as they came.
-
-        Args:
-            is_unique: There is never another vote under this key.
-        """
+    def _vote(
+        self, key: tuple[str, RequestId, str | int], rank: int, fact: F, faults: Counter[str]
+    ) -> dict[int, F] | None:
+        """Take one vote; all of them so far, by rank, as they came. None = it does not count."""
         vote = self._open.get(key)
         if (vote is None and key in self._over) or (vote is not None and rank in vote):
-            self._faults["report_repeated"] += 1
+            faults["report_repeated"] += 1
             return None
         if vote is None:
             vote = self._open[key] = {}
             if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
-                self._faults["report_incomplete"] += 1
+                faults["report_incomplete"] += 1
         vote[rank] = fact
-        if len(vote) < self._num_ranks:
-            return None
-        del self._open[key]
-        if is_unique:
-            self._remember(key)
+        if len(vote) == self._num_ranks:
+            del self._open[key]
+            if key[-1]:  # there is never another vote under this name
+                self._over[key] = None
+                if len(self._over) > MAX_REMEMBERED:
+                    self._over.popitem(last=False)
         return vote
-
-    def so_far(self, key: Hashable) -> Mapping[int, F]:
-        """What was said in an open vote, by rank."""
-        return self._open.get(key, {})
-
-    def give_up(self, key: Hashable, *, is_over: bool = False) -> None:
-        """Forget an open vote: it will not be complete, and that is no fault.
-
-        Args:
-            is_over: What comes for it later is a repetition, and opens none again.
-        """
-        if self._open.pop(key, None) is not None and is_over:
-            self._remember(key)
-
-    def take_faults(self) -> Counter[str]:
-        """What was counted since the last call."""
-        faults, self._faults = self._faults, Counter()
-        return faults
-
-    def _remember(self, key: Hashable) -> None:
-        self._over[key] = None
-        if len(self._over) > MAX_REMEMBERED:
-            self._over.popitem(last=False)
 
 
 def _whole(parts: dict[int, Received | Failed]) -> Received | Failed:

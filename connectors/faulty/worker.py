@@ -17,10 +17,12 @@ from pdserve.connectors.handover.instructions import (
     EndLease,
     Instructions,
     Load,
+    PushNews,
+    Registered,
     Reserve,
     Watch,
+    Withdrawn,
 )
-from pdserve.connectors.handover.news import PushNews, Registered, Withdrawn
 from pdserve.wire.ids import RequestId
 from pdserve.wire.transfer import ConnectorReport, Fact, Failed, LoadFailure, Received
 

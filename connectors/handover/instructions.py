@@ -1,10 +1,13 @@
-"""What the scheduler half of a connector asks of its worker halves, as values.
+"""What the scheduler half of a connector asks of its worker halves, and what they say, as values.
 
 `Instructions` belong to no step and are posted as soon as they are staged; the same value
 goes to every rank, and each does its part. `StepInstructions` go with a step: what it
 computes of requests that are pushed.
 
 Within one `Instructions` the order of application is that of its fields.
+
+What means the same for all connectors comes back in reports; the rest, at P alone and of pushes, is
+the opaque payload of them: `PushNews`.
 """
 
 from __future__ import annotations
@@ -151,15 +154,6 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __bool__(self) -> bool:
         return any(getattr(self, field) for field in self.__struct_fields__)
 
-    def drain(self) -> ConnectorMetadata | None:
-        """Encode what was staged here, and forget it; None if that is nothing."""
-        if not self:
-            return None
-        metadata = self.to_metadata()
-        for field in self.__struct_fields__:
-            getattr(self, field).clear()
-        return metadata
-
     def to_metadata(self) -> ConnectorMetadata:
         """Encode."""
         return ConnectorMetadata(msgspec.msgpack.encode(self))
@@ -211,7 +205,41 @@ class StepInstructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return _STEP_DECODER.decode(metadata.payload)
 
 
+class Registered(msgspec.Struct, frozen=True, kw_only=True):
+    """D has reserved blocks for the push `nonce`. Counts once every rank has it."""
+
+    nonce: str
+
+
+class Withdrawn(msgspec.Struct, frozen=True, kw_only=True):
+    """There will be no push under `nonce`, or no more of it. One rank is enough.
+
+    D gave it up or is gone. What is computed can still be leased and pulled.
+    """
+
+    nonce: str
+    reason: str = ""
+
+
+class PushNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one rank has seen of pushes since its last report; each fact once."""
+
+    rank: int
+    registered: list[Registered] = []
+    withdrawn: list[Withdrawn] = []
+
+    @staticmethod
+    def from_payload(payload: bytes) -> PushNews:
+        """Decode what `to_payloads` has encoded."""
+        return _NEWS_DECODER.decode(payload)
+
+    def to_payloads(self) -> list[bytes]:
+        """Encode it for a report; nothing if there is none."""
+        return [msgspec.msgpack.encode(self)] if self.registered or self.withdrawn else []
+
+
 # Made here and not at the first use, which is in a transfer thread: when two threads of a
 # process learn the same type at once, msgspec 0.22 crashes.
 _DECODER = msgspec.msgpack.Decoder(Instructions)
 _STEP_DECODER = msgspec.msgpack.Decoder(StepInstructions)
+_NEWS_DECODER = msgspec.msgpack.Decoder(PushNews)

@@ -1,39 +1,60 @@
 """The scheduler half of every connector that hands KV over: decides, counts, moves nothing.
 
-It makes and checks handoffs; what the worker half shall do is staged by its two shares, one for
-each side of a transfer: `incoming` at D, `outgoing` at P. It knows neither tensors nor sockets nor
-time; the randomness of nonces is passed in.
+It makes and checks handoffs, finds the transfer that something is about (`transfers`), and stages
+what the worker halves shall do about it. It knows neither tensors nor sockets; time is asked for
+when a ticket comes, and the randomness of nonces is passed in.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pdserve.connectors.base import ConnectorNews, Hold, KVConnectorScheduler, KVSource, Match
 from pdserve.connectors.handover.checks import why_not_handoff, why_not_ticket
-from pdserve.connectors.handover.incoming import Incoming
-from pdserve.connectors.handover.instructions import Grant, Instructions, StepInstructions
-from pdserve.connectors.handover.news import PushNews, PushQuorum
-from pdserve.connectors.handover.outgoing import Outgoing
+from pdserve.connectors.handover.instructions import (
+    End,
+    EndLease,
+    Expect,
+    Grant,
+    Instructions,
+    PushNews,
+    Reserve,
+    StepInstructions,
+    Stop,
+    Watch,
+)
+from pdserve.connectors.handover.transfers import Incoming, Outgoing, Stage
 from pdserve.errors import HandoffRefusedError, InternalError
 from pdserve.wire.hashing import prompt_digest
 from pdserve.wire.ids import EngineId
 from pdserve.wire.request import FinishReason
-from pdserve.wire.transfer import Failed, KVHandoff, LoadFailure
+from pdserve.wire.transfer import Failed, KVHandoff, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.handover.instructions import Registered, Withdrawn
     from pdserve.connectors.views import RequestView, StepView
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId, RequestId
-    from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, Endpoint, Received
+    from pdserve.wire.transfer import (
+        ConnectorMetadata,
+        ConnectorReport,
+        Endpoint,
+        PushTicket,
+        Received,
+        Settled,
+    )
+
+_TICKETS_REMEMBERED: Final = 1 << 13
+"""So many tickets of late are known if they come again, and their pushes if they are spoken of."""
 
 
 class HandoverScheduler(KVConnectorScheduler):
-    """See `KVConnectorScheduler`.
+    """See `KVConnectorScheduler`. What is written from is pinned: nobody reads what is preempted.
 
     Args:
         endpoints: Where this engine's worker halves listen, in rank order; they go into the
@@ -42,10 +63,10 @@ class HandoverScheduler(KVConnectorScheduler):
         clock: Tells which tickets have expired.
 
     Attributes:
-        faults: `report_unknown`, about a request or nonce that has no entry: it is ignored.
+        faults: `report_unknown`, about a request or nonce of no transfer: it is ignored.
+            `report_repeated` and `report_of_unknown_rank`, of a push, likewise.
             `ticket_replayed`, a request at P whose ticket was seen before: it is pulled.
             `ticket_expired`, likewise, whose ticket came after its time.
-        push_quorum: Puts together what the ranks say of pushes.
     """
 
     hands_over = True
@@ -65,12 +86,17 @@ class HandoverScheduler(KVConnectorScheduler):
         self._context = context
         self._endpoints = list(endpoints)
         self._new_nonce = new_nonce
-        self._block_size = block_size = context.layout.block_size
+        self._clock = clock
+        self._block_size = context.layout.block_size
         self.faults: Counter[str] = Counter()
         self._staged = Instructions()
-        self._incoming = Incoming(block_size, staged=self._staged, faults=self.faults)
-        self.push_quorum = PushQuorum(context.num_ranks, self.faults)
-        self._outgoing = Outgoing(block_size, staged=self._staged, faults=self.faults, clock=clock)
+        self._load_ids = itertools.count(1)
+        self._incoming: dict[RequestId, Incoming] = {}
+        self._pushed_here: set[str] = set()
+        # Those whose requests have not ended; and pushes that are not over, and leases.
+        self._outgoing: dict[RequestId, Outgoing] = {}
+        self._by_nonce: dict[str, Outgoing] = {}
+        self._tickets: dict[str, None] = {}
 
     def request_arrived(self, request: RequestView) -> KVSource:
         """See `KVConnectorScheduler`."""
@@ -80,15 +106,52 @@ class HandoverScheduler(KVConnectorScheduler):
             what = "ticket" if handoff is None else "handoff"
             raise HandoffRefusedError(f"{what} refused: {refusal}")
         if request.remote_decode:
-            self._outgoing.arrived(request)
+            self._expect(request, ticket)
         if handoff is not None:
-            self._incoming.watch(request, handoff.nonce, handoff.owner, handoff.lease_s, handoff)
-            return KVSource.LOCAL if request.remote_decode else KVSource.READY
-        if ticket is None or request.remote_decode:
+            named = handoff.nonce, handoff.owner, handoff.lease_s
+        elif ticket is not None and not request.remote_decode:
+            named = ticket.nonce, ticket.prefill, self._context.config.transfer.lease_s
+            self._pushed_here.add(ticket.nonce)
+        else:
             return KVSource.LOCAL
-        lease_s = self._context.config.transfer.lease_s
-        self._incoming.watch(request, ticket.nonce, ticket.prefill, lease_s, None)
-        return KVSource.PLANNED
+        self._incoming[request.request_id] = Incoming(
+            request, self._block_size, *named[:2], handoff
+        )
+        self._staged.watches.append(Watch(*named))  # from now on the lease is kept alive
+        if handoff is None:
+            return KVSource.PLANNED
+        return KVSource.LOCAL if request.remote_decode else KVSource.READY
+
+    def _expect(self, request: RequestView, ticket: PushTicket | None) -> None:
+        """At P: let D's registration be known, if the request is to be pushed.
+
+        With a ticket that has expired, or was seen before, it will be pulled; of the former D is
+        told so at once.
+        """
+        request_id, num_tokens = request.request_id, len(request.prompt_token_ids)
+        outgoing = self._outgoing[request_id] = Outgoing(request_id, num_tokens)
+        if ticket is None:
+            return
+        nonce = ticket.nonce
+        if nonce in self._tickets:
+            self.faults["ticket_replayed"] += 1
+            return
+        self._tickets[nonce] = None
+        if len(self._tickets) > _TICKETS_REMEMBERED:
+            del self._tickets[next(iter(self._tickets))]
+        if request.arrival_s + ticket.valid_s <= self._clock.monotonic_s():
+            self.faults["ticket_expired"] += 1
+            self._stop(Outgoing(request_id, num_tokens, nonce), "its ticket has expired")
+            return
+        outgoing.nonce, outgoing.stage = nonce, Stage.EXPECTED
+        self._by_nonce[nonce] = outgoing
+        self._staged.expects.append(Expect(nonce, request_id, ticket.decode))
+
+    def _stop(self, outgoing: Outgoing, why: str) -> None:
+        """At P: end a push, which settles then."""
+        outgoing.stage = Stage.STOPPED
+        self._by_nonce[outgoing.nonce] = outgoing
+        self._staged.stops.append(Stop(outgoing.nonce, outgoing.request_id, why))
 
     def _refusal_of(self, request: RequestView) -> str | None:
         ticket = request.kv_transfer_params.ticket
@@ -97,7 +160,7 @@ class HandoverScheduler(KVConnectorScheduler):
             if why is not None:
                 return f"ticket: {why}"
             is_pushed_here = request.handoff is None and not request.remote_decode
-            if is_pushed_here and self._incoming.is_pushed(ticket.nonce):
+            if is_pushed_here and ticket.nonce in self._pushed_here:
                 return "another request has its nonce"  # P can write to one of them
         if request.handoff is None:
             return None
@@ -116,11 +179,13 @@ class HandoverScheduler(KVConnectorScheduler):
         self, request: RequestView, num_computed_tokens: int
     ) -> Match | None:
         """See `KVConnectorScheduler`."""
-        if self._outgoing.is_expected(request):
+        outgoing = self._outgoing.get(request.request_id)
+        if outgoing is not None and outgoing.stage is Stage.EXPECTED:
             return None
-        if self._outgoing.holds_blocks(request):
+        if outgoing is not None and outgoing.was_live:
             return Match(0, is_async=False, is_pinned=True)
-        return self._incoming.match(request, num_computed_tokens)
+        incoming = self._incoming.get(request.request_id)
+        return Match(0, is_async=False) if incoming is None else incoming.match(num_computed_tokens)
 
     def update_state_after_alloc(
         self,
@@ -137,23 +202,53 @@ class HandoverScheduler(KVConnectorScheduler):
                 too short for them, or nothing was offered; or a request is to be pushed whose
                 table is not that of its whole prompt.
         """
-        self._outgoing.begin(request, block_ids, generations)
-        self._incoming.begin(request, block_ids, num_external_tokens)
+        outgoing = self._outgoing.get(request.request_id)
+        if outgoing is not None:
+            outgoing.begin(block_ids, generations, self._block_size)
+        incoming = self._incoming.get(request.request_id)
+        if incoming is None or incoming.load is not None:
+            if num_external_tokens:
+                raise InternalError(
+                    f"request {request.request_id}: {num_external_tokens} external tokens were "
+                    "planned, but no load was offered"
+                )
+            return
+        if not num_external_tokens:
+            self._end(incoming, LeaseEnd.RELEASED)
+            return
+        load = incoming.begin(next(self._load_ids), block_ids, num_external_tokens)
+        if isinstance(load, Reserve):
+            self._staged.reserves.append(load)
+        else:
+            self._staged.loads.append(load)
+
+    def _forget(self, incoming: Incoming) -> None:
+        del self._incoming[incoming.request.request_id]
+        if incoming.handoff is None:
+            self._pushed_here.discard(incoming.nonce)
+
+    def _end(self, incoming: Incoming, end: LeaseEnd) -> None:
+        """At D: it needs the lease no more."""
+        self._forget(incoming)
+        self._staged.releases.append(EndLease(incoming.nonce, incoming.owner, end))
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata | None:
-        """See `KVConnectorScheduler`."""
-        chunks = self._outgoing.plan_chunks(step)
-        return StepInstructions(chunks=chunks).to_metadata() if chunks else None
+        """See `KVConnectorScheduler`. O(requests of the step) if any is for another engine."""
+        if not self._outgoing:
+            return None
+        scheduled = [
+            (self._outgoing[each], step.get(each)) for each in step if each in self._outgoing
+        ]
+        chunks = [outgoing.take_chunk(each, step.num_tokens) for outgoing, each in scheduled]
+        told = [chunk for chunk in chunks if chunk is not None]
+        return StepInstructions(chunks=told).to_metadata() if told else None
 
     def take_instructions(self) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`."""
-        return self._staged.drain()
-
-    def preempted(
-        self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
-    ) -> Hold | None:
-        """See `KVConnectorScheduler`. What is written from is pinned: nobody reads the others."""
-        return None
+        if not self._staged:
+            return None
+        staged, self._staged = self._staged, Instructions()
+        return staged.to_metadata()
 
     def request_finished(
         self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
@@ -166,9 +261,20 @@ class HandoverScheduler(KVConnectorScheduler):
         if request.finish_reason is FinishReason.HANDOFF:
             handoff = self._hand_over(request, block_ids, generations)
             return Hold(handoff.nonce, handoff)
-        self._incoming.abort(request.request_id)
-        nonce = self._outgoing.abort(request.request_id)
-        return None if nonce is None else Hold(nonce)
+        incoming = self._incoming.get(request.request_id)
+        if incoming is not None and incoming.load is None:
+            self._end(incoming, LeaseEnd.RELEASED)
+        elif incoming is not None and not incoming.is_aborted:
+            incoming.is_aborted = True
+            self._staged.aborts.append(request.request_id)  # it still ends in one report
+        outgoing = self._outgoing.pop(request.request_id, None)
+        if outgoing is None or outgoing.stage is Stage.PULLED:
+            return None
+        if outgoing.stage is Stage.WITHDRAWN and not outgoing.was_live:
+            del self._by_nonce[outgoing.nonce]
+        else:
+            self._stop(outgoing, "aborted at its owner")
+        return Hold(outgoing.nonce) if outgoing.was_live else None
 
     def _hand_over(
         self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
@@ -177,13 +283,19 @@ class HandoverScheduler(KVConnectorScheduler):
         num_tokens = len(request.prompt_token_ids) + len(first) - 1
         blocks = list(block_ids[: -(-num_tokens // self._block_size)])
         known = list(generations[: len(blocks)])
-        pushed_as, is_unproven = self._outgoing.finish(request.request_id)
-        nonce = self._new_nonce() if pushed_as is None else pushed_as
-        self._outgoing.lease(request.request_id, nonce)
+        outgoing = self._outgoing.pop(request.request_id, None)
+        if outgoing is None:
+            outgoing = Outgoing(request.request_id, num_tokens)
+        is_pushed = outgoing.stage is Stage.LIVE
+        if not is_pushed:  # one that was withdrawn may be released by its D already
+            self._by_nonce.pop(outgoing.nonce, None)
+            outgoing.nonce = self._new_nonce()
+        outgoing.stage = Stage.LEASED
+        self._by_nonce[outgoing.nonce] = outgoing
         handoff = KVHandoff(
             engine_id=EngineId(self._context.engine_id),
             incarnation=self._context.incarnation,
-            nonce=nonce,
+            nonce=outgoing.nonce,
             request_id=request.request_id,
             endpoints=self._endpoints,
             block_ids=blocks,
@@ -199,13 +311,13 @@ class HandoverScheduler(KVConnectorScheduler):
         )
         self._staged.grants.append(
             Grant(
-                nonce,
+                outgoing.nonce,
                 request.request_id,
                 blocks,
                 known,
                 num_tokens,
-                None if pushed_as is None else handoff,
-                is_unproven,
+                handoff if is_pushed else None,
+                is_pushed and outgoing.num_told < outgoing.num_tokens,
             )
         )
         return handoff
@@ -217,51 +329,111 @@ class HandoverScheduler(KVConnectorScheduler):
         A push that came with a handoff that cannot be used has failed: its lease was not read, and
         is left to others.
         """
-        for nonce in report.given_up:
-            self._outgoing.release(nonce)
-        self._outgoing.keep(report.kept)
-        ready: list[tuple[RequestId | None, str]] = []
-        for payload in report.payloads:
-            news = self.push_quorum.add(PushNews.from_payload(payload))
-            ready += [
-                (self._outgoing.registered(each), "its blocks at D are registered")
-                for each in news.registered
-            ]
-            ready += [
-                (self._outgoing.withdrawn(each), f"push withdrawn: {each.reason}")
-                for each in news.withdrawn
-            ]
+        for nonce in filter(self._is_leased, report.given_up):
+            self._staged.ends.append(End(nonce, LeaseEnd.RELEASED))
+        self._staged.keeps.extend(filter(self._is_leased, report.kept))
+        ready = [
+            each
+            for payload in report.payloads
+            for each in self._hear(PushNews.from_payload(payload))
+        ]
         for settled in report.settled:
-            self._outgoing.settled(settled)
-            self.push_quorum.settle(settled.nonce)
+            self._settle(settled)
         for failing in report.failing:
-            self._incoming.failing(failing)
+            incoming = self._incoming.get(failing.request_id)
+            is_known = incoming is not None and incoming.is_loading(failing.load_id)
+            if is_known and failing.request_id not in self._staged.aborts:
+                self._staged.aborts.append(failing.request_id)  # the other ranks need not wait
         usable, refused = self._checked(report.received)
-        loaded = [each for each in usable if self._incoming.received(each)]
+        loaded = []
+        for received in usable:
+            incoming = self._incoming_of(received)
+            if incoming is not None:
+                self._end(incoming, LeaseEnd.READ)
+                loaded.append(received)
         failed, retried = [], []
-        for each in (*report.failed, *refused):
-            if self._incoming.retry(each):
-                retried.append(each)
-            elif self._incoming.failed(each):
-                failed.append(each)
+        for lost in (*report.failed, *refused):
+            if self._retry(lost):
+                retried.append(lost)
+            elif self._give_up(lost):
+                failed.append(lost)
         return ConnectorNews(
-            loaded=loaded,
-            failed=failed,
-            retried=retried,
-            released=report.settled,
-            ready=[(request_id, why) for request_id, why in ready if request_id is not None],
+            loaded=loaded, failed=failed, retried=retried, released=report.settled, ready=ready
         )
+
+    def _is_leased(self, nonce: str) -> bool:
+        outgoing = self._by_nonce.get(nonce)
+        return outgoing is not None and outgoing.stage is Stage.LEASED
+
+    def _hear(self, news: PushNews) -> list[tuple[RequestId, str]]:
+        """At P: take what a rank says of pushes; what may go on by it, and why."""
+        rank, num_ranks = news.rank, self._context.num_ranks
+        if not 0 <= rank < num_ranks:
+            self.faults["report_of_unknown_rank"] += 1
+            return []
+        ready = []
+        facts: list[Registered | Withdrawn] = [*news.registered, *news.withdrawn]
+        for fact in facts:
+            self.faults["report_unknown"] += fact.nonce not in self._tickets
+            outgoing = self._by_nonce.get(fact.nonce)
+            if outgoing is not None:  # else there is nothing of it any more
+                why, is_repeated = outgoing.hear(fact, rank, num_ranks)
+                self.faults["report_repeated"] += is_repeated
+                ready += [] if why is None else [(outgoing.request_id, why)]
+        return ready
+
+    def _settle(self, settled: Settled) -> None:
+        """At P: a lease, or a push that was stopped, is over."""
+        outgoing = self._by_nonce.get(settled.nonce)
+        is_known = outgoing is not None and outgoing.stage in (Stage.LEASED, Stage.STOPPED)
+        self.faults["report_unknown"] += not is_known
+        if is_known:
+            del self._by_nonce[settled.nonce]
+
+    def _incoming_of(self, report: Received | Failed) -> Incoming | None:
+        """At D: whose end this report is; None if of nothing that is under way."""
+        incoming = self._incoming.get(report.request_id)
+        if incoming is not None and report.load_id:
+            if report.load_id == incoming.tried:
+                return None
+            if not incoming.is_loading(report.load_id):
+                incoming = None
+        self.faults["report_unknown"] += incoming is None
+        return incoming
+
+    def _retry(self, failed: Failed) -> bool:
+        """At D: load once more what has not come; False if that is not worth it."""
+        incoming = self._incoming.get(failed.request_id)
+        again = None if incoming is None else incoming.again(failed, next(self._load_ids))
+        if again is None:
+            return False
+        if failed.request_id in self._staged.aborts:  # of the load that is over now
+            self._staged.aborts.remove(failed.request_id)
+        self._staged.loads.append(again)
+        return True
+
+    def _give_up(self, failed: Failed) -> bool:
+        """At D: its KV will not come. False if it is of no load of ours."""
+        incoming = self._incoming_of(failed)
+        if incoming is None:
+            return False
+        if incoming.leaves_lease:
+            self._forget(incoming)
+            self._staged.unwatches.append(incoming.nonce)
+        else:
+            self._end(incoming, LeaseEnd.RELEASED)
+        return True
 
     def _checked(self, received: Sequence[Received]) -> tuple[list[Received], list[Failed]]:
         """What can be used of it, and what came with a handoff that cannot."""
         usable, refused = [], []
         for each in received:
-            request = self._incoming.pushed_to(each)
+            incoming = self._incoming.get(each.request_id)
             why = None
-            if request is not None and each.handoff is None:
+            if incoming is not None and incoming.handoff is None:  # it was pushed
                 why = "it came without a handoff"
-            elif request is not None and each.handoff is not None:
-                why = self._refusal_of_handoff(request, each.handoff)
+                if each.handoff is not None:
+                    why = self._refusal_of_handoff(incoming.request, each.handoff)
             if why is None:
                 usable.append(each)
                 continue

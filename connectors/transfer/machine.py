@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.handover.news import PushNews
+from pdserve.connectors.handover.instructions import PushNews
 from pdserve.connectors.transfer.peers import Peers
 from pdserve.connectors.transfer.receiving import Receiving
 from pdserve.connectors.transfer.serving import Server

@@ -24,7 +24,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, TypeVar
 
-from pdserve.connectors.handover.news import Registered, Withdrawn
+from pdserve.connectors.handover.instructions import Registered, Withdrawn
 from pdserve.connectors.remembered import LEASES_REMEMBERED, Remembered
 from pdserve.connectors.slicing import route_between, routes_from
 from pdserve.connectors.transfer.chunks import ChunkWriter

@@ -10,8 +10,14 @@ import msgspec
 from pdserve.config.schema import EngineConfig, ModelConfig, TransferConfig
 from pdserve.connectors.base import ConnectorContext, KVLayout, Match
 from pdserve.connectors.conformance.engines import prompt_of
-from pdserve.connectors.handover.instructions import Instructions, Load, Reserve
-from pdserve.connectors.handover.news import PushNews, Registered, Withdrawn
+from pdserve.connectors.handover.instructions import (
+    Instructions,
+    Load,
+    PushNews,
+    Registered,
+    Reserve,
+    Withdrawn,
+)
 from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.errors import HandoffRefusedError
 from pdserve.observe.clock import ManualClock

@@ -25,11 +25,11 @@ from pdserve.connectors.handover.instructions import (
     Grant,
     Instructions,
     Load,
+    PushNews,
     Reserve,
     StepInstructions,
     Watch,
 )
-from pdserve.connectors.handover.news import PushNews
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import (

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 
-from pdserve.connectors.handover.instructions import Chunk, StepInstructions
+from pdserve.connectors.handover.instructions import (
+    Chunk,
+    PushNews,
+    Registered,
+    StepInstructions,
+    Withdrawn,
+)
 from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import InternalError
@@ -67,7 +74,7 @@ def test_a_lease_is_released_by_its_nonce_until_it_has_settled() -> None:
     assert p.take_instructions() is None
     give_up(p, handoff.nonce)
     assert [(e.nonce, e.end) for e in staged(p).ends] == [(handoff.nonce, LeaseEnd.RELEASED)]
-    settled = Settled(request_id=RequestId("p"), end=LeaseEnd.RELEASED)
+    settled = Settled(request_id=RequestId("p"), end=LeaseEnd.RELEASED, nonce=handoff.nonce)
     p.update_connector_output(ConnectorReport(settled=[settled]))
     give_up(p, handoff.nonce)
     assert p.take_instructions() is None
@@ -105,6 +112,73 @@ def test_a_pushed_request_waits_at_p_until_d_has_registered() -> None:
     news = p.update_connector_output(ConnectorReport(payloads=pushed(registered="push")))
     assert [request_id for request_id, _ in news.ready] == ["p"]
     assert p.get_num_new_matched_tokens(request, 0) == PINNED
+
+
+def test_news_is_read_as_it_was_written_and_none_is_no_payload() -> None:
+    registered, withdrawn = Registered(nonce="n"), Withdrawn(nonce="m", reason="why")
+    news = PushNews(rank=3, registered=[registered], withdrawn=[withdrawn])
+    assert [PushNews.from_payload(each) for each in news.to_payloads()] == [news]
+    assert PushNews(rank=3).to_payloads() == []
+
+
+def expecting(num_ranks: int) -> tuple[HandoverScheduler, FakeRequest]:
+    """A P of several ranks, and its request that waits for D."""
+    p, d = scheduler(num_ranks=num_ranks), end_of("D")
+    shape = msgspec.structs.replace(d.shape, num_kv_heads=2 * num_ranks)
+    request = prefill_of(ticket(decode=msgspec.structs.replace(d, shape=shape)))
+    p.request_arrived(request)
+    return p, request
+
+
+def told_by(p: HandoverScheduler, rank: int, **news: str) -> list[str]:
+    """What a rank's news of a push mean: why its request may go on."""
+    report = ConnectorReport(payloads=pushed(rank=rank, **news))
+    return [why for _, why in p.update_connector_output(report).ready]
+
+
+def test_a_push_begins_when_every_rank_has_its_registration() -> None:
+    p, _ = expecting(3)
+    assert not told_by(p, 1, registered="push")
+    assert not told_by(p, 1, registered="push")
+    assert +p.faults == {"report_repeated": 1}
+    assert not told_by(p, 0, registered="push")
+    assert told_by(p, 2, registered="push")
+    assert not told_by(p, 2, registered="push")
+    assert +p.faults == {"report_repeated": 2}
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_the_engine_does_not_have_begins_no_push(rank: int) -> None:
+    p, _ = expecting(2)
+    assert not told_by(p, 0, registered="push")
+    assert not told_by(p, rank, registered="push")
+    assert not told_by(p, rank, withdrawn="push")
+    assert +p.faults == {"report_of_unknown_rank": 2}
+    assert told_by(p, 1, registered="push")
+
+
+def test_a_push_is_withdrawn_once_and_with_the_first_rank() -> None:
+    p, _ = expecting(3)
+    assert not told_by(p, 0, registered="push")
+    assert told_by(p, 1, withdrawn="push")
+    assert not told_by(p, 2, withdrawn="push")
+    assert not +p.faults
+    assert not told_by(p, 2, withdrawn="push")
+    assert +p.faults == {"report_repeated": 1}
+    for rank in (1, 2):  # too late to matter
+        assert not told_by(p, rank, registered="push")
+
+
+def test_what_comes_of_a_push_that_is_over_is_known_and_changes_nothing() -> None:
+    p, request = expecting(2)
+    assert not told_by(p, 0, registered="push")
+    aborted(p, request)
+    settled = Settled(request_id=request.request_id, end=LeaseEnd.ABORTED, nonce="push")
+    p.update_connector_output(ConnectorReport(settled=[settled]))
+    assert not told_by(p, 1, registered="push")
+    assert not p.faults["report_unknown"]
+    assert not told_by(p, 1, registered="another")
+    assert p.faults["report_unknown"] == 1
 
 
 def test_a_pushed_request_that_d_gave_up_is_prefilled_and_leased_under_another_nonce() -> None:
@@ -245,7 +319,7 @@ def test_a_ticket_is_pushed_however_far_the_clocks_of_two_hosts_differ(ahead_s: 
     p = scheduler(clock=ManualClock(1000.0, ahead_s=ahead_s))
     p.request_arrived(prefill_of(ticket()))
     assert [expect.nonce for expect in staged(p).expects] == ["push"]
-    assert not p.faults
+    assert not +p.faults
 
 
 def test_a_ticket_that_comes_too_late_is_pulled_and_d_is_told_at_once() -> None:
@@ -261,7 +335,8 @@ def test_a_ticket_that_comes_too_late_is_pulled_and_d_is_told_at_once() -> None:
     aborted = Settled(request_id=late.request_id, end=LeaseEnd.ABORTED, nonce="push")
     p.update_connector_output(ConnectorReport(settled=[aborted]))
     assert p.faults == Counter(ticket_expired=1)
-    assert not len(p._outgoing)
+    p.update_connector_output(ConnectorReport(settled=[aborted]))
+    assert p.faults["report_unknown"] == 1
 
 
 @pytest.mark.parametrize("later_s", [1.0, TICKET_S, 1e6])

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.connectors import digests
 from pdserve.connectors.conformance.values import make_shape
-from pdserve.connectors.handover.news import Registered, Withdrawn
+from pdserve.connectors.handover.instructions import Registered, Withdrawn
 from pdserve.wire.transfer import (
     Failed,
     KVMode,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.connectors.conformance.values import make_shape
-from pdserve.connectors.handover.news import Registered, Withdrawn
+from pdserve.connectors.handover.instructions import Registered, Withdrawn
 from pdserve.wire.transfer import Failed, LoadFailure, Received
 from tests.connectors.engines import until_still
 from tests.connectors.making import making

@@ -315,7 +315,7 @@ def test_votes_that_are_never_complete_and_those_that_are_over_are_forgotten_in_
     for load_id in range(11, 21):
         quorum.add(0, received(load_id=load_id))
         quorum.add(1, received(load_id=load_id))
-    assert len(quorum._loads._over) == 4
+    assert len(quorum._over) == 4
 
 
 @st.composite

@@ -130,8 +130,9 @@ class Pair:
         for engine in (self.p, self.d):
             assert_nothing_held(engine.scheduler)
             half: Any = engine.scheduler.state.connector
-            assert not len(half._incoming)
-            assert not len(half._outgoing)
+            assert not half._incoming
+            assert not half._outgoing
+            assert not half._by_nonce
             for rank in engine.executor.connectors:
                 machine = rank._runner.machine
                 assert not machine.server.num_leases

@@ -64,12 +64,12 @@ def epoch_ignored() -> Iterator[None]:
 def vote_counted_twice() -> Iterator[None]:
     """Reports are counted, and not who they are from."""
 
-    def add(self: Any, key: Any, is_unique: bool, rank: int, fact: Any) -> Any:
+    def count(self: Any, key: Any, rank: int, fact: Any, faults: Any) -> Any:
         vote = self._open.setdefault(key, {})
         vote[len(vote)] = fact
-        return self._open.pop(key) if len(vote) == self._num_ranks else None
+        return self._open.pop(key) if len(vote) == self._num_ranks else vote
 
-    with mock.patch.object(quorum.Votes, "add", add):
+    with mock.patch.object(quorum.Quorum, "_vote", count):
         yield
 
 
