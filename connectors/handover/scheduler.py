@@ -25,7 +25,7 @@ from pdserve.connectors.handover.instructions import (
     Stop,
     Watch,
 )
-from pdserve.connectors.handover.transfers import Incoming, Outgoing, Stage
+from pdserve.connectors.handover.transfers import Incoming, Outgoing, PushStage
 from pdserve.errors import HandoffRefusedError, InternalError
 from pdserve.wire.hashing import prompt_digest
 from pdserve.wire.ids import EngineId
@@ -143,13 +143,13 @@ class HandoverScheduler(KVConnectorScheduler):
             self.faults["ticket_expired"] += 1
             self._stop(Outgoing(request_id, num_tokens, nonce), "its ticket has expired")
             return
-        outgoing.nonce, outgoing.stage = nonce, Stage.EXPECTED
+        outgoing.nonce, outgoing.stage = nonce, PushStage.EXPECTED
         self._by_nonce[nonce] = outgoing
         self._staged.expects.append(Expect(nonce, request_id, ticket.decode))
 
     def _stop(self, outgoing: Outgoing, why: str) -> None:
         """At P: end a push, which settles then."""
-        outgoing.stage = Stage.STOPPED
+        outgoing.stage = PushStage.STOPPED
         self._by_nonce[outgoing.nonce] = outgoing
         self._staged.stops.append(Stop(outgoing.nonce, outgoing.request_id, why))
 
@@ -180,7 +180,7 @@ class HandoverScheduler(KVConnectorScheduler):
     ) -> Match | None:
         """See `KVConnectorScheduler`."""
         outgoing = self._outgoing.get(request.request_id)
-        if outgoing is not None and outgoing.stage is Stage.EXPECTED:
+        if outgoing is not None and outgoing.stage is PushStage.EXPECTED:
             return None
         if outgoing is not None and outgoing.was_live:
             return Match(0, is_async=False, is_pinned=True)
@@ -268,9 +268,9 @@ class HandoverScheduler(KVConnectorScheduler):
             incoming.is_aborted = True
             self._staged.aborts.append(request.request_id)  # it still ends in one report
         outgoing = self._outgoing.pop(request.request_id, None)
-        if outgoing is None or outgoing.stage is Stage.PULLED:
+        if outgoing is None or outgoing.stage is PushStage.PULLED:
             return None
-        if outgoing.stage is Stage.WITHDRAWN and not outgoing.was_live:
+        if outgoing.stage is PushStage.WITHDRAWN and not outgoing.was_live:
             del self._by_nonce[outgoing.nonce]
         else:
             self._stop(outgoing, "aborted at its owner")
@@ -286,11 +286,11 @@ class HandoverScheduler(KVConnectorScheduler):
         outgoing = self._outgoing.pop(request.request_id, None)
         if outgoing is None:
             outgoing = Outgoing(request.request_id, num_tokens)
-        is_pushed = outgoing.stage is Stage.LIVE
+        is_pushed = outgoing.stage is PushStage.LIVE
         if not is_pushed:  # one that was withdrawn may be released by its D already
             self._by_nonce.pop(outgoing.nonce, None)
             outgoing.nonce = self._new_nonce()
-        outgoing.stage = Stage.LEASED
+        outgoing.stage = PushStage.LEASED
         self._by_nonce[outgoing.nonce] = outgoing
         handoff = KVHandoff(
             engine_id=EngineId(self._context.engine_id),
@@ -363,7 +363,7 @@ class HandoverScheduler(KVConnectorScheduler):
 
     def _is_leased(self, nonce: str) -> bool:
         outgoing = self._by_nonce.get(nonce)
-        return outgoing is not None and outgoing.stage is Stage.LEASED
+        return outgoing is not None and outgoing.stage is PushStage.LEASED
 
     def _hear(self, news: PushNews) -> list[tuple[RequestId, str]]:
         """At P: take what a rank says of pushes; what may go on by it, and why."""
@@ -385,7 +385,7 @@ class HandoverScheduler(KVConnectorScheduler):
     def _settle(self, settled: Settled) -> None:
         """At P: a lease, or a push that was stopped, is over."""
         outgoing = self._by_nonce.get(settled.nonce)
-        is_known = outgoing is not None and outgoing.stage in (Stage.LEASED, Stage.STOPPED)
+        is_known = outgoing is not None and outgoing.stage in (PushStage.LEASED, PushStage.STOPPED)
         self.faults["report_unknown"] += not is_known
         if is_known:
             del self._by_nonce[settled.nonce]

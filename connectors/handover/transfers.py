@@ -141,8 +141,8 @@ class Incoming:
         return not self.is_aborted and (is_reported or self.handoff is None)
 
 
-class Stage(enum.Enum):
-    """Of an outgoing transfer; see the module."""
+class PushStage(enum.Enum):
+    """Whether an outgoing transfer is pushed, and how far it is; see the module."""
 
     PULLED = enum.auto()
     EXPECTED = enum.auto()
@@ -169,7 +169,7 @@ class Outgoing:
     request_id: RequestId
     num_tokens: int
     nonce: str = ""
-    stage: Stage = Stage.PULLED
+    stage: PushStage = PushStage.PULLED
     was_live: bool = False
     registered_by: set[int] = field(default_factory=set)
     withdrawn_by: set[int] = field(default_factory=set)
@@ -188,11 +188,11 @@ class Outgoing:
         said_by = self.withdrawn_by if isinstance(fact, Withdrawn) else self.registered_by
         is_repeated = rank in said_by
         said_by.add(rank)
-        if isinstance(fact, Withdrawn) and self.stage in (Stage.EXPECTED, Stage.LIVE):
-            self.stage = Stage.WITHDRAWN
+        if isinstance(fact, Withdrawn) and self.stage in (PushStage.EXPECTED, PushStage.LIVE):
+            self.stage = PushStage.WITHDRAWN
             return f"push withdrawn: {fact.reason}", is_repeated
-        if self.stage is Stage.EXPECTED and len(self.registered_by) == num_ranks:
-            self.stage, self.was_live = Stage.LIVE, True
+        if self.stage is PushStage.EXPECTED and len(self.registered_by) == num_ranks:
+            self.stage, self.was_live = PushStage.LIVE, True
             return "its blocks at D are registered", is_repeated
         return None, is_repeated
 
@@ -204,7 +204,7 @@ class Outgoing:
         Raises:
             InternalError: It is to be pushed, and they are not those of its whole prompt.
         """
-        if self.stage is not Stage.LIVE:
+        if self.stage is not PushStage.LIVE:
             return
         num_blocks = -(-self.num_tokens // block_size)
         if not len(generations) == len(block_ids) >= num_blocks:
@@ -223,7 +223,7 @@ class Outgoing:
         D needs that, too. Of a prompt that will be pulled the last chunk is its lease's.
         """
         is_unproven, end_token = scheduled.view.is_unproven, scheduled.end_token
-        if self.stage is not Stage.LIVE:
+        if self.stage is not PushStage.LIVE:
             if end_token >= self.num_tokens or is_unproven:
                 return None
             return Chunk(
