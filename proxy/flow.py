@@ -47,13 +47,11 @@ from pdserve.observe.request_log import outcome_of
 from pdserve.proxy.backend import Health
 from pdserve.proxy.errors import BudgetSpentError, RefusedError, WorkerError
 from pdserve.proxy.handoff import Handoff
-from pdserve.proxy.leg_failure import LegFailure
-from pdserve.proxy.moves import Moves
 from pdserve.proxy.replay import DivergedError
 from pdserve.proxy.routing import Disaggregate, RunLocally
-from pdserve.proxy.setbacks import Setbacks
+from pdserve.proxy.setbacks import LegFailure, Setbacks
 from pdserve.proxy.story import LadderRung, Mode, Stage
-from pdserve.proxy.strategies import pull, push, read
+from pdserve.proxy.strategies import follow, pull, push, read
 from pdserve.wire.transfer import LoadFailure
 
 if TYPE_CHECKING:
@@ -84,7 +82,6 @@ class Flow:
         self._delivery = legs.delivery
         self._preferred: Backend | None = None
         self._setbacks = Setbacks(services, legs.story, is_pushable=legs.body.can_be_pushed())
-        self._moves = Moves(services, legs, self._setbacks)
         self.outcome = "error"
 
     async def run(self) -> web.StreamResponse:
@@ -199,7 +196,7 @@ class Flow:
         with Handoff(plan.prefill, self._services.http, self._metrics, self._story) as handoff:
             outcome: web.StreamResponse | LegFailure | UnavailableError | None
             outcome = await self._strategy(plan)(self._legs, plan, handoff)
-            outcome = await self._moves.follow(outcome)
+            outcome = await follow(self._legs, self._setbacks, outcome)
             if handoff.is_complete and not isinstance(outcome, web.StreamResponse):
                 self._preferred = plan.preferred
                 outcome = await self._read(handoff, lost=outcome)
@@ -298,7 +295,8 @@ class Flow:
                     LadderRung.RETRY_DECODE if is_same else LadderRung.OTHER_DECODE, failure.reason
                 )
                 await self._setbacks.pause("decode")
-            outcome = await self._moves.follow(await read(self._legs, backend, handoff))
+            outcome = await read(self._legs, backend, handoff)
+            outcome = await follow(self._legs, self._setbacks, outcome)
             if not isinstance(outcome, LegFailure):
                 return outcome
             failure = outcome
@@ -386,7 +384,7 @@ class Flow:
             self._delivery.begin_again()
             engine = engine or self._local_engine()
             outcome = await self._legs.local(engine, is_fallback=is_fallback)
-            outcome = await self._moves.follow(outcome)
+            outcome = await follow(self._legs, self._setbacks, outcome)
             if not isinstance(outcome, LegFailure):
                 if is_replay:
                     self._metrics.replays.labels("resumed").inc()

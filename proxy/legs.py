@@ -21,8 +21,8 @@ from pdserve.proxy.errors import (
     WorkerError,
     failure_in_stream,
 )
-from pdserve.proxy.leg_failure import LegFailure
 from pdserve.proxy.relay import Relay
+from pdserve.proxy.setbacks import LegFailure
 from pdserve.proxy.story import Mode, Stage
 from pdserve.wire.hop import KV_MODE_HEADER, REQUEST_ID_HEADER, TIME_LEFT_HEADER
 from pdserve.wire.transfer import KVMode

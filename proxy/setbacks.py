@@ -1,4 +1,4 @@
-"""What has gone wrong with one request; whether it may be tried again, and when.
+"""What has gone wrong with one request, leg by leg; whether it may be tried again, and when.
 
 An engine that broke down comes last from then on. One that is well but could not get the KV does
 not: its pair is to blame, and is left. A request whose push failed is pulled from then on. Retries
@@ -10,11 +10,14 @@ NaN of it. One that no engine can serve now waits for one that may come back.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.proxy.errors import (
     BudgetSpentError,
     DrainedError,
+    KvFailedError,
+    MovedError,
     NonFiniteError,
     PoisonousError,
     RefusedError,
@@ -25,7 +28,7 @@ from pdserve.proxy.story import NotPushed
 if TYPE_CHECKING:
     from pdserve.errors import UnavailableError
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.leg_failure import LegFailure
+    from pdserve.proxy.breakers import TransferAttempt
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
     from pdserve.wire.ids import Incarnation
@@ -35,6 +38,58 @@ MAX_BACKOFF_S = 0.5
 STANDBY_S = 0.02
 MAX_STANDBY_S = 0.25
 """Between two looks at which engines are there, at first and at most: a thousand may look."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailure:
+    """A leg that failed.
+
+    Attributes:
+        leg: prefill, decode or local.
+        was_idle: It had nothing of the request to compute yet: it waited for another's KV.
+    """
+
+    leg: str
+    backend: Backend
+    error: WorkerError | RefusedError
+    was_idle: bool = False
+
+    @property
+    def reason(self) -> str:
+        """One of `metrics.FAILURES`, or why it was refused: busy or refused."""
+        if isinstance(self.error, RefusedError):
+            return "busy" if self.is_busy else "refused"
+        return self.error.reason
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine has no room: no failure, but another may have some."""
+        return isinstance(self.error, RefusedError) and self.error.status == 429
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the engine has given a handoff, from which another one goes on."""
+        return isinstance(self.error, MovedError)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the engine is well, and the request was taken away from it."""
+        return isinstance(self.error, DrainedError)
+
+    @property
+    def is_kv(self) -> bool:
+        """Whether the engine is well and only the KV did not get there."""
+        return isinstance(self.error, KvFailedError)
+
+    @property
+    def load_failures(self) -> tuple[str, ...]:
+        """Labels of the KV loads that failed there, if it tells."""
+        return self.error.load_failures if isinstance(self.error, KvFailedError) else ()
+
+    def blame(self, transfer: TransferAttempt) -> None:
+        """Hold it against the pair, not an engine, if the KV did not get there."""
+        if isinstance(self.error, KvFailedError):
+            transfer.failed(self.error, kind=self.leg)
 
 
 class Setbacks:

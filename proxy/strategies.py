@@ -1,4 +1,4 @@
-"""Pull and push: the two ways in which a pair of engines serves one request.
+"""Pull, push and move: the ways in which one engine goes on from another's KV.
 
 In a *pull* the prefill leg comes first, then the leg of a decode engine that reads the KV.
 
@@ -8,6 +8,8 @@ of the receiving leg is passed on before the prefill leg has delivered the first
 the handoff. Until then what comes from the decode engine stays in its connection. A leg that is
 left goes on in the background until its engine has noticed.
 
+A *move* takes a stream that its engine has ended with a handoff to another engine.
+
 Knows how two legs wait for each other; `legs` knows what one leg says, and `flow` what to do when
 one fails.
 """
@@ -16,23 +18,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from pdserve.proxy.errors import KvFailedError, RefusedError, WorkerError
-from pdserve.proxy.leg_failure import LegFailure
+from aiohttp import web
+
+from pdserve.proxy.errors import (
+    DrainedError,
+    KvFailedError,
+    MovedError,
+    RefusedError,
+    WorkerError,
+)
+from pdserve.proxy.handoff import Handoff
+from pdserve.proxy.setbacks import LegFailure
 from pdserve.proxy.story import Stage
 from pdserve.wire.transfer import TICKETS, EngineRef, KVMode, PushTicket
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.breakers import TransferAttempt
-    from pdserve.proxy.handoff import Handoff
     from pdserve.proxy.legs import Legs
     from pdserve.proxy.routing import Disaggregate
     from pdserve.proxy.services import Services
+    from pdserve.proxy.setbacks import Setbacks
 
+T = TypeVar("T")
 Outcome: TypeAlias = "web.StreamResponse | LegFailure | None"
 Strategy: TypeAlias = "Callable[[Legs, Disaggregate, Handoff], Awaitable[Outcome]]"
 """Returns the answer; or how a leg failed, with the handoff complete if that was the receiver; or
@@ -139,3 +149,47 @@ def _engine_ref(backend: Backend) -> EngineRef:
         endpoints=tuple(info.endpoints),
         shape=info.kv_shape,
     )
+
+
+async def follow(legs: Legs, setbacks: Setbacks, outcome: T) -> T | web.StreamResponse | LegFailure:
+    """Go on with a stream for as long as an engine ends it with a handoff.
+
+    That has all tokens so far, and a lease on their KV: whoever reads it goes on where the stream
+    stopped, and sends nothing that the client has. If nobody can, the stream is begun again
+    elsewhere (`replay`), as if its engine had been drained without being asked.
+
+    Args:
+        outcome: Of a leg; one that tells of no handoff is returned as it is.
+
+    Returns:
+        What became of it at last: the failure of a drained engine if nobody could go on.
+    """
+    found: T | web.StreamResponse | LegFailure = outcome
+    while isinstance(found, LegFailure) and isinstance(found.error, MovedError):
+        found = await _moved(legs, setbacks, found, found.error.handoff)
+    return found
+
+
+async def _moved(
+    legs: Legs, setbacks: Setbacks, moved: LegFailure, data: bytes
+) -> web.StreamResponse | LegFailure:
+    source, failed, metrics = moved.backend, setbacks.failed, legs.services.metrics
+    given_up = LegFailure(moved.leg, source, DrainedError(source.url))
+    with Handoff(source, legs.services.http, metrics, legs.story) as handoff:
+        try:
+            handoff.read(data)
+        except WorkerError as error:
+            return LegFailure(moved.leg, source, error)
+        handoff.complete()
+        target = legs.services.router.decode_for(
+            source, legs.prompt, failed, without={source, *failed}
+        )
+        outcome = given_up if target is None else await read(legs, target, handoff)
+        if not isinstance(outcome, LegFailure) or outcome.is_moved:
+            handoff.spend()
+            metrics.migrations.labels("drain", "moved").inc()
+            return outcome
+    metrics.migrations.labels("drain", "failed").inc()
+    if outcome is not given_up:
+        await setbacks.add(outcome)
+    return given_up
