@@ -49,9 +49,7 @@ from pdserve.proxy.outlook import Outlook
 from pdserve.proxy.registration import Registrations
 from pdserve.proxy.routing import Router
 from pdserve.proxy.services import Services
-from pdserve.proxy.stats_log import ProxyStatsLog
 from pdserve.proxy.status import Status
-from pdserve.wire.finished import FinishedRequests
 from pdserve.wire.hop import PARAMS
 
 if TYPE_CHECKING:
@@ -154,8 +152,10 @@ class Proxy:
         router = Router(config, self.backends, self._prefixes, self.pairing)
         outlook = Outlook(router, self.backends, self._prefixes, self.pairing)
         gate = Gate(config, outlook, self.admission.places, self.pairing, self.metrics.gate)
+        self.live = LiveRequests(self.backends, self.admission, self._clock)
         services = Services(
             config=config,
+            clock=self._clock,
             http=self._http,
             backends=self.backends,
             checks=self.checks,
@@ -167,32 +167,16 @@ class Proxy:
             admission=self.admission,
             gate=gate,
             bodies=self.bodies,
+            live=self.live,
             metrics=self.metrics,
             new_nonce=new_nonce,
         )
-        self.live = LiveRequests()
-        self.recent = FinishedRequests()
-        self.stats_log = ProxyStatsLog(services, self.live, self._clock)
-        status = Status(services, self.live)
-        self.dashboard = Dashboard(
-            services,
-            self._clock,
-            recent=self.recent,
-            exposition=status.exposition,
-            headers=headers,
-        )
-        drains = Drains(services, self._clock)
+        status, drains = Status(services), Drains(services)
+        self.dashboard = Dashboard(services, status.exposition, headers)
         self._parts = (
-            Generation(
-                services,
-                self._clock,
-                rng or random.SystemRandom(),
-                live=self.live,
-                recent=self.recent,
-                stats_log=self.stats_log,
-            ),
+            Generation(services, rng or random.SystemRandom()),
             status,
-            Debug(services, self._clock, self.live, self.recent),
+            Debug(services),
             self.dashboard,
             drains,
             Registrations(services, drains),
@@ -235,7 +219,7 @@ class Proxy:
                 raise
         self._tasks = [
             asyncio.create_task(measure_loop_lag(self.metrics.loop_lag, self._clock)),
-            asyncio.create_task(log_stats(self.stats_log.read)),
+            asyncio.create_task(log_stats(self.live.stats)),
         ]
         await self.checks.start()
         if self.homes is not None:
@@ -292,7 +276,7 @@ class Proxy:
         # gRPC is for those who have it.
         from pdserve.proxy.epp.listener import EppListener
 
-        self._epp = EppListener(self._services, self.live, self._clock)
+        self._epp = EppListener(self._services)
         await self._epp.start()
 
     @property

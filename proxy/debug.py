@@ -19,22 +19,16 @@ from pdserve.proxy.trace import Tracer
 from pdserve.wire.finished import number_in
 
 if TYPE_CHECKING:
-    from pdserve.observe.clock import Clock
-    from pdserve.proxy.live import LiveRequests
     from pdserve.proxy.services import Services
-    from pdserve.wire.finished import FinishedRequests
 
 
 class Debug:
     """Serves `/debug/requests`, `/debug/decisions` and `/debug/trace`."""
 
-    def __init__(
-        self, services: Services, clock: Clock, live: LiveRequests, recent: FinishedRequests
-    ) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
-        self._live = live
-        self._recent = recent
-        self._tracer = Tracer(services.http, clock, recent)
+        self._live = services.live
+        self._tracer = Tracer(services.http, services.clock, services.live.recent)
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths."""
@@ -47,7 +41,7 @@ class Debug:
     async def _requests(self, request: web.Request) -> web.Response:
         """What runs; and with `?finished=N` the newest N that ended, those after `&after=SEQ`."""
         running = [story.as_json() for story in self._live.stories]
-        finished = self._recent.asked_for(request.query)
+        finished = self._live.recent.asked_for(request.query)
         return json_answer({"running": running, "finished": msgspec.Raw(finished)})
 
     async def _decisions(self, request: web.Request) -> web.Response:

@@ -31,7 +31,6 @@ from pdserve.wire.hop import MIGRATE_PATH, MigrateRequest
 from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
-    from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.client import Leg
     from pdserve.proxy.services import Services
@@ -50,11 +49,10 @@ _MARGIN_S = 0.25
 class Drains:
     """Drains engines, and serves `/drain`."""
 
-    def __init__(self, services: Services, clock: Clock) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
         self._backends = services.backends
         self._metrics = services.metrics
-        self._clock = clock
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths."""
@@ -62,15 +60,13 @@ class Drains:
 
     def leave(self, backend: Backend, deadline_s: float) -> None:
         """Drain an engine that ends by itself, in the background; it is not asked any more."""
-        self._services.http.background.start(self._of(backend, deadline_s, is_ending=True).run())
-
-    def _of(self, backend: Backend, deadline_s: float, *, is_ending: bool) -> _Drain:
-        return _Drain(self._services, self._clock, backend, deadline_s, is_ending=is_ending)
+        drain_ = _Drain(self._services, backend, deadline_s, is_ending=True)
+        self._services.http.background.start(drain_.run())
 
     async def _begin(self, request: web.Request) -> web.Response:
         """Drain an engine; goes on to the end even if its caller leaves."""
         backend, deadline_s = await self._asked(request)
-        work = self._of(backend, deadline_s, is_ending=False).run()
+        work = _Drain(self._services, backend, deadline_s, is_ending=False).run()
         return json_answer(await asyncio.shield(self._services.http.background.start(work)))
 
     async def _resume(self, request: web.Request) -> web.Response:
@@ -112,21 +108,15 @@ class _Drain:
     """
 
     def __init__(
-        self,
-        services: Services,
-        clock: Clock,
-        backend: Backend,
-        deadline_s: float,
-        *,
-        is_ending: bool,
+        self, services: Services, backend: Backend, deadline_s: float, *, is_ending: bool
     ) -> None:
         self._http = services.http
         self._checks = services.checks
         self._metrics = services.metrics
-        self._clock = clock
+        self._clock = services.clock
         self._backend = backend
         self._is_ending = is_ending
-        self._start_s = self._asks_s = clock.monotonic_s()
+        self._start_s = self._asks_s = services.clock.monotonic_s()
         self._end_s = self._start_s + deadline_s
         self._move_s = self._start_s + deadline_s / 2
         self._take_s = self._end_s - min(_MARGIN_S, deadline_s / 10)

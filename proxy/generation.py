@@ -30,7 +30,7 @@ from pdserve.http.protocol import (
     TextFields,
     TokenizeRequest,
 )
-from pdserve.observe.request_log import CLIENT_LEFT, log_request, outcome_of
+from pdserve.observe.request_log import CLIENT_LEFT, outcome_of
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.boundary import REQUEST_ID_KEY, engine_headers
 from pdserve.proxy.brain.asking import as_asked, tenant_of
@@ -38,7 +38,6 @@ from pdserve.proxy.delivery import Delivery
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
 from pdserve.proxy.legs import Legs
-from pdserve.proxy.live import finished
 from pdserve.proxy.story import Story
 from pdserve.wire.hop import REQUEST_ID_HEADER, STAGES_HEADER
 
@@ -47,12 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.dialects.answer import Dialect
-    from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.live import LiveRequests
     from pdserve.proxy.services import Services
-    from pdserve.proxy.stats_log import ProxyStatsLog
-    from pdserve.wire.finished import FinishedRequests
 
 
 _GENERATED: Final[Mapping[str, type[TextFields]]] = {
@@ -75,28 +70,15 @@ class Generation:
 
     Args:
         rng: Draws the seeds of requests that bring none.
-        live: Holds each request while it runs; `recent` has it afterwards.
-        stats_log: Told of each that has ended.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        clock: Clock,
-        rng: random.Random,
-        *,
-        live: LiveRequests,
-        recent: FinishedRequests,
-        stats_log: ProxyStatsLog,
-    ) -> None:
+    def __init__(self, services: Services, rng: random.Random) -> None:
         self._services = services
         self._config = services.config
         self._metrics = services.metrics
-        self._clock = clock
+        self._clock = services.clock
         self._rng = rng
-        self._live = live
-        self._recent = recent
-        self._stats_log = stats_log
+        self._live = services.live
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths."""
@@ -159,10 +141,7 @@ class Generation:
                 self._services.pairing.learn(story)
             self._metrics.ended(story, outcome)
             story.model = story.model or self._model_of(story)
-            ended = finished(story, outcome, seq=self._recent.next_seq)
-            self._recent.add(ended)
-            self._stats_log.add(ended)
-            log_request(ended)
+            self._live.ended(story, outcome)
 
     def _compare_hits(self, story: Story) -> None:
         """Compare the prefix that an engine was taken to have with what it says it had."""

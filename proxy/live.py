@@ -7,15 +7,22 @@ The gaps between tokens are summed up as their median and maximum.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pdserve.observe.request_log import with_line
-from pdserve.wire.finished import Finished, Told
+from pdserve.config.schema import Role
+from pdserve.observe.request_log import log_request, with_line
+from pdserve.observe.stats_log import share
+from pdserve.proxy.backend import Health
+from pdserve.wire.finished import Finished, FinishedRequests, Told
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from pdserve.observe.clock import Clock
+    from pdserve.proxy.admission import AdmissionQueue
+    from pdserve.proxy.backends import Backends
     from pdserve.proxy.story import Story
 
 MAX_EVENTS = 48
@@ -25,18 +32,33 @@ MAX_BYTES_EACH = 64 << 10
 
 
 class LiveRequests:
-    """The requests that run in one proxy.
+    """The requests that run in one proxy, and what is told of those that have ended.
 
     Attributes:
+        recent: The last that have ended.
         is_leaving: Set on shutdown: no more are wanted.
         is_idle: Set while nothing runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backends: Backends, admission: AdmissionQueue, clock: Clock) -> None:
+        self._backends = backends
+        self._admission = admission
+        self._clock = clock
         self._stories: dict[int, Story] = {}
+        self.recent = FinishedRequests()
         self.is_leaving = False
         self.is_idle = asyncio.Event()
         self.is_idle.set()
+        self._since_s = clock.monotonic_s()
+        self._tokens_before = (0, 0)
+        self._ended_tokens = (0, 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._outcomes: Counter[str] = Counter()
+        self._paths: Counter[str] = Counter()
+        self._ttfts_ms: list[float] = []
+        self._num_prompt = self._num_cached = 0
 
     @property
     def stories(self) -> Collection[Story]:
@@ -54,6 +76,61 @@ class LiveRequests:
             del self._stories[id(story)]
             if not self._stories:
                 self.is_idle.set()
+
+    def ended(self, story: Story, outcome: str) -> None:
+        """Keep, count and log a request that has ended with `outcome`."""
+        ended = finished(story, outcome, seq=self.recent.next_seq)
+        self.recent.add(ended)
+        self._outcomes[outcome] += 1
+        self._paths[ended.kv_path.removesuffix("+store")] += 1
+        if ended.ttft_ms is not None:
+            self._ttfts_ms.append(ended.ttft_ms)
+        self._num_prompt += ended.prompt_tokens
+        self._num_cached += ended.cached_tokens
+        num_prompt, num_output = self._ended_tokens
+        self._ended_tokens = (num_prompt + ended.prompt_tokens, num_output + ended.output_tokens)
+        log_request(ended)
+
+    def stats(self) -> dict[str, object] | None:
+        """Return what was done since the last call, for the log; None of a proxy that is idle."""
+        now_s = self._clock.monotonic_s()
+        seconds, self._since_s = max(now_s - self._since_s, 1e-3), now_s
+        tokens, before = self._tokens(), self._tokens_before
+        self._tokens_before = tokens
+        if not (self._outcomes or self.stories):
+            return None
+        admission, outcomes = self._admission, self._outcomes
+        ttfts_ms = sorted(self._ttfts_ms)
+        told: dict[str, object] = {
+            "ended": outcomes.total(),
+            "failed": outcomes["error"] + outcomes["shed"],
+            "prompt_tokens_per_s": round(max(0, tokens[0] - before[0]) / seconds, 1),
+            "output_tokens_per_s": round(max(0, tokens[1] - before[1]) / seconds, 1),
+            "running": admission.num_running,
+            "waiting": admission.num_waiting,
+            "ttft_p50_ms": _at(ttfts_ms, 0.5),
+            "ttft_p99_ms": _at(ttfts_ms, 0.99),
+            "kv_usage": max((round(each.kv_usage, 3) for each in self._backends), default=0),
+            "prefix_hit_rate": share(self._num_cached, self._num_prompt),
+            **{path: self._paths[path] or None for path in ("push", "pull", "local")},
+            **{role.value: self._ready(role) for role in Role},
+        }
+        self._begin()
+        return told
+
+    def _tokens(self) -> tuple[int, int]:
+        """Prompt and output tokens of all requests since the start, as far as they have come."""
+        num_prompt, num_output = self._ended_tokens
+        for story in self.stories:
+            num_prompt += story.num_prompt_tokens
+            num_output += story.num_output_tokens
+        return num_prompt, num_output
+
+    def _ready(self, role: Role) -> str | None:
+        """How many engines of a role are ready, of how many."""
+        engines = [each for each in self._backends if each.role is role]
+        num_ready = sum(each.health is Health.READY for each in engines)
+        return f"{num_ready}/{len(engines)}" if engines else None
 
 
 def finished(story: Story, outcome: str, *, seq: int) -> Finished:
@@ -118,3 +195,7 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
 def _ms(terms: dict[str, float]) -> dict[str, float]:
     """Return milliseconds, rounded so that the parts add up to the sum as it is shown."""
     return {name: round(seconds * 1e3, 3) for name, seconds in terms.items()}
+
+
+def _at(ordered: list[float], quantile: float) -> float | None:
+    return round(ordered[int(quantile * (len(ordered) - 1))], 1) if ordered else None

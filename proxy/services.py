@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.http import ProxyConfig
     from pdserve.http.bodies import Bodies
+    from pdserve.observe.clock import Clock
     from pdserve.proxy.admission import AdmissionQueue
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.brain.homes import HomeRoles
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.checks import HealthChecks
     from pdserve.proxy.client import EngineHttp
     from pdserve.proxy.gate import Gate
+    from pdserve.proxy.live import LiveRequests
     from pdserve.proxy.metrics import Metrics
     from pdserve.proxy.routing import Router
 
@@ -28,6 +30,7 @@ class Services:
     """What every request shares.
 
     Attributes:
+        clock: Measures requests and leases.
         prefixes: None unless a policy looks at them.
         pairing: None unless pairs are chosen by what was learned.
         homes: None unless that is obeyed, too.
@@ -35,6 +38,7 @@ class Services:
     """
 
     config: ProxyConfig
+    clock: Clock
     http: EngineHttp
     backends: Backends
     checks: HealthChecks
@@ -46,5 +50,6 @@ class Services:
     admission: AdmissionQueue
     gate: Gate
     bodies: Bodies
+    live: LiveRequests
     metrics: Metrics
     new_nonce: Callable[[], str]

@@ -26,16 +26,15 @@ from pdserve.proxy.backend import Health
 from pdserve.proxy.boundary import operator_headers
 
 if TYPE_CHECKING:
-    from pdserve.proxy.live import LiveRequests
     from pdserve.proxy.services import Services
 
 
 class Status:
     """What a proxy says of itself and of its engines as a whole."""
 
-    def __init__(self, services: Services, live: LiveRequests) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
-        self._live = live
+        self._live = services.live
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths."""

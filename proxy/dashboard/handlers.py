@@ -25,10 +25,8 @@ from pdserve.wire.finished import Finished
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.services import Services
-    from pdserve.wire.finished import FinishedRequests
 
 NUM_SLOWEST = 8
 SLOWEST_SINCE_S = 300.0
@@ -133,23 +131,17 @@ class Dashboard:
     """
 
     def __init__(
-        self,
-        services: Services,
-        clock: Clock,
-        *,
-        recent: FinishedRequests,
-        exposition: Callable[[], bytes],
-        headers: Mapping[str, str],
+        self, services: Services, exposition: Callable[[], bytes], headers: Mapping[str, str]
     ) -> None:
         self._config = services.config
         self._backends = services.backends
         self._breakers = services.breakers
         self._pairing, self._prefixes = services.pairing, services.prefixes
-        self._clock = clock
-        self._recent = recent
+        self._clock = services.clock
+        self._recent = services.live.recent
         self._exposition = exposition
-        self.watch = EngineWatch(services.backends, services.http, clock, headers)
-        self.lookout = Lookout(services, clock)
+        self.watch = EngineWatch(services, headers)
+        self.lookout = Lookout(services)
 
     def routes(self) -> list[web.RouteDef]:
         """Its paths; all of them are to be under the key."""

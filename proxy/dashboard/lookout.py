@@ -18,7 +18,6 @@ from pdserve.proxy.dashboard.journal import EngineSight, Journal, Sight
 from pdserve.proxy.dashboard.minute import Minute, Tally, Waits, by_labels
 
 if TYPE_CHECKING:
-    from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.services import Services
 
@@ -35,12 +34,12 @@ class Lookout:
         began_s: Monotonic seconds at which this proxy began.
     """
 
-    def __init__(self, services: Services, clock: Clock) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
-        self._clock = clock
+        self._clock = services.clock
         self.journal = Journal()
         self._minute = Minute()
-        self.began_s = clock.monotonic_s()
+        self.began_s = services.clock.monotonic_s()
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:

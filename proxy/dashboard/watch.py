@@ -17,10 +17,8 @@ from pdserve.proxy.errors import WorkerError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.backends import Backends
-    from pdserve.proxy.client import EngineHttp
+    from pdserve.proxy.services import Services
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +52,10 @@ class EngineWatch:
         headers: Sent with every question.
     """
 
-    def __init__(
-        self, backends: Backends, http: EngineHttp, clock: Clock, headers: Mapping[str, str]
-    ) -> None:
-        self._backends = backends
-        self._http = http
-        self._clock = clock
+    def __init__(self, services: Services, headers: Mapping[str, str]) -> None:
+        self._backends = services.backends
+        self._http = services.http
+        self._clock = services.clock
         self._headers = dict(headers)
         self._readings: dict[str, Reading] = {}
         self._looked_s = 0.0

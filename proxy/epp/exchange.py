@@ -39,7 +39,6 @@ from pdserve.wire.hop import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-    from pdserve.observe.clock import Clock
     from pdserve.proxy.epp.metrics import EppMetrics
     from pdserve.proxy.epp.picking import Pick, Picker
     from pdserve.proxy.services import Services
@@ -54,13 +53,11 @@ class GatewayExchange:
         metrics: Told of what was picked.
     """
 
-    def __init__(
-        self, services: Services, picker: Picker, metrics: EppMetrics, clock: Clock
-    ) -> None:
+    def __init__(self, services: Services, picker: Picker, metrics: EppMetrics) -> None:
         self._services = services
         self._picker = picker
         self._metrics = metrics
-        self._clock = clock
+        self._clock = services.clock
         self._held = AsyncExitStack()
         self._begun: ProcessingEvent | None = None
         self._body = bytearray()

@@ -32,9 +32,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pdserve.observe.clock import Clock
     from pdserve.proxy.epp.messages import ProcessingEvent
-    from pdserve.proxy.live import LiveRequests
     from pdserve.proxy.services import Services
 
 log = logging.getLogger(__name__)
@@ -62,11 +60,9 @@ class EppListener:
         address: `host:port`, once it has been started.
     """
 
-    def __init__(self, services: Services, live: LiveRequests, clock: Clock) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
-        self._live = live
-        self._clock = clock
-        self._picker = Picker(services, clock)
+        self._picker = Picker(services)
         self._metrics = EppMetrics(services.metrics.registry)
         self._server = grpc.aio.server(options=_OPTIONS)
         process = grpc.stream_stream_rpc_method_handler(self._process)
@@ -128,7 +124,7 @@ class EppListener:
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> None:
         """Serve `ExternalProcessor.Process`."""
-        exchange = GatewayExchange(self._services, self._picker, self._metrics, self._clock)
+        exchange = GatewayExchange(self._services, self._picker, self._metrics)
         limit_s = self._services.config.request_timeout_s
         try:
             async with (
@@ -153,7 +149,7 @@ class EppListener:
             case b"" | b"liveness":
                 status = ServingStatus.SERVING
             case b"readiness" | b"envoy.service.ext_proc.v3.ExternalProcessor":
-                is_leaving = self._live.is_leaving
+                is_leaving = self._services.live.is_leaving
                 status = ServingStatus.NOT_SERVING if is_leaving else ServingStatus.SERVING
             case _:
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {given!r}")

@@ -27,7 +27,6 @@ from pdserve.wire.hop import REQUEST_ID_HEADER
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.routing import RunLocally
     from pdserve.proxy.services import Services
@@ -93,15 +92,10 @@ class Pick:
 
 
 class Picker:
-    """See the module.
+    """See the module."""
 
-    Args:
-        clock: Dates the requests.
-    """
-
-    def __init__(self, services: Services, clock: Clock) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
-        self._clock = clock
 
     async def pick(self, request: GatewayRequest, held: AsyncExitStack) -> Pick:
         """Return the engines for a request, which count it until the pick is closed.
@@ -194,7 +188,7 @@ class Picker:
         """
         dialect = paths.dialect_of(request.path, request.body, "")
         data = request.body if dialect is None else dialect.chat_body()
-        return ClientBody(data, created=int(self._clock.wall_s()), fallback_seed=0)
+        return ClientBody(data, created=int(self._services.clock.wall_s()), fallback_seed=0)
 
     def _pick_of(
         self,

@@ -14,12 +14,12 @@ async def test_it_sums_up_what_was_done_since_it_was_last_read_and_is_silent_whe
     )
     prefill.stages = {"cached_tokens": 3}
     stack = await make_stack([prefill], [decode])
-    stats = stack.proxy.stats_log
-    assert stats.read() is None
+    stats = stack.proxy.live.stats
+    assert stats() is None
     for _ in range(2):
         await stack.stream()
     await stack.refused(["no object"])
-    told = stats.read()
+    told = stats()
     assert told is not None
     assert told["prompt_tokens_per_s"] > 0
     assert told["output_tokens_per_s"] > 0
@@ -37,19 +37,19 @@ async def test_it_sums_up_what_was_done_since_it_was_last_read_and_is_silent_whe
         "prefill": "1/1",
         "decode": "1/1",
     }
-    assert stats.read() is None
+    assert stats() is None
 
 
 async def test_tokens_of_a_request_that_runs_on_are_counted_as_they_come(make_stack):
     engine = ScriptedEngine("both")
     stack = await make_stack([engine], [engine])
-    stats = stack.proxy.stats_log
+    stats = stack.proxy.live.stats
     engine.gate.clear()
     async with stack.post({"prompt": "hi", "max_tokens": 4, "stream": True}) as response:
         await response.content.readany()
-        told = stats.read()
+        told = stats()
         assert (told["ended"], told["running"]) == (0, 1)
         assert told["output_tokens_per_s"] > 0
         engine.gate.set()
         await response.read()
-    assert stats.read()["ended"] == 1
+    assert stats()["ended"] == 1
