@@ -45,7 +45,6 @@ from pdserve.proxy.gate import Gate
 from pdserve.proxy.generation import Generation
 from pdserve.proxy.live import LiveRequests
 from pdserve.proxy.metrics import Metrics
-from pdserve.proxy.outlook import Outlook
 from pdserve.proxy.registration import Registrations
 from pdserve.proxy.routing import Router
 from pdserve.proxy.services import Services
@@ -150,8 +149,15 @@ class Proxy:
             on_load=None if self.pairing is None else self.pairing.heard,
         )
         router = Router(config, self.backends, self._prefixes, self.pairing)
-        outlook = Outlook(router, self.backends, self._prefixes, self.pairing)
-        gate = Gate(config, outlook, self.admission.places, self.pairing, self.metrics.gate)
+        gate = Gate(
+            config,
+            router,
+            self.backends,
+            self._prefixes,
+            self.pairing,
+            self.admission.places,
+            self.metrics.gate,
+        )
         self.live = LiveRequests(self.backends, self.admission, self._clock)
         services = Services(
             config=config,

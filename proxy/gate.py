@@ -1,4 +1,4 @@
-"""Decides who is let in: what a request claims of the places, and whether it is turned away.
+"""Decides who is let in: who asks, what a request claims of the places, whether it is turned away.
 
 Counts what tenants take, and which requests kept their objectives.
 """
@@ -6,25 +6,44 @@ Counts what tenants take, and which requests kept their objectives.
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from pdserve.errors import OverloadedError
-from pdserve.proxy.brain.decision import BIAS
+import msgspec
+from aiohttp import hdrs
+
+from pdserve.config.schema import Role
+from pdserve.errors import BadRequestError, OverloadedError
+from pdserve.http.protocol import Objectives
+from pdserve.proxy.bodies import UNREADABLE
+from pdserve.proxy.boundary import engine_headers
+from pdserve.proxy.brain.decision import BIAS, decide
 from pdserve.proxy.brain.fairness import OUTPUT_WEIGHT, Claim, always, band_of
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN
 from pdserve.proxy.brain.rejection import rejection
 from pdserve.proxy.brain.slo import ServiceObjectives
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.config.http import ProxyConfig
+    from pdserve.proxy.backend import Backend
+    from pdserve.proxy.backends import Backends
+    from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.brain.fairness import FairPlaces
-    from pdserve.proxy.brain.metrics import GateMetrics
     from pdserve.proxy.brain.pairing import Pairing
+    from pdserve.proxy.brain.prefixes import Prefixes
     from pdserve.proxy.brain.prompt import RoutePrompt
-    from pdserve.proxy.outlook import Outlook
+    from pdserve.proxy.brain.question import PairCost, RouteQuestion
+    from pdserve.proxy.metrics import GateMetrics
+    from pdserve.proxy.routing import Router
     from pdserve.proxy.story import Story
 
+_MS: Final = 1e-3
+SESSION_HEADER: Final = "X-Session-Id"
+_MAX_NAME_CHARS: Final = 256
+"""Of the names of tenants and sessions."""
 _HELD: Final = 0.5
 _HELD_OVER_SHARE: Final = 0.02
 """Shares of a request's objective for the first token: it is held back while every engine has more
@@ -33,6 +52,50 @@ _HARMLESS: Final = BIAS + 0.1
 """A cost: an engine leaves its role, and nobody comes near to missing an objective."""
 _FIRST_OUTPUT: Final = 150.0
 """Output tokens of a request, where nothing is learned."""
+
+
+def tenant_of(config: ProxyConfig, headers: Mapping[str, str]) -> str:
+    """Return whose share a request is of: what the deployment's own gateway says, or its key's.
+
+    Keys that nobody checks could be made up, and count for nothing.
+    """
+    if config.tenant_header and (name := headers.get(config.tenant_header)):
+        return name[:_MAX_NAME_CHARS]
+    if not config.api_keys:
+        return ""
+    key = engine_headers((), headers).get(hdrs.AUTHORIZATION, "")
+    return f"key-{hashlib.blake2b(key.encode(), digest_size=4).hexdigest()}"
+
+
+def as_asked(
+    prompt: RoutePrompt, body: ClientBody, headers: Mapping[str, str], request_id: str
+) -> RoutePrompt:
+    """Return a prompt with what its client says: session, priority, objectives, limits.
+
+    Raises:
+        BadRequestError: What it says is no objective.
+    """
+    slo = _decoded(body, "slo", Objectives | None) or Objectives()
+    session = headers.get(SESSION_HEADER) or _decoded(body, "session_id", str | None) or ""
+    return replace(
+        prompt,
+        request_id=request_id,
+        priority=_decoded(body, "priority", int | None) or 0,
+        session=session[:_MAX_NAME_CHARS],
+        ttft_slo_s=None if slo.ttft_ms is None else slo.ttft_ms * _MS,
+        itl_slo_s=None if slo.itl_ms is None else slo.itl_ms * _MS,
+        model=body.model,
+        max_output=body.max_output,
+    )
+
+
+def _decoded(body: ClientBody, name: str, kind: object) -> Any:
+    raw = body.raw(name)
+    try:
+        return None if raw is None else msgspec.json.decode(raw, type=kind)
+    except UNREADABLE as error:
+        message = str(error).partition(" - at ")[0]
+        raise BadRequestError(f"{name}: {message}", param=name, code="invalid_type") from None
 
 
 class Gate:
@@ -47,16 +110,20 @@ class Gate:
     def __init__(
         self,
         config: ProxyConfig,
-        outlook: Outlook,
-        places: FairPlaces,
+        router: Router,
+        backends: Backends,
+        prefixes: Prefixes | None,
         pairing: Pairing | None,
+        places: FairPlaces,
         metrics: GateMetrics,
     ) -> None:
         self._objectives = ServiceObjectives(config)
         self._rejects_early = config.early_rejection
-        self._outlook = outlook
-        self._places = places
+        self._router = router
+        self._backends = backends
+        self._prefixes = prefixes
         self._pairing = pairing
+        self._places = places
         self._is_obeyed = pairing is not None and not pairing.is_shadow
         self._metrics = metrics
 
@@ -83,10 +150,10 @@ class Gate:
         waiting_s = self._waiting_s(prompt)
         if waiting_s and self._is_obeyed and self._places.is_held_back(prompt.tenant):
             held = replace(prompt, held_s=waiting_s)
-            outlook = self._outlook.of(held)
+            outlook = self._outlook(held)
             if outlook is not None and not outlook[1].ttft["held"] and outlook[1].total < _HARMLESS:
                 return held
-        outlook = self._outlook.of(prompt) if self._rejects_early else None
+        outlook = self._outlook(prompt) if self._rejects_early else None
         if outlook is None:
             return prompt
         question, chosen = outlook
@@ -132,7 +199,7 @@ class Gate:
         """Seconds before a request would get a place; 0 while too little is known."""
         if self._pairing is None or not self._pairing.model.is_known:
             return 0.0
-        times, num_engines = self._pairing.model.times(), self._outlook.num_prefills
+        times, num_engines = self._pairing.model.times(), self._num_prefills
         return self._places.wait_s(
             prompt.tenant, lambda tokens: times.prompt_s(round(tokens), 0) / num_engines
         )
@@ -141,7 +208,8 @@ class Gate:
         """Tokens of a prompt that have to be computed, as far as is known."""
         if not prompt.num_tokens:
             return prompt.num_bytes / BYTES_PER_TOKEN
-        return max(0, prompt.num_tokens - self._outlook.most_known(prompt))
+        known = {} if self._prefixes is None else self._prefixes.known(prompt)
+        return max(0, prompt.num_tokens - max(known.values(), default=0))
 
     def _is_ready(self, prompt: RoutePrompt, is_over_share: bool) -> bool:
         """Whether an engine would begin with a request soon.
@@ -151,5 +219,50 @@ class Gate:
         """
         share = _HELD_OVER_SHARE if is_over_share else _HELD
         limit_s = share * self._ttft_slo_s(prompt)
-        can = self._outlook.can_begin_within(limit_s, at_home=is_over_share)
-        return can and (not is_over_share or self._outlook.would_begin_within(limit_s, prompt))
+        able = [
+            each
+            for each in self._backends
+            if each.available and not (is_over_share and each.home is Role.DECODE)
+        ]
+        if able and not any(self._begins_within(limit_s, each) for each in able):
+            return False
+        found = self._outlook(prompt) if is_over_share else None
+        engine = None if found is None else self._backends.get(found[1].prefill)
+        return engine is None or engine.home is Role.DECODE or self._begins_within(limit_s, engine)
+
+    def _outlook(self, prompt: RoutePrompt) -> tuple[RouteQuestion, PairCost] | None:
+        """Return what is known of a request and of the engines, and where it would be sent now.
+
+        None if too little is known, no engine is there, or pairs are not chosen by what is known.
+        """
+        if self._pairing is None or self._prefixes is None:
+            return None
+        if not self._pairing.model.is_known or not prompt.num_tokens:
+            return None
+        by_url = {each.url: each for each in self._router.considered(prompt, None, ())}
+        prefills = [each for each in by_url.values() if each.home is not Role.DECODE]
+        decodes = [each for each in by_url.values() if each.home is not Role.PREFILL]
+        known = self._prefixes.known(prompt)
+        question = self._pairing.question(prompt, prefills, decodes, known)
+
+        def may_pair(prefill: str, decode: str) -> bool:
+            return self._router.pairs(by_url[prefill], by_url[decode], prompt)
+
+        decision = decide(question, may_pair)
+        return None if decision is None else (question, decision.chosen)
+
+    @property
+    def _num_prefills(self) -> int:
+        """Engines that prompts are for; 1 if there is none."""
+        return max(
+            1, sum(each.available and each.home is not Role.DECODE for each in self._backends)
+        )
+
+    def _begins_within(self, limit_s: float, engine: Backend) -> bool:
+        """Whether an engine will have computed the prompts that it has within `limit_s`.
+
+        Where others have some it may be done before it says so, and would wait: that counts, too.
+        """
+        assert self._pairing is not None  # nobody is held back without
+        untold_s = self._pairing.ledger.untold_s(engine.url)
+        return self._pairing.backlog_s(engine) <= limit_s + untold_s

@@ -33,10 +33,10 @@ from pdserve.http.protocol import (
 from pdserve.observe.request_log import CLIENT_LEFT, outcome_of
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.boundary import REQUEST_ID_KEY, engine_headers
-from pdserve.proxy.brain.asking import as_asked, tenant_of
 from pdserve.proxy.delivery import Delivery
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
+from pdserve.proxy.gate import as_asked, tenant_of
 from pdserve.proxy.legs import Legs
 from pdserve.proxy.story import Story
 from pdserve.wire.hop import REQUEST_ID_HEADER, STAGES_HEADER

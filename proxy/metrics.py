@@ -6,8 +6,9 @@ One registry per `Metrics`, so that two proxies in one process do not share coun
 from __future__ import annotations
 
 from collections import Counter as CountOf
+from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -21,7 +22,7 @@ from pdserve.observe.metrics import (
 )
 from pdserve.observe.processes import ProcessSeries
 from pdserve.observe.request_series import EndedRequest, RequestSeries
-from pdserve.proxy.brain.metrics import GateMetrics, PrefixMetrics, RouteMetrics
+from pdserve.proxy.brain.metrics import PrefixMetrics, RouteMetrics
 from pdserve.proxy.brain.question import REASONS
 from pdserve.proxy.errors import CAUSES
 from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS, LadderRung, Mode, NotPushed, Stage
@@ -64,6 +65,11 @@ RUNG_REASONS: Mapping[LadderRung, tuple[str, ...]] = {
 
 _REASONS = {"disconnected": ("abort",), "error": ("error",)}
 """Of requests that did not end well, what vLLM calls that; it does not count those it refused."""
+
+
+_MAX_TENANTS: Final = 32
+_OTHERS, _NOBODY = "others", "unnamed"
+_NUM_JUDGED: Final = 1000
 
 
 class Metrics:
@@ -331,3 +337,68 @@ def _observe_as_vllm(observer: RequestObserver, story: Story) -> None:
     decode = story.decode_stages
     if decode is not None and decode.kv_bytes:
         observer.loaded(seconds=decode.kv_transfer_s, num_bytes=decode.kv_bytes)
+
+
+class GateMetrics:
+    """The series of who is let in, what each takes, and whose objectives are kept."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.rejected = Counter(
+            "pdserve_rejected",
+            "Requests turned away as they came: they would have missed their objective for the "
+            "first token or for further ones (ttft, itl).",
+            ["reason"],
+            registry=registry,
+        )
+        self.shadow_rejected = Counter(
+            "pdserve_shadow_rejected",
+            "Requests that would have been turned away as they came, with --split-policy shadow.",
+            ["reason"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "pdserve_tenant_tokens",
+            "What tenants have taken: prompt tokens that were computed, and output tokens. The "
+            "first that are seen have a label of their own.",
+            ["tenant", "kind"],
+            registry=registry,
+        )
+        self._slo = Counter(
+            "pdserve_slo_requests",
+            "Streams that ended well, by whose objectives they had (their own, or the default) and "
+            "which of them they kept.",
+            ["slo", "kept"],
+            registry=registry,
+        )
+        self._goodput = Gauge(
+            "pdserve_goodput_ratio",
+            "Share of the last streams that kept both objectives.",
+            registry=registry,
+        )
+        self._tenants: set[str] = set()
+        self._are_good: deque[bool] = deque(maxlen=_NUM_JUDGED)
+        for reason in ("ttft", "itl"):
+            self.rejected.labels(reason)
+            self.shadow_rejected.labels(reason)
+        for kind in ("prompt", "output"):
+            for tenant in (_NOBODY, _OTHERS):
+                self._tokens.labels(tenant, kind)
+        for slo in ("own", "default"):
+            for kept in ("both", "ttft", "itl", "none"):
+                self._slo.labels(slo, kept)
+
+    def took(self, tenant: str, num_computed: float, num_output: int) -> None:
+        """Count what a request has taken."""
+        if tenant not in self._tenants and len(self._tenants) < _MAX_TENANTS:
+            self._tenants.add(tenant)
+        label = (tenant or _NOBODY) if tenant in self._tenants else _OTHERS
+        self._tokens.labels(label, "prompt").inc(num_computed)
+        self._tokens.labels(label, "output").inc(num_output)
+
+    def compare(self, *, has_own: bool, keeps_ttft: bool, keeps_itl: bool) -> None:
+        """Count whether a stream kept its objectives."""
+        kept = {(True, True): "both", (True, False): "ttft", (False, True): "itl"}
+        name = kept.get((keeps_ttft, keeps_itl), "none")
+        self._slo.labels("own" if has_own else "default", name).inc()
+        self._are_good.append(keeps_ttft and keeps_itl)
+        self._goodput.set(sum(self._are_good) / len(self._are_good))

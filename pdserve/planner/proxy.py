@@ -27,7 +27,6 @@ from pdserve.proxy.brain.work import prompt_work
 from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.gate import Gate
 from pdserve.proxy.metrics import Metrics
-from pdserve.proxy.outlook import Outlook
 from pdserve.proxy.routing import Disaggregate, Router
 from pdserve.wire.hashing import grain_hashes
 from pdserve.wire.ids import RequestId
@@ -165,8 +164,15 @@ class VirtualProxy:
             self.pairing.model = ScaledModel(faults.predicted)
             self.homes = HomeRoles(config, self.backends, self.pairing, clock, metrics.route)
         self._router = Router(config, self.backends, self._prefixes, self.pairing)
-        outlook = Outlook(self._router, self.backends, self._prefixes, self.pairing)
-        self._gate = Gate(config, outlook, self._places, self.pairing, metrics.gate)
+        self._gate = Gate(
+            config,
+            self._router,
+            self.backends,
+            self._prefixes,
+            self.pairing,
+            self._places,
+            metrics.gate,
+        )
 
     def teach(self, workload: Sequence[Work], max_num_seqs: int) -> None:
         """Have it know what engines take, as one does that has served such requests."""

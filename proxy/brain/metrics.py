@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -25,11 +24,9 @@ TIMES: Final = ("ttft", "itl", "wire")
 """What a decision predicts."""
 FITS: Final = ("prefill", "step", "wire")
 """What it predicts by."""
-_MAX_TENANTS: Final = 32
 _MAX_ENGINES: Final = 20
-_OTHERS, _NOBODY = "others", "unnamed"
+_OTHERS: Final = "others"
 _CHANGES: Final = ("none", "engines", "split")
-_NUM_JUDGED: Final = 1000
 _RATIO_BUCKETS: Final = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 _DECISION_BUCKETS_S: Final = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2)
 _ERROR_BUCKETS: Final = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
@@ -208,68 +205,3 @@ def _difference(taken: PairCost, chosen: PairCost) -> str:
     if taken.is_local is not chosen.is_local:
         return "split"
     return "none" if taken.way == chosen.way else "engines"
-
-
-class GateMetrics:
-    """The series of who is let in, what each takes, and whose objectives are kept."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.rejected = Counter(
-            "pdserve_rejected",
-            "Requests turned away as they came: they would have missed their objective for the "
-            "first token or for further ones (ttft, itl).",
-            ["reason"],
-            registry=registry,
-        )
-        self.shadow_rejected = Counter(
-            "pdserve_shadow_rejected",
-            "Requests that would have been turned away as they came, with --split-policy shadow.",
-            ["reason"],
-            registry=registry,
-        )
-        self._tokens = Counter(
-            "pdserve_tenant_tokens",
-            "What tenants have taken: prompt tokens that were computed, and output tokens. The "
-            "first that are seen have a label of their own.",
-            ["tenant", "kind"],
-            registry=registry,
-        )
-        self._slo = Counter(
-            "pdserve_slo_requests",
-            "Streams that ended well, by whose objectives they had (their own, or the default) and "
-            "which of them they kept.",
-            ["slo", "kept"],
-            registry=registry,
-        )
-        self._goodput = Gauge(
-            "pdserve_goodput_ratio",
-            "Share of the last streams that kept both objectives.",
-            registry=registry,
-        )
-        self._tenants: set[str] = set()
-        self._are_good: deque[bool] = deque(maxlen=_NUM_JUDGED)
-        for reason in TIMES[:2]:
-            self.rejected.labels(reason)
-            self.shadow_rejected.labels(reason)
-        for kind in ("prompt", "output"):
-            for tenant in (_NOBODY, _OTHERS):
-                self._tokens.labels(tenant, kind)
-        for slo in ("own", "default"):
-            for kept in ("both", "ttft", "itl", "none"):
-                self._slo.labels(slo, kept)
-
-    def took(self, tenant: str, num_computed: float, num_output: int) -> None:
-        """Count what a request has taken."""
-        if tenant not in self._tenants and len(self._tenants) < _MAX_TENANTS:
-            self._tenants.add(tenant)
-        label = (tenant or _NOBODY) if tenant in self._tenants else _OTHERS
-        self._tokens.labels(label, "prompt").inc(num_computed)
-        self._tokens.labels(label, "output").inc(num_output)
-
-    def compare(self, *, has_own: bool, keeps_ttft: bool, keeps_itl: bool) -> None:
-        """Count whether a stream kept its objectives."""
-        kept = {(True, True): "both", (True, False): "ttft", (False, True): "itl"}
-        name = kept.get((keeps_ttft, keeps_itl), "none")
-        self._slo.labels("own" if has_own else "default", name).inc()
-        self._are_good.append(keeps_ttft and keeps_itl)
-        self._goodput.set(sum(self._are_good) / len(self._are_good))

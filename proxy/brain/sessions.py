@@ -12,8 +12,6 @@ from typing import Final
 
 DWELL_S: Final = 30.0
 MAX_SESSIONS: Final = 100_000
-SESSION_HEADER: Final = "X-Session-Id"
-MAX_NAME_CHARS: Final = 256
 
 
 class Sessions:

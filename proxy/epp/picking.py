@@ -19,8 +19,8 @@ from pdserve.dialects import paths
 from pdserve.errors import UnavailableError
 from pdserve.http.pooling_bodies import POOLING
 from pdserve.proxy.bodies import ClientBody
-from pdserve.proxy.brain.asking import as_asked, tenant_of
 from pdserve.proxy.brain.prompt import UNKNOWN, RoutePrompt
+from pdserve.proxy.gate import as_asked, tenant_of
 from pdserve.proxy.routing import RETRY_AFTER_S, Disaggregate
 from pdserve.wire.hop import REQUEST_ID_HEADER
 

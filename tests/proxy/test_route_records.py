@@ -18,7 +18,12 @@ from pdserve.proxy.brain.counterfactual import chosen_by
 from pdserve.proxy.brain.decision import MARGIN, repeated
 from pdserve.proxy.brain.question import PairDecision
 from pdserve.proxy.brain.record import NUM_KEPT, DecisionLog
-from pdserve.proxy.brain.sessions import DWELL_S, MAX_SESSIONS, Sessions, preference
+from pdserve.proxy.brain.sessions import (
+    DWELL_S,
+    MAX_SESSIONS,
+    Sessions,
+    preference,
+)
 from tests.proxy.scripted import ScriptedEngine
 from tests.proxy.test_pairing import are_unlike, choose, engine, fleets, learned
 
