@@ -1,21 +1,288 @@
-"""Limits how many requests run at once, how many may wait, and for how long.
+"""Who gets the next place: the tenant that has had the least, bands before it.
 
-Knows only numbers and time; `FairPlaces` says which of the waiting requests comes next.
+Each tenant has a counter of the work that it has had (VTC, "Fairness in Serving Large Language
+Models", OSDI 2024): prompt tokens that had to be computed, and each output token twice. The waiting
+request of the least counter comes next; who comes back from a pause begins where the least of the
+others is, so that pauses save nothing up. What a request will take is counted when it begins, and
+put right when it ends. Among the requests of one tenant the first to come is the first.
+
+Requests with a priority below 0 are critical, those above 0 sheddable. A band comes before the next
+one, and keeps places from it: the fuller the proxy, the fewer places lower bands may take. Whoever
+waits rises a band every half minute.
+
+`FairPlaces` decides that, with a clock that it is given; `AdmissionQueue` has requests wait for it,
+so many at most and for so long.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter, OrderedDict, deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from pdserve.errors import OverloadedError
-from pdserve.proxy.brain.fairness import Claim, FairPlaces
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+T = TypeVar("T")
 
 RETRY_AFTER_S = 1.0
+OUTPUT_WEIGHT: Final = 2.0
+"""Of an output token, where a prompt token that is computed counts 1."""
+CRITICAL, STANDARD, SHEDDABLE = -1, 0, 1
+RISE_S: Final = 30.0
+RECENT_S: Final = 60.0
+_HALF_S: Final = 20.0
+"""How long a tenant is reckoned with after its last request, and after how long what it had counts
+half."""
+_CLEARLY: Final = 1.25
+_PACE_S: Final = 2.0
+_EXPECTED_S: Final = 0.5
+"""Over how long it is counted what those who wait get, and how much what was expected counts."""
+_MAX_IDLE_TENANTS: Final = 4096
+
+
+def band_of(priority: int) -> int:
+    """The band of a request's priority, which counts as vLLM's does: lower is earlier."""
+    return max(CRITICAL, min(SHEDDABLE, priority))
+
+
+def always(is_over_share: bool) -> bool:
+    """Let a request begin whenever there is a place."""
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A request's claim to a place.
+
+    Attributes:
+        tenant: Who asks.
+        cost: What it will take, as far as is known: in prompt tokens.
+        num_tokens: Of that, the prompt.
+        is_ready: Whether it should begin now; it is told whether its tenant has had clearly more
+            than its part of late. Asked again at each `look`.
+        goes_round: It needs nothing of what the others of its tenant wait for.
+        grant: Called once, when it gets a place.
+        spent: What it has taken, to be set before the place is left; None: as expected.
+    """
+
+    tenant: str = ""
+    band: int = STANDARD
+    cost: float = 1.0
+    num_tokens: float = 0.0
+    is_ready: Callable[[bool], bool] = always
+    goes_round: bool = False
+    grant: Callable[[], None] = lambda: None
+    spent: float | None = field(default=None, init=False)
+    since_s: float = field(default=0.0, init=False)
+    has_waited: bool = field(default=False, init=False)
+    is_waiting: bool = field(default=False, init=False)
+    is_running: bool = field(default=False, init=False)
+
+    def band_at(self, now_s: float) -> int:
+        """Its band, with those that it has risen by."""
+        return max(CRITICAL, self.band - int((now_s - self.since_s) / RISE_S))
+
+
+@dataclass(frozen=True, slots=True)
+class _Had:
+    """What a tenant had by a moment, older things counting less and less."""
+
+    cost: float
+    at_s: float
+
+    def at(self, now_s: float) -> float:
+        return self.cost * math.exp2((self.at_s - now_s) / _HALF_S)
+
+
+class FairPlaces:
+    """Places, who has them, and who waits.
+
+    Args:
+        max_running: How many places there are.
+        now_s: Monotonic time.
+    """
+
+    def __init__(self, max_running: int, now_s: Callable[[], float]) -> None:
+        self._max_running = max_running
+        self._now_s = now_s
+        self._counters: OrderedDict[str, float] = OrderedDict()
+        self._late: dict[str, _Had] = {}
+        self._waiting: dict[tuple[str, int], deque[Claim]] = {}
+        self._num_of: Counter[str] = Counter()
+        self._num_in_band: Counter[int] = Counter()
+        self._is_looking = False
+        self._pace = _Pace()
+        self.num_running = 0
+        self.num_waiting = 0
+
+    def ask(self, claim: Claim) -> None:
+        """Give it a place now, or let it wait."""
+        self._come(claim)
+        claim.since_s = self._now_s()
+        self._pace.go_on(claim.since_s, is_waited=self.num_waiting > 0)
+        self._waiting.setdefault((claim.tenant, claim.band), deque()).append(claim)
+        claim.is_waiting = True
+        self.num_waiting += 1
+        if claim.goes_round and self.num_running < self._ceiling(claim.band):
+            self._grant(claim)
+        self.look()
+        claim.has_waited = claim.is_waiting
+
+    def withdraw(self, claim: Claim) -> None:
+        """Have one that waits wait no more."""
+        self._forget(claim)
+        self._leave(claim)
+        self.look()
+
+    def take_back(self, claim: Claim, cost: float | None = None) -> None:
+        """Take a place back.
+
+        Args:
+            cost: What the request took; None: as expected.
+        """
+        self.num_running -= 1
+        if cost is not None:
+            self._count(claim.tenant, cost - claim.cost)
+        self._leave(claim)
+        self.look()
+
+    def look(self) -> None:
+        """Give places to those who may begin now; there may be more room than there was."""
+        if self._is_looking:  # who is granted a place may change what is asked here
+            return
+        self._is_looking = True
+        try:
+            while (claim := self._next()) is not None:
+                self._grant(claim)
+        finally:
+            self._is_looking = False
+
+    def newest_of_greediest(self, tenant: str) -> Claim | None:
+        """Who is to make room for a tenant in a full queue; None: nobody waits with so many."""
+        waiting: Counter[str] = Counter()
+        for (name, _), queue in self._waiting.items():
+            waiting[name] += len(queue)
+        if not waiting:
+            return None
+        greediest, number = waiting.most_common(1)[0]
+        if number <= waiting[tenant] + 1:
+            return None
+        bands = [band for name, band in self._waiting if name == greediest]
+        return self._waiting[greediest, max(bands)][-1]
+
+    def tokens_before(self, tenant: str) -> float:
+        """Prompt tokens before one more request of a tenant: its own, and as many of each other."""
+        waiting: dict[str, float] = {}
+        for (name, _), queue in self._waiting.items():
+            waiting[name] = waiting.get(name, 0.0) + sum(claim.num_tokens for claim in queue)
+        own = waiting.get(tenant, 0.0)
+        return sum(min(own, tokens) for tokens in waiting.values())
+
+    def wait_s(self, tenant: str, expected_s: Callable[[float], float]) -> float:
+        """Seconds that one more request of a tenant would wait, at the pace of late.
+
+        Others may have a part of what is waited for, of whom this proxy is not told.
+
+        Args:
+            expected_s: Returns how long so many prompt tokens would wait, were there no others.
+        """
+        before = self.tokens_before(tenant)
+        if not before:
+            return 0.0
+        expected = expected_s(before)
+        self._pace.go_on(self._now_s(), is_waited=True)
+        pace = self._pace
+        passed_s, worth_s = pace.seconds, pace.tokens * expected / before
+        return expected * (passed_s + _EXPECTED_S) / (worth_s + _EXPECTED_S)
+
+    def is_held_back(self, tenant: str) -> bool:
+        """Whether a tenant's requests wait for idle engines, while there are places."""
+        return self.num_running < self._max_running and self.is_over_share(tenant)
+
+    def is_over_share(self, tenant: str) -> bool:
+        """Whether a tenant has had clearly more than its part of what was had of late."""
+        now_s = self._now_s()
+        for name in [name for name, each in self._late.items() if now_s - each.at_s > RECENT_S]:
+            del self._late[name]
+        had = {name: each.at(now_s) for name, each in self._late.items()}
+        return had.get(tenant, 0.0) > _CLEARLY * sum(had.values()) / max(1, len(had))
+
+    def _come(self, claim: Claim) -> None:
+        tenant = claim.tenant
+        if tenant not in self._num_of:
+            former = self._counters.pop(tenant, 0.0)
+            self._counters[tenant] = max(former, self._least())
+        self._num_of[tenant] += 1
+        self._num_in_band[claim.band] += 1
+
+    def _leave(self, claim: Claim) -> None:
+        _take_one(self._num_of, claim.tenant)
+        _take_one(self._num_in_band, claim.band)
+        idle = len(self._counters) - len(self._num_of)
+        if idle > _MAX_IDLE_TENANTS:
+            oldest = next(name for name in self._counters if name not in self._num_of)
+            del self._counters[oldest]
+
+    def _count(self, tenant: str, cost: float) -> None:
+        self._counters[tenant] += cost
+        now_s = self._now_s()
+        late = self._late.get(tenant)
+        before = 0.0 if late is None else late.at(now_s)
+        self._late[tenant] = _Had(max(0.0, before + cost), now_s)
+
+    def _least(self) -> float:
+        """The counter of who has had least, of those who are there."""
+        return min((self._counters[name] for name in self._num_of), default=0.0)
+
+    def _next(self) -> Claim | None:
+        """Who is to get a place now; O(tenants that wait)."""
+        if not self.num_waiting or self.num_running >= self._max_running:
+            return None
+        now_s = self._now_s()
+        claim = min(self._heads(), key=lambda each: self._rank(each, now_s))
+        if self.num_running >= self._ceiling(claim.band_at(now_s)):
+            return None
+        return claim if claim.is_ready(self.is_over_share(claim.tenant)) else None
+
+    def _heads(self) -> Iterator[Claim]:
+        return (queue[0] for queue in self._waiting.values())
+
+    def _rank(self, claim: Claim, now_s: float) -> tuple[int, float, float]:
+        return claim.band_at(now_s), self._counters[claim.tenant], claim.since_s
+
+    def _ceiling(self, band: int) -> float:
+        """Up to how many places requests of a band may take one; the highest of those there all."""
+        higher = sum(1 for each in self._num_in_band if each < band)
+        if not higher:
+            return self._max_running
+        others = max(1, len(self._num_in_band) - 1)
+        return max(1.0, self._max_running - self.num_running * min(1.0, higher / others))
+
+    def _grant(self, claim: Claim) -> None:
+        self._forget(claim)
+        if claim.has_waited:
+            self._pace.tokens += claim.num_tokens
+        self.num_running += 1
+        claim.is_running = True
+        self._count(claim.tenant, claim.cost)
+        claim.grant()
+
+    def _forget(self, claim: Claim) -> None:
+        """Have it wait no more."""
+        self._pace.go_on(self._now_s(), is_waited=True)
+        queue = self._waiting[claim.tenant, claim.band]
+        queue.remove(claim)
+        if not queue:
+            del self._waiting[claim.tenant, claim.band]
+        claim.is_waiting = False
+        self.num_waiting -= 1
 
 
 class AdmissionQueue:
@@ -48,21 +315,19 @@ class AdmissionQueue:
         return self.places.num_waiting
 
     @asynccontextmanager
-    async def place(self, claim: Claim | None = None) -> AsyncIterator[HeldPlace]:
+    async def place(self, claim: Claim) -> AsyncIterator[None]:
         """Hold a place while the block runs.
 
         Raises:
             OverloadedError: The queue is full, or the wait was too long.
         """
-        claim = claim or Claim()
         await self._acquire(claim)
-        place = HeldPlace()
         try:
-            yield place
+            yield
         finally:
-            self.places.take_back(claim, place.cost)
+            self.places.take_back(claim, claim.spent)
 
-    def require_room(self, tenant: str = "") -> None:
+    def require_room(self, tenant: str) -> None:
         """Check that one more request of a tenant may run or wait.
 
         Raises:
@@ -76,16 +341,12 @@ class AdmissionQueue:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def look(self) -> None:
-        """Look again at the requests that wait: what they wait for may have come."""
-        self.places.look()
-
     async def _acquire(self, claim: Claim) -> None:
         self.require_room(claim.tenant)
         if self.num_waiting >= self._queue_size:
             self._turn_away(claim.tenant)
         waiter = self._waiters[claim] = asyncio.get_running_loop().create_future()
-        claim.grant = lambda: self._granted(claim)
+        claim.grant = partial(self._answer, claim, True)
         try:
             self.places.ask(claim)
             async with asyncio.timeout(self._queue_timeout_s):
@@ -112,13 +373,12 @@ class AdmissionQueue:
         victim = self.places.newest_of_greediest(tenant)
         if victim is not None:
             self.places.withdraw(victim)
-            if not self._waiters[victim].done():
-                self._waiters[victim].set_result(False)
+            self._answer(victim, False)
 
-    def _granted(self, claim: Claim) -> None:
+    def _answer(self, claim: Claim, has_place: bool) -> None:
         waiter = self._waiters[claim]
         if not waiter.done():
-            waiter.set_result(True)
+            waiter.set_result(has_place)
 
     def _give_up(self, claim: Claim) -> None:
         """Leave the queue; pass on a place that was granted in the same moment."""
@@ -128,15 +388,30 @@ class AdmissionQueue:
             self.places.withdraw(claim)
 
 
-class HeldPlace:
-    """A place that a request has.
+class _Pace:
+    """How fast those who wait get places; older things count less and less.
 
     Attributes:
-        cost: What it has taken, to be set before the place is left; None: as expected.
+        tokens: Of prompts that have waited, and got a place.
+        seconds: For which somebody waited.
     """
 
     def __init__(self) -> None:
-        self.cost: float | None = None
+        self.tokens = self.seconds = self._at_s = 0.0
+
+    def go_on(self, now_s: float, *, is_waited: bool) -> None:
+        """Take note of the time until now, for which somebody has waited or not."""
+        passed_s, self._at_s = now_s - self._at_s, now_s
+        left = math.exp(-passed_s / _PACE_S)
+        self.tokens *= left
+        self.seconds = self.seconds * left + (passed_s if is_waited else 0.0)
+
+
+def _take_one(counter: Counter[T], key: T) -> None:
+    """Count one less; what there is none of has no entry."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
 
 
 def _now_s() -> float:

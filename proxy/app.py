@@ -136,7 +136,7 @@ class Proxy:
         )
         self.pairing, self.homes, route = None, None, self.metrics.route
         if config.split_policy in (PREDICTED, SHADOW):
-            self.pairing = Pairing(config, self._clock, route, on_change=self.admission.look)
+            self.pairing = Pairing(config, self._clock, route, on_change=self.admission.places.look)
             if config.split_policy == PREDICTED:
                 self.homes = HomeRoles(config, self.backends, self.pairing, self._clock, route)
         self.checks = HealthChecks(

@@ -125,12 +125,13 @@ class Flow:
             self._legs.prompt = self._legs.prompt.named_as(read)
         self._story.queued()
         prompt = self._legs.prompt = gate.promising(self._legs.prompt)
-        async with self._services.admission.place(gate.claim(prompt)) as place:
+        claim = gate.claim(prompt)
+        async with self._services.admission.place(claim):
             self._story.admitted()
             try:
                 response = await self._serve()
             finally:
-                place.cost = gate.ended(prompt, self._story)
+                claim.spent = gate.ended(prompt, self._story)
             gate.served(prompt, self._story)
             self.outcome, self._story.reason = "ok", ""
             return response

@@ -16,10 +16,15 @@ from aiohttp import hdrs
 from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, OverloadedError
 from pdserve.http.protocol import Objectives
+from pdserve.proxy.admission import (
+    OUTPUT_WEIGHT,
+    Claim,
+    always,
+    band_of,
+)
 from pdserve.proxy.bodies import UNREADABLE
 from pdserve.proxy.boundary import engine_headers
 from pdserve.proxy.brain.decision import BIAS, decide
-from pdserve.proxy.brain.fairness import OUTPUT_WEIGHT, Claim, always, band_of
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN
 from pdserve.proxy.brain.rejection import rejection
 from pdserve.proxy.brain.slo import ServiceObjectives
@@ -28,10 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.config.http import ProxyConfig
+    from pdserve.proxy.admission import FairPlaces
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.bodies import ClientBody
-    from pdserve.proxy.brain.fairness import FairPlaces
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
     from pdserve.proxy.brain.prompt import RoutePrompt

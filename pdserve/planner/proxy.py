@@ -14,9 +14,9 @@ from pdserve.config.policies import PREDICTED
 from pdserve.errors import OverloadedError
 from pdserve.planner.engine import FleetLeg
 from pdserve.planner.work import output_token
+from pdserve.proxy.admission import OUTPUT_WEIGHT, FairPlaces
 from pdserve.proxy.backend import Health
 from pdserve.proxy.backends import Backends
-from pdserve.proxy.brain.fairness import OUTPUT_WEIGHT, FairPlaces
 from pdserve.proxy.brain.homes import HomeRoles
 from pdserve.proxy.brain.index import Holder
 from pdserve.proxy.brain.model import ServiceModel

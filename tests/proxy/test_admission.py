@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import OverloadedError
-from pdserve.proxy.admission import AdmissionQueue
+from pdserve.proxy.admission import AdmissionQueue, Claim
 
 
 async def hold(
     admission: AdmissionQueue, release: asyncio.Event, order: list[int], name: int
 ) -> None:
-    async with admission.place():
+    async with admission.place(Claim()):
         order.append(name)
         await release.wait()
 
@@ -46,11 +46,11 @@ async def test_a_place_given_to_one_who_leaves_in_that_moment_goes_to_the_next()
 
 async def test_a_full_queue_refuses_at_once_and_a_long_wait_later():
     admission = AdmissionQueue(1, 1, 0.02)
-    async with admission.place():
-        waiting = asyncio.create_task(admission.place().__aenter__())
+    async with admission.place(Claim()):
+        waiting = asyncio.create_task(admission.place(Claim()).__aenter__())
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError):
-            async with admission.place():
+            async with admission.place(Claim()):
                 pass
         with pytest.raises(OverloadedError, match=r"0\.02 s"):
             await waiting

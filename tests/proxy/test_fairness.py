@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from pdserve.errors import OverloadedError
 from pdserve.observe.clock import ManualClock
-from pdserve.proxy.admission import AdmissionQueue
-from pdserve.proxy.brain.fairness import (
+from pdserve.proxy.admission import (
     CRITICAL,
     RECENT_S,
     RISE_S,
     SHEDDABLE,
     STANDARD,
+    AdmissionQueue,
     Claim,
     FairPlaces,
     band_of,
