@@ -290,7 +290,6 @@ class Backends:
         """
         return BackendView(
             url=backend.url,
-            available=backend.available,
             in_flight=backend.in_flight,
             num_foreign=backend.num_foreign,
             kv_usage=backend.kv_usage,

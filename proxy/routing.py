@@ -16,7 +16,7 @@ from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
 from pdserve.proxy.brain.candidates import Candidates
 from pdserve.proxy.brain.prompt import RoutePrompt
-from pdserve.proxy.policies import RouteRequest, choose, policy_named, split_policy_named
+from pdserve.proxy.policies import RouteRequest, policy_named, split_policy_named
 from pdserve.proxy.policies.splitting import always
 from pdserve.proxy.story import NotPushed
 
@@ -399,8 +399,10 @@ class Router:
         engines = [backend for backend in candidates if backend not in failed] or candidates
         known = {} if self._prefixes is None else self._prefixes.known(prompt)
         views = [self._backends.view(each, hit_tokens=known.get(each.url, 0)) for each in engines]
-        chosen = choose(policy, RouteRequest(number, prompt.num_bytes, prompt.num_tokens), views)
-        return None if chosen is None else self._backends.get(chosen.url)
+        if not views:
+            return None
+        chosen = policy(RouteRequest(number, prompt.num_bytes, prompt.num_tokens), views)
+        return self._backends.get(chosen.url)
 
     def _nobody(self, role: str, layout: str | None = None) -> UnavailableError:
         """Return the error that says which role is missing, why, and what to do."""

@@ -11,7 +11,6 @@ from pdserve.proxy.brain.decision import PairCosts
 from pdserve.proxy.policies import (
     BackendView,
     RouteRequest,
-    choose,
     policy_named,
     split_policy_named,
 )
@@ -38,7 +37,7 @@ def chosen_by(policy: str, split_policy: str, question: RouteQuestion, sequence:
     by_url = {each.url: each for each in question.candidates}
 
     def pick(engines: Sequence[PairCandidate]) -> BackendView | None:
-        return choose(route, request, [_view(each) for each in engines])
+        return route(request, [_view(each) for each in engines]) if engines else None
 
     decode = pick([each for each in question.candidates if each.is_decode] or question.candidates)
     assert decode is not None
@@ -58,7 +57,6 @@ def _view(engine: PairCandidate) -> BackendView:
     work = engine.work
     return BackendView(
         engine.url,
-        available=True,
         in_flight=work.num_prompts + work.num_streams,
         age_s=0.0,
         hit_tokens=engine.hit_tokens,

@@ -3,7 +3,7 @@
 A policy sees the request and the views of the engines that are fit to serve it, and names
 one of them. It keeps no state, reads no clock and draws no random numbers, so the same
 question has the same answer here, in a test and in a simulation of thousands of engines.
-What makes an engine fit is not a policy's concern: `choose` filters before it asks.
+What makes an engine fit is not a policy's concern: it is shown no other.
 
 Adding one: a function in this folder and its line in `config/policies.py`. The command line and the
 property suite take all from there.
@@ -41,7 +41,6 @@ class BackendView:
 
     Attributes:
         url: Names the engine.
-        available: Healthy, and its breaker lets a request through.
         in_flight: Requests this proxy has running there; exact.
         num_foreign: Requests others have there, by the engine's newest snapshot.
         kv_usage: Share of the engine's KV blocks in use, 0 to 1, by the same snapshot.
@@ -53,7 +52,6 @@ class BackendView:
     """
 
     url: str
-    available: bool
     in_flight: int = 0
     num_foreign: int = 0
     kv_usage: float = 0.0
@@ -63,7 +61,7 @@ class BackendView:
 
 
 Policy = Callable[[RouteRequest, Sequence[BackendView]], BackendView]
-"""Picks one of the views, which are never empty and all available."""
+"""Picks one of the views, which are never empty."""
 
 
 SplitPolicy = Callable[[RouteRequest, BackendView, BackendView], str]
@@ -98,11 +96,3 @@ def _named(policies: Mapping[str, str], name: str, flag: str) -> object:
         known = ", ".join(sorted(policies))
         raise ConfigError(f"--{flag} is {name!r}: use one of {known}", param=flag)
     return resolve_name(policies[name])
-
-
-def choose(
-    policy: Policy, request: RouteRequest, views: Sequence[BackendView]
-) -> BackendView | None:
-    """Let `policy` pick among the available engines; None when there is none. O(len(views))."""
-    candidates = [view for view in views if view.available]
-    return policy(request, candidates) if candidates else None

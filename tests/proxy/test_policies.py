@@ -14,7 +14,6 @@ from pdserve.errors import ConfigError
 from pdserve.proxy.policies import (
     BackendView,
     RouteRequest,
-    choose,
     policy_named,
     split_policy_named,
 )
@@ -27,7 +26,6 @@ views = st.lists(
     st.builds(
         BackendView,
         url=st.text(min_size=1, max_size=4),
-        available=st.booleans(),
         in_flight=st.integers(0, 5),
         num_foreign=st.integers(0, 5),
         kv_usage=st.floats(0, 1),
@@ -35,6 +33,7 @@ views = st.lists(
         hit_tokens=st.sampled_from([0, 256, 512, 1024]),
         pending_tokens=st.sampled_from([0, 100, 20_000]),
     ),
+    min_size=1,
     max_size=6,
     unique_by=lambda view: view.url,
 )
@@ -50,43 +49,37 @@ each_prefix_policy = pytest.mark.parametrize("name", sorted(PREFIX_POLICIES & PO
 
 @each_policy
 @given(request=requests, candidates=views)
-def test_a_policy_names_an_available_engine_whenever_there_is_one(name, request, candidates):
-    chosen = choose(policy_named(name, flag="policy"), request, candidates)
-    if any(view.available for view in candidates):
-        assert chosen is not None
-        assert chosen.available
-        assert chosen in candidates
-    else:
-        assert chosen is None
+def test_a_policy_names_one_of_the_engines_that_it_is_shown(name, request, candidates):
+    assert policy_named(name, flag="policy")(request, candidates) in candidates
 
 
 @each_policy
 @given(request=requests, candidates=views)
 def test_a_policy_answers_the_same_question_alike(name, request, candidates):
     policy = policy_named(name, flag="policy")
-    assert choose(policy, request, candidates) == choose(policy, request, list(candidates))
+    assert policy(request, candidates) == policy(request, list(candidates))
 
 
 @each_policy
 def test_a_policy_spreads_requests_over_equal_engines(name):
-    candidates = [BackendView(str(i), True, age_s=0.0) for i in range(4)]
+    candidates = [BackendView(str(i), age_s=0.0) for i in range(4)]
     policy = policy_named(name, flag="policy")
-    chosen = [choose(policy, RouteRequest(i), candidates) for i in range(8)]
+    chosen = [policy(RouteRequest(i), candidates) for i in range(8)]
     assert {view.url for view in chosen if view} == {"0", "1", "2", "3"}
 
 
-@given(request=requests, candidates=views.filter(lambda v: any(x.available for x in v)))
+@given(request=requests, candidates=views)
 def test_least_loaded_never_prefers_an_engine_with_more_of_our_requests(request, candidates):
-    fresh = [BackendView(v.url, v.available, v.in_flight, 0, 0.0, 0.0) for v in candidates]
-    chosen = choose(least_loaded, request, fresh)
+    fresh = [BackendView(v.url, v.in_flight, 0, 0.0, 0.0) for v in candidates]
+    chosen = least_loaded(request, fresh)
     assert chosen is not None
-    assert chosen.in_flight == min(view.in_flight for view in fresh if view.available)
+    assert chosen.in_flight == min(view.in_flight for view in fresh)
 
 
 def test_least_loaded_forgets_a_snapshot_that_is_too_old():
-    busy_long_ago = BackendView("a", True, in_flight=0, num_foreign=9, age_s=60.0)
-    busier = BackendView("b", True, in_flight=1, age_s=0.0)
-    chosen = choose(least_loaded, RouteRequest(0), [busy_long_ago, busier])
+    busy_long_ago = BackendView("a", in_flight=0, num_foreign=9, age_s=60.0)
+    busier = BackendView("b", in_flight=1, age_s=0.0)
+    chosen = least_loaded(RouteRequest(0), [busy_long_ago, busier])
     assert chosen is busy_long_ago
 
 
@@ -96,19 +89,19 @@ def test_an_engine_that_has_more_of_the_prompt_is_not_less_attractive(
     name, request, candidates, more
 ):
     policy = policy_named(name, flag="policy")
-    chosen = choose(policy, request, candidates)
+    chosen = policy(request, candidates)
     if chosen is None:
         return
     warmer = dataclasses.replace(chosen, hit_tokens=chosen.hit_tokens + more)
     others = [warmer if view is chosen else view for view in candidates]
-    assert choose(policy, request, others) is warmer
+    assert policy(request, others) is warmer
 
 
 @each_prefix_policy
 @given(request=requests, candidates=views, which=st.integers(0, 5))
 def test_an_engine_that_has_more_to_do_is_not_more_attractive(name, request, candidates, which):
     policy = policy_named(name, flag="policy")
-    chosen = choose(policy, request, candidates)
+    chosen = policy(request, candidates)
     if chosen is None:
         return
     busier = [
@@ -119,13 +112,12 @@ def test_an_engine_that_has_more_to_do_is_not_more_attractive(name, request, can
         else view
         for index, view in enumerate(candidates)
     ]
-    assert choose(policy, request, busier) in (chosen, *(v for v in busier if v in candidates))
+    assert policy(request, busier) in (chosen, *(v for v in busier if v in candidates))
 
 
 def warm(url: str, hit_tokens: int, pending_tokens: int = 0, in_flight: int = 0) -> BackendView:
     return BackendView(
         url,
-        available=True,
         in_flight=in_flight,
         age_s=0.0,
         hit_tokens=hit_tokens,
@@ -138,25 +130,23 @@ def test_a_prompt_stays_with_its_engine_until_that_is_saturated():
     cold = warm("cold", 0)
     for pending, stays in ((0, True), (9_000, True), (16_384, True), (16_385, False)):
         engine = warm("warm", 3584, pending, in_flight=3)
-        chosen = choose(prefix_sticky, request, [cold, engine])
+        chosen = prefix_sticky(request, [cold, engine])
         assert (chosen is engine) is stays, pending
 
 
 def test_a_prompt_that_is_new_for_the_most_part_goes_where_it_is_computed_first():
     request = RouteRequest(0, prompt_tokens=4000)
     cold = warm("cold", 0)
-    assert choose(prefix_sticky, request, [cold, warm("w", 1024, 1000)]).url == "w"
-    assert choose(prefix_sticky, request, [cold, warm("w", 1024, 1025)]).url == "cold"
+    assert prefix_sticky(request, [cold, warm("w", 1024, 1000)]).url == "w"
+    assert prefix_sticky(request, [cold, warm("w", 1024, 1025)]).url == "cold"
 
 
 def test_cache_aware_follows_the_longest_match_while_the_load_is_balanced():
     request = RouteRequest(0, prompt_tokens=1000)
     idle, some = warm("idle", 0), warm("some", 256)
-    assert choose(cache_aware, request, [idle, some, warm("w", 512, in_flight=60)]).url == "w"
-    assert choose(cache_aware, request, [idle, some, warm("w", 512, in_flight=65)]).url != "w"
-    assert (
-        choose(cache_aware, request, [warm("idle", 0), warm("s", 256, in_flight=1)]).url == "idle"
-    )
+    assert cache_aware(request, [idle, some, warm("w", 512, in_flight=60)]).url == "w"
+    assert cache_aware(request, [idle, some, warm("w", 512, in_flight=65)]).url != "w"
+    assert cache_aware(request, [warm("idle", 0), warm("s", 256, in_flight=1)]).url == "idle"
 
 
 def test_an_unknown_policy_is_refused_with_the_names_there_are():
