@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,8 @@ import msgspec
 from pdserve.errors import DeadlineError
 from pdserve.http.control import proof_headers
 from pdserve.observe.log import log_event
-from pdserve.proxy.background import BackgroundTasks
+from pdserve.proxy.connections import on_connected, open_session
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
-from pdserve.proxy.reading import SharedReader
 from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
 from pdserve.wire.hop import (
     KV_MODE_HEADER,
@@ -35,16 +33,17 @@ from pdserve.wire.hop import (
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+    from typing import Any, TypeVar
 
     from aiohttp.connector import Connection
-    from aiohttp.tracing import Trace
 
     from pdserve.proxy.relay import Event
 
+    T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 3.0
 ABANDON_TIMEOUT_S = 1.0
 """How long an engine may take to notice that its leg was abandoned."""
 HANG_UP_TIMEOUT_S = 0.5
@@ -63,27 +62,33 @@ _OUT_OF_REACH = frozenset(
 """The host did not refuse the connection: open ones may hang without ever saying so."""
 
 
-_sending: ContextVar[Leg | None] = ContextVar("_sending", default=None)
-"""The leg whose post runs in this task."""
+class BackgroundTasks:
+    """Tasks that outlive the request that started them; awaited when the proxy ends."""
 
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
 
-class _Connector(aiohttp.TCPConnector):
-    """Tells each leg which connection carries it, before the answer begins.
+    def __len__(self) -> int:
+        return len(self._tasks)
 
-    Its connections are read into one buffer.
-    """
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work`; an exception it ends with is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
 
-    async def connect(
-        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
-    ) -> Connection:
-        """See the base class."""
-        connection = await super().connect(req, traces, timeout)
-        protocol, transport = connection.protocol, connection.transport
-        if protocol is not None and transport is not None:
-            SharedReader.put_before(protocol, transport)
-        if (leg := _sending.get()) is not None:
-            leg.connection = connection
-        return connection
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log_event(log, "background task failed", level=logging.ERROR, exc_info=error)
+
+    async def join(self, timeout_s: float) -> None:
+        """Wait until all have ended; those that have not by then are cancelled."""
+        while self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
 
 
 class EngineHttp:
@@ -104,19 +109,8 @@ class EngineHttp:
     def _session(self) -> aiohttp.ClientSession:
         """The session, opened at its first use, inside the event loop."""
         if self._opened is None:
-            self._opened = self._open()
+            self._opened = open_session(self.tls)
         return self._opened
-
-    def _open(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=_Connector(limit=0, keepalive_timeout=10.0, ssl=self.tls),
-            # A prefill may wait in a queue for as long as its client does: the request's own
-            # deadline is the limit. Only connecting has one of its own.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            auto_decompress=True,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,
-        )
 
     def leg(self, url: str, body: bytes, headers: Mapping[str, str]) -> Leg:
         """Begin a POST of `body`. The leg must be ended by `close`, `drain` or `abandon`."""
@@ -131,30 +125,54 @@ class EngineHttp:
             WorkerError: No answer, or none in time.
         """
         try:
+            return await self._ask("GET", url, timeout_s, headers)
+        except WorkerError as error:
+            cause = error.__cause__
+            if isinstance(cause, aiohttp.ClientOSError) and cause.errno in _OUT_OF_REACH:
+                raise WorkerError(f"{url} cannot be reached: {cause}", reason="timeout") from error
+            raise
+
+    async def post_empty(self, url: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
+        """POST nothing; on failure return the status (0: no answer) and what was said."""
+        try:
+            status, body = await self._ask("POST", url, ORDER_TIMEOUT_S, headers)
+        except WorkerError as error:
+            return 0, error.detail
+        if status == 200:
+            return None
+        return status, f"{url} answered {status} {body.decode(errors='replace')}".strip()
+
+    async def order(
+        self, url: str, path: str, body: msgspec.Struct, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """POST what only a part of the deployment may ask; return the status and the answer.
+
+        Raises:
+            WorkerError: No answer, or none in time.
+        """
+        data = msgspec.json.encode(body)
+        proof = proof_headers(self._secret, "POST", path, data)
+        headers = {"Content-Type": "application/json", **proof}
+        return await self._ask("POST", url + path, timeout_s, headers, data)
+
+    async def _ask(
+        self,
+        method: str,
+        url: str,
+        timeout_s: float,
+        headers: Mapping[str, str],
+        data: bytes | None = None,
+    ) -> tuple[int, bytes]:
+        try:
             async with asyncio.timeout(timeout_s):
-                async with self._session.get(url, headers=headers) as response:
+                sent = self._session.request(method, url, data=data, headers=headers)
+                async with sent as response:
                     return response.status, await response.read()
         except TimeoutError as error:
             late = f"{url}: no answer within {timeout_s:g} s"
             raise WorkerError(late, reason="timeout") from error
         except _FAILURES as error:
-            if isinstance(error, aiohttp.ClientOSError) and error.errno in _OUT_OF_REACH:
-                raise WorkerError(f"{url} cannot be reached: {error}", reason="timeout") from error
             raise _failure(url, error) from error
-
-    async def post_empty(self, url: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
-        """POST nothing; on failure return the status (0: no answer) and what was said."""
-        try:
-            async with asyncio.timeout(ORDER_TIMEOUT_S):
-                async with self._session.post(url, headers=headers) as response:
-                    if response.status == 200:
-                        return None
-                    words = f"{url} answered {response.status} {await response.text()}".strip()
-                    return response.status, words
-        except TimeoutError:
-            return 0, f"{url}: no answer within {ORDER_TIMEOUT_S:g} s"
-        except _FAILURES as error:
-            return 0, str(_failure(url, error))
 
     def release(self, prefill_url: str, nonces: Sequence[str], *, after: Leg | None = None) -> None:
         """Give leases at one engine back, in the background, one after the other.
@@ -195,24 +213,6 @@ class EngineHttp:
             await asyncio.sleep(0.05 * 2**attempt)
         tell("lease left to expire", reason=str(failure))
         return False
-
-    async def order(
-        self, url: str, path: str, body: msgspec.Struct, timeout_s: float
-    ) -> tuple[int, bytes]:
-        """POST what only a part of the deployment may ask; return the status and the answer.
-
-        Raises:
-            WorkerError: No answer, or none in time.
-        """
-        data = msgspec.json.encode(body)
-        proof = proof_headers(self._secret, "POST", path, data)
-        headers = {"Content-Type": "application/json", **proof}
-        try:
-            async with asyncio.timeout(timeout_s):
-                async with self._session.post(url + path, data=data, headers=headers) as response:
-                    return response.status, await response.read()
-        except _FAILURES as error:
-            raise _failure(url + path, error) from error
 
     async def close(self, timeout_s: float) -> None:
         """Finish the background work, then close every connection."""
@@ -266,8 +266,11 @@ class Leg:
     async def _send(
         self, session: aiohttp.ClientSession, url: str, body: bytes, headers: Mapping[str, str]
     ) -> aiohttp.ClientResponse:
-        _sending.set(self)
+        on_connected.set(self._connected)
         return await session.post(url, data=body, headers=headers, allow_redirects=False)
+
+    def _connected(self, connection: Connection) -> None:
+        self.connection = connection
 
     async def open(self) -> str:
         """Wait for the answer to begin; return its content type, lower case, bare.
@@ -279,8 +282,7 @@ class Leg:
             DeadlineError: It says that the request is too late.
         """
         try:
-            response = await asyncio.shield(self._post)
-            self._response = response
+            response = self._response = await asyncio.shield(self._post)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._lost is not None and task is not None and not task.cancelling():

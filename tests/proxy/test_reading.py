@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.proxy.reading import SharedReader
+from pdserve.proxy.connections import SharedReader
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

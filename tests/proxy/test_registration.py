@@ -13,8 +13,8 @@ import pytest
 
 from pdserve.http.control import Stamps, proof_headers
 from pdserve.observe.clock import SystemClock
-from pdserve.proxy import client as proxy_client
 from pdserve.proxy.backend import Health
+from pdserve.proxy.connections import EngineConnector
 from pdserve.proxy.story import Story
 from pdserve.wire.hop import FORMER_HEADER, NONCE_HEADER, PROOF_HEADER
 from pdserve.wire.transfer import KVMode
@@ -54,7 +54,7 @@ async def register(stack, engine: ScriptedEngine, lease_s: float = 30.0, secret:
 
 def cut_off(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can connect to it any more; what is connected hears nothing of that."""
-    connect = proxy_client._Connector.connect
+    connect = EngineConnector.connect
 
     async def connect_to_others(self, req, traces, timeout):
         if str(req.url).startswith(engine.url):
@@ -62,7 +62,7 @@ def cut_off(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
             raise aiohttp.ClientConnectorError(req.connection_key, gone)
         return await connect(self, req, traces, timeout)
 
-    monkeypatch.setattr(proxy_client._Connector, "connect", connect_to_others)
+    monkeypatch.setattr(EngineConnector, "connect", connect_to_others)
 
 
 def is_ready(stack, engine: ScriptedEngine) -> bool:

@@ -20,7 +20,7 @@ from aiohttp.http_parser import RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from pdserve.proxy import client as proxy_client
+from pdserve.proxy.connections import on_connected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Mapping
@@ -118,10 +118,21 @@ class Connection:
 
 
 class _Transport:
-    """As much of an asyncio transport as hanging up by halves needs."""
+    """As much of an asyncio transport, and of what stands around it, as hanging up by halves needs.
+
+    It is its connection and its protocol as well; that is None once the answer is complete.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.transport = self
+
+    @property
+    def protocol(self) -> _Transport | None:
+        return None if self._connection.is_whole else self
+
+    def force_close(self) -> None:
+        pass
 
     def can_write_eof(self) -> bool:
         return True
@@ -210,8 +221,10 @@ class Session:
     def post(self, url: str, *, data: bytes, headers: Mapping[str, str], **_: Any) -> _Call:
         return _Call(self._ask("POST", url, data, headers))
 
-    def get(self, url: str, *, headers: Mapping[str, str], **_: Any) -> _Call:
-        return _Call(self._ask("GET", url, b"", headers))
+    def request(
+        self, method: str, url: str, *, data: bytes | None, headers: Mapping[str, str]
+    ) -> _Call:
+        return _Call(self._ask(method, url, data or b"", headers))
 
     async def close(self) -> None:
         pass
@@ -221,14 +234,13 @@ class Session:
     ) -> Response:
         parts = urlsplit(url)
         connection = Connection()
-        leg = proxy_client._sending.get()
         await asyncio.sleep(LATENCY_S)
         host = self._net.hosts.get(parts.netloc)
         if host is None:
             key: Any = SimpleNamespace(host=parts.netloc, port=None, ssl=False, is_ssl=False)
             raise aiohttp.ClientConnectorError(key, ConnectionRefusedError(111, "refused"))
-        if leg is not None:
-            leg.transport = _Transport(connection)  # type: ignore[assignment]
+        if (tell := on_connected.get()) is not None:
+            tell(_Transport(connection))  # type: ignore[arg-type]
         host.serve(connection, method, parts.path, body, headers)
         try:
             await connection.begun()

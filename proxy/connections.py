@@ -1,0 +1,100 @@
+"""The connections to engines: read into one buffer, and told of to whoever sends over them.
+
+asyncio makes 256 KiB of memory for each read and cuts it to what came. That takes longer than
+the read itself, and for a token is a third of all that the proxy does. Knows nothing of what
+is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
+    from aiohttp.connector import Connection
+    from aiohttp.tracing import Trace
+
+CONNECT_TIMEOUT_S = 3.0
+_NUM_BYTES = 64 << 10
+_BUFFER = memoryview(bytearray(_NUM_BYTES))
+"""An event loop fills it and empties it in one go, so no connection finds another's bytes."""
+
+
+class SharedReader(asyncio.BufferedProtocol):
+    """Stands between a transport and the protocol that its bytes are for.
+
+    Use one event loop per process.
+    """
+
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        self._protocol = protocol
+
+    @classmethod
+    def put_before(cls, protocol: asyncio.Protocol, transport: asyncio.Transport) -> None:
+        """Let `protocol`, whose transport this is, read in this way from now on."""
+        if transport.get_protocol() is protocol:
+            transport.set_protocol(cls(protocol))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See the base class."""
+        return _BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See the base class."""
+        self._protocol.data_received(bytes(_BUFFER[:nbytes]))
+
+    def eof_received(self) -> bool | None:
+        """See the base class."""
+        return self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        """See the base class."""
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        """See the base class."""
+        self._protocol.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See the base class."""
+        self._protocol.connection_lost(exc)
+
+
+on_connected: ContextVar[Callable[[Connection], None] | None]
+on_connected = ContextVar("on_connected", default=None)
+"""Told which connection carries what this task sends, before the answer begins."""
+
+
+class EngineConnector(aiohttp.TCPConnector):
+    """Connects to engines; see the module."""
+
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        """See the base class."""
+        connection = await super().connect(req, traces, timeout)
+        protocol, transport = connection.protocol, connection.transport
+        if protocol is not None and transport is not None:
+            SharedReader.put_before(protocol, transport)
+        if (tell := on_connected.get()) is not None:
+            tell(connection)
+        return connection
+
+
+def open_session(tls: ssl.SSLContext | bool) -> aiohttp.ClientSession:
+    """Return a session with engines; to be called inside the event loop."""
+    return aiohttp.ClientSession(
+        connector=EngineConnector(limit=0, keepalive_timeout=10.0, ssl=tls),
+        # A prefill may wait in a queue for as long as its client does: the request's own
+        # deadline is the limit. Only connecting has one of its own.
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        auto_decompress=True,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+    )
