@@ -1,7 +1,21 @@
 """The requests of one proxy: those that run, whether more are wanted, what is told at their end.
 
 What is told is cut to a bounded size (`MAX_BYTES_EACH` at worst, about 1.7 kB as JSON as a rule).
-The gaps between tokens are summed up as their median and maximum.
+The gaps between tokens are summed up as their median and maximum. The line that tells of a request
+says where its time went (`story` has what the terms are), with sums that add up as printed:
+
+    req 3f2a ok status=200 endpoint=/v1/completions path=pull model=m in=512 cached=0 out=64
+    total=412.0ms ttft=33.2ms = proxy 0.5 + queue 0.4 + prefill 31.9 + relay 0.4
+    | second token +12.1ms = kv 6.3 (8.4 MB, 1.3 GB/s) + handover 2.2 + first step 3.6
+    | itl p50 6.1 max 9.8
+
+When the first token of a push comes, only the last of its KV is left to move: what was moved before
+is no part of the second token's wait (`kv 1.0 (of 6.3, ...)` took 6.3 from P's last computed chunk
+on). `wait` is the part of `kv` before the first byte, `step` that of `handover` for which KV lay
+ready, by the engine's own account. At its end the line says why KV was pulled that might have been
+pushed (`no push: failed`), what a store had of the prompt (`kv from store 3072 of 4096, 2.1 GB/s`)
+and, if something failed, which rungs of the ladder were taken and why (`ladder
+other_decode(dropped),local(decode_failed)`).
 """
 
 from __future__ import annotations
@@ -12,10 +26,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pdserve.config.schema import Role
-from pdserve.observe.request_log import log_request, with_line
+from pdserve.observe.request_log import StoredKV, kv_path, log_request, moved, with_line
 from pdserve.observe.stats_log import share
 from pdserve.proxy.backend import Health
+from pdserve.proxy.brain.prompt import hits_told
+from pdserve.proxy.story import Mode
 from pdserve.wire.finished import Finished, FinishedRequests, Told
+from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -170,7 +187,7 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
         num_gaps=len(gaps),
         kv_mode=story.kv_mode.value if story.kv_mode is not None else None,
         kv_bytes=stages.kv_bytes if stages is not None else 0,
-        kv_path=story.kv_path,
+        kv_path=_kv_path(story),
         rungs=[rung.value for rung, _ in story.rungs],
         rung_reasons=[reason for _, reason in story.rungs],
         prompt_tokens=story.num_known_prompt_tokens,
@@ -189,7 +206,81 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
             for at_s, text in story.events[-MAX_EVENTS:]
         ],
     )
-    return with_line(ended, story.times())
+    return with_line(ended, times_told(story))
+
+
+def times_told(story: Story) -> str:
+    """Return where the time went: how the log line ends."""
+    told = ""
+    if terms := story.ttft_terms():
+        name = "ttft" if story.streamed else "first token"
+        told = f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
+    parts = []
+    if terms := story.second_token_terms():
+        always = ("kv", "handover", "first_step")
+        total = _sum(terms, "handover", always=always, after=_parts_of(story, terms))
+        parts.append(f"second token +{total}")
+    if gaps := story.token_gaps:
+        parts.append(f"itl p50 {gaps.median_s * 1e3:.1f} max {gaps.max_s * 1e3:.1f}")
+    if story.not_pushed is not None:
+        parts.append(f"no push: {story.not_pushed.value}")
+    stages = story.prefill_stages or story.decode_stages
+    if stages is not None:
+        stored = StoredKV(stages.store_tokens, stages.store_bytes, stages.store_s)
+        if words := stored.of(story.num_prompt_tokens or stages.prompt_tokens):
+            parts.append(words)
+    if story.prompt is not None:
+        parts.append(hits_told(story.prompt, story.known))
+    if story.decision is not None:
+        served_s = story.served_s if story.streamed else None
+        parts.append(story.decision.told(served_s, story.taken))
+    if story.rungs:
+        rungs = ",".join(f"{rung.value}({reason})" for rung, reason in story.rungs)
+        parts.append(f"ladder {rungs}")
+    return told + "".join(f" | {part}" for part in parts)
+
+
+def _parts_of(story: Story, terms: dict[str, float]) -> dict[str, str]:
+    """What stands behind terms of the second token's wait, in brackets."""
+    stages = story.decode_stages
+    if stages is None or not stages.kv_bytes:
+        return {}
+    kv = moved(stages.kv_bytes, stages.kv_transfer_s, digest_s=stages.kv_digest_s)
+    if stages.kv_mode == KVMode.PUSH.value:
+        if stages.kv_transfer_s - terms["kv"] >= 5e-5:
+            kv = f"of {stages.kv_transfer_s * 1e3:.1f}, {kv}"
+    elif stages.kv_wait_s >= 5e-5:
+        kv = f"wait {stages.kv_wait_s * 1e3:.1f}, {kv}"
+    step = f" (step {stages.step_wait_s * 1e3:.1f})" if stages.step_wait_s >= 5e-5 else ""
+    return {"kv": f" ({kv})", "handover": step}
+
+
+def _kv_path(story: Story) -> str:
+    """How the KV came; see `Finished`."""
+    stages = story.prefill_stages or story.decode_stages
+    has_store = stages is not None and stages.store_tokens > 0
+    if story.mode is Mode.DISAGGREGATED:
+        return kv_path(story.kv_mode.value if story.kv_mode else "", has_store=has_store)
+    return kv_path("local" if story.decode_url else "", has_store=has_store)
+
+
+def _sum(
+    terms: dict[str, float],
+    remainder: str,
+    *,
+    always: tuple[str, ...],
+    after: dict[str, str] | None = None,
+) -> str:
+    """Print terms in tenths of milliseconds so that the printed figures add up as well."""
+    tenths = {name: round(seconds * 1e4) for name, seconds in terms.items()}
+    total = round(sum(terms.values()) * 1e4)
+    tenths[remainder] += total - sum(tenths.values())
+    shown = [
+        f"{name.replace('_', ' ')} {value / 10:.1f}{(after or {}).get(name, '')}"
+        for name, value in tenths.items()
+        if value or name in always
+    ]
+    return f"{total / 10:.1f}ms = " + " + ".join(shown)
 
 
 def _ms(terms: dict[str, float]) -> dict[str, float]:

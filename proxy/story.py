@@ -1,44 +1,33 @@
-"""What happened to one request, when, and the line that tells it.
+"""What happened to one request, and when.
 
-The first token comes from the prefill engine and the second from the decode engine, so the
-line has two sums: what the first token waited for, and what the second one did. Each closes
-with a measured remainder, so that its terms add up to what the client saw:
-
-    req 3f2a ok status=200 endpoint=/v1/completions path=pull model=m in=512 cached=0 out=64
-    total=412.0ms ttft=33.2ms = proxy 0.5 + queue 0.4 + prefill 31.9 + relay 0.4
-    | second token +12.1ms = kv 6.3 (8.4 MB, 1.3 GB/s) + handover 2.2 + first step 3.6
-    | itl p50 6.1 max 9.8
-
-When the first token of a push comes, only the last of its KV is left to move: what was moved before
-is no part of the second token's wait (`kv 1.0 (of 6.3, ...)` took 6.3 from P's last computed chunk
-on). At its end the line says why KV was pulled that might have been pushed (`no push: failed`),
-what a store had of the prompt (`kv from store 3072 of 4096, 2.1 GB/s`) and, if something failed,
-which rungs of the ladder were taken and why (`ladder other_decode(dropped),local(decode_failed)`).
+The first token comes from the prefill engine and the second from the decode engine, so there are
+two sums: what the first token waited for, and what the second one did. Each closes with a measured
+remainder, so that its terms add up to what the client saw.
 
 `proxy` is the time in this process before it asks an engine, without the wait for a place and for
 an engine that can be asked (`admission`); `retry` is the time lost to engines that failed; `queue`
 and `prefill` are the engine's own account, and so is `reserve`, its wait for room at the decode
 engine before a push; `relay` is the rest of the time to the first byte written to the client: two
 HTTP hops and the wait for a free moment. Of the second token's wait, `decode queue` is until the
-decode engine begins to move the KV, `recompute` is for a prompt whose KV did not arrive (both are
-left out of the line where there was none), and `handover` is the rest: HTTP, and KV that lies ready
-while a step runs (`step`, by the engine's own account: of a push it may lie before the first
-token). `wait` is the part of `kv` before the first byte.
+decode engine begins to move the KV, `recompute` is for a prompt whose KV did not arrive, and
+`handover` is the rest: HTTP, and KV that lies ready while a step runs (of a push it may lie before
+the first token).
 """
 
 from __future__ import annotations
 
 import enum
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.observe.request_log import StoredKV, kv_path, moved
 from pdserve.proxy.brain.decision import taken
-from pdserve.proxy.brain.prompt import hits_told
-from pdserve.proxy.gaps import Gaps
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pdserve.observe.clock import Clock
     from pdserve.proxy.brain.ledger import LedgerEntry
     from pdserve.proxy.brain.prompt import KnownPrefix, RoutePrompt
@@ -97,6 +86,46 @@ class NotPushed(enum.Enum):
     FAILED = "failed"
     ENGINES = "engines"
     DISTRUSTED = "distrusted"
+
+
+class Gaps:
+    """A histogram of gaps, exact to one part in 250, whose size does not grow with their number.
+
+    Attributes:
+        max_s: The longest; exact.
+    """
+
+    __slots__ = ("_counts", "_num", "max_s")
+
+    def __init__(self) -> None:
+        self.max_s = 0.0
+        self._num = 0
+        self._counts: Counter[int] = Counter()  # by exponent and the first 8 bits of the mantissa
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        """Yield (seconds, how often), the shortest first."""
+        for key in sorted(self._counts):
+            yield math.ldexp((key & 255) + 0.5, (key >> 8) - 8), self._counts[key]
+
+    @property
+    def median_s(self) -> float:
+        """Of two in the middle the longer one; 0 if there are none."""
+        left = self._num // 2
+        for gap_s, number in self:
+            left -= number
+            if left < 0:
+                return min(gap_s, self.max_s)
+        return 0.0
+
+    def add(self, gap_s: float) -> None:
+        """Count one."""
+        mantissa, exponent = math.frexp(max(gap_s, 1e-6))
+        self._counts[exponent << 8 | int(mantissa * 256)] += 1
+        self._num += 1
+        self.max_s = max(self.max_s, gap_s)
 
 
 @dataclass(slots=True)
@@ -334,59 +363,6 @@ class Story:
             left -= told[name]
         return {name: told.get(name, left) for name in SECOND_TERMS}
 
-    def _parts_of(self, terms: dict[str, float]) -> dict[str, str]:
-        """What stands behind terms of the second token's wait, in brackets."""
-        stages = self.decode_stages
-        if stages is None or not stages.kv_bytes:
-            return {}
-        kv = moved(stages.kv_bytes, stages.kv_transfer_s, digest_s=stages.kv_digest_s)
-        if stages.kv_mode == KVMode.PUSH.value:
-            if stages.kv_transfer_s - terms["kv"] >= 5e-5:
-                kv = f"of {stages.kv_transfer_s * 1e3:.1f}, {kv}"
-        elif stages.kv_wait_s >= 5e-5:
-            kv = f"wait {stages.kv_wait_s * 1e3:.1f}, {kv}"
-        step = f" (step {stages.step_wait_s * 1e3:.1f})" if stages.step_wait_s >= 5e-5 else ""
-        return {"kv": f" ({kv})", "handover": step}
-
-    @property
-    def kv_path(self) -> str:
-        """How the KV came; see `Finished`."""
-        stages = self.prefill_stages or self.decode_stages
-        has_store = stages is not None and stages.store_tokens > 0
-        if self.mode is Mode.DISAGGREGATED:
-            return kv_path(self.kv_mode.value if self.kv_mode else "", has_store=has_store)
-        return kv_path("local" if self.decode_url else "", has_store=has_store)
-
-    def times(self) -> str:
-        """Return where the time went: how the log line ends."""
-        told = ""
-        if terms := self.ttft_terms():
-            name = "ttft" if self.streamed else "first token"
-            told = f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
-        parts = []
-        if terms := self.second_token_terms():
-            always = ("kv", "handover", "first_step")
-            total = _sum(terms, "handover", always=always, after=self._parts_of(terms))
-            parts.append(f"second token +{total}")
-        if gaps := self.token_gaps:
-            parts.append(f"itl p50 {gaps.median_s * 1e3:.1f} max {gaps.max_s * 1e3:.1f}")
-        if self.not_pushed is not None:
-            parts.append(f"no push: {self.not_pushed.value}")
-        stages = self.prefill_stages or self.decode_stages
-        if stages is not None:
-            stored = StoredKV(stages.store_tokens, stages.store_bytes, stages.store_s)
-            if words := stored.of(self.num_prompt_tokens or stages.prompt_tokens):
-                parts.append(words)
-        if self.prompt is not None:
-            parts.append(hits_told(self.prompt, self.known))
-        if self.decision is not None:
-            served_s = self.served_s if self.streamed else None
-            parts.append(self.decision.told(served_s, self.taken))
-        if self.rungs:
-            rungs = ",".join(f"{rung.value}({reason})" for rung, reason in self.rungs)
-            parts.append(f"ladder {rungs}")
-        return told + "".join(f" | {part}" for part in parts)
-
     @property
     def taken(self) -> PairCost | None:
         """What was predicted of the engines that served it, where the decision was a shadow."""
@@ -412,22 +388,3 @@ class Story:
             "output_tokens": self.num_output_tokens,
             "story": [{"at_s": round(at_s, 4), "event": text} for at_s, text in self.events],
         }
-
-
-def _sum(
-    terms: dict[str, float],
-    remainder: str,
-    *,
-    always: tuple[str, ...],
-    after: dict[str, str] | None = None,
-) -> str:
-    """Print terms in tenths of milliseconds so that the printed figures add up as well."""
-    tenths = {name: round(seconds * 1e4) for name, seconds in terms.items()}
-    total = round(sum(terms.values()) * 1e4)
-    tenths[remainder] += total - sum(tenths.values())
-    shown = [
-        f"{name.replace('_', ' ')} {value / 10:.1f}{(after or {}).get(name, '')}"
-        for name, value in tenths.items()
-        if value or name in always
-    ]
-    return f"{total / 10:.1f}ms = " + " + ".join(shown)
