@@ -1,8 +1,8 @@
 """KV between engines of one process: for tests and simulation.
 
 It is the transfer protocol that ships (`connectors.transfer`), over links and copies inside the
-process (`exchange`, `mover`), run by the calls of its engines (`rank`): no thread, and no time but
-that of the clock that is passed in.
+process (`exchange`, `rank`), run by the calls of its engines: no thread, and no time but that of
+the clock that is passed in.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.connectors.base import Capabilities, KVConnectorBase
-from pdserve.connectors.memory.exchange import Exchange
-from pdserve.connectors.memory.trouble import Trouble
+from pdserve.connectors.memory.exchange import Exchange, Trouble
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The wire between the ranks of one process, and who is where on it.
+"""The wire between the ranks of one process, who is where on it, and what can go wrong there.
 
 Nothing moves by itself: `turn` delivers what there is, has every rank do what is due, and goes on
 until nothing is left to do. So all ranks' protocols go on while any engine asks for anything, as
@@ -7,6 +7,7 @@ transfer threads would, in an order that follows from the calls alone.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import threading
 from collections import deque
@@ -25,13 +26,39 @@ if TYPE_CHECKING:
     import torch
 
     from pdserve.connectors.base import ConnectorContext
-    from pdserve.connectors.memory.trouble import Trouble
     from pdserve.connectors.transfer.protocol import Process
     from pdserve.connectors.transfer.seams import PeerLink
 
 _HOST = "memory"
 # A link across a cut is lost after so long, as TCP's would be.
 SILENCE_S: Final = 5.0
+
+
+class Spoil(enum.Enum):
+    """What becomes of bytes on their way."""
+
+    CORRUPT = "corrupt"
+    TRUNCATE = "truncate"
+
+
+class Trouble:
+    """What goes wrong on the wire of one rank, asked at each opportunity: here nothing does."""
+
+    def frame_polls(self) -> int:
+        """For how many more polls of this rank a frame to it is under way."""
+        return 0
+
+    def loses_link(self) -> bool:
+        """Whether a link breaks, with what is under way, as this rank sends over it."""
+        return False
+
+    def copy_polls(self) -> int:
+        """For how many more polls a copy of this rank takes."""
+        return 0
+
+    def spoils(self) -> Spoil | None:
+        """What becomes of the last bytes of a copy into this rank's memory."""
+        return None
 
 
 class ExchangeMember(Protocol):

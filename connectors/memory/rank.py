@@ -1,39 +1,56 @@
 """One rank that runs the transfer protocol inside the calls of its engine, without a thread.
 
 Everything else is the protocol's: what a peer sees of it is what it would see over NIXL.
+
+Its mover copies between the memories of one process: a part of the bytes at each poll. A transfer
+takes some polls of whose it is, as it takes time on a wire, and what is given up meanwhile arrives
+all the same before it is told to be over. One that cannot get on (a cut, a side that is not driven)
+is stuck; once nobody wants it any more it is ended, as by a fence.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+import torch
 
 from pdserve.connectors.digests import BlockDigests
 from pdserve.connectors.handover.instructions import Instructions
-from pdserve.connectors.memory.mover import MemoryMover
+from pdserve.connectors.memory.exchange import Spoil
+from pdserve.connectors.pieces import count_runs
 from pdserve.connectors.transfer.machine import TransferMachine
-from pdserve.connectors.transfer.protocol import Process
-from pdserve.connectors.transfer.seams import Seams
+from pdserve.connectors.transfer.protocol import Process, Region
+from pdserve.connectors.transfer.seams import (
+    Direction,
+    ExposedMemory,
+    JobEnd,
+    OneSided,
+    Remote,
+    Seams,
+)
 from pdserve.wire.transfer import ConnectorReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
+    from collections.abc import Callable, Hashable, Sequence
 
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.handover.instructions import Load, Reserve
-    from pdserve.connectors.memory.exchange import Exchange
-    from pdserve.connectors.memory.trouble import Trouble
+    from pdserve.connectors.memory.exchange import Exchange, ExchangeMember, Trouble
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
-    from pdserve.connectors.transfer.seams import PeerLink
+    from pdserve.connectors.transfer.seams import Job, PeerLink
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
 
+POLLS_ON_THE_WIRE: Final = 3
+_MAX_POSTED: Final = 16
+# What nobody wants any more is ended after so long, if it does not end by itself.
+_SETTLE_S: Final = 0.5
+_NEVER = float("inf")
 _lives = itertools.count()
 
 
@@ -224,3 +241,196 @@ class _Later:
         while self._todo:
             self._todo.popleft()()()
         return has_moved
+
+
+@dataclass(slots=True, eq=False)
+class _WarmUp:
+    tag: Hashable
+    remote: Remote
+    on_settled: Callable[[str | None], None]
+    is_abandoned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A job that was posted.
+
+    Attributes:
+        num_polls_left: For how many polls nothing of it arrives.
+        num_landed: Parts that have arrived, of `POLLS_ON_THE_WIRE`.
+    """
+
+    job: Job
+    num_polls_left: int = 0
+    num_landed: int = 0
+    end: JobEnd | None = None
+
+    def land(self, mine: ExchangeMember, theirs: ExchangeMember) -> bool:
+        """Let the next part arrive; return whether it was the last."""
+        job, part = self.job, self.num_landed
+        here, there = _units(mine.kv, job.unit_bytes), _units(theirs.kv, job.unit_bytes)
+        local, remote = (torch.from_numpy(u).long() for u in (job.local_units, job.remote_units))
+        is_read = job.direction is Direction.READ
+        source, dest = (
+            ((there, remote), (here, local)) if is_read else ((here, local), (there, remote))
+        )
+        edges = (job.unit_bytes * each // POLLS_ON_THE_WIRE for each in (part, part + 1))
+        columns = slice(*edges)
+        with torch.inference_mode():
+            dest[0][dest[1], columns] = source[0][source[1], columns]
+        self.num_landed += 1
+        if self.num_landed < POLLS_ON_THE_WIRE:
+            return False
+        match (mine if is_read else theirs).trouble.spoils():
+            case Spoil.CORRUPT:
+                dest[0][dest[1][-1:], 0] ^= 0x41
+            case Spoil.TRUNCATE:
+                dest[0][dest[1]] = 0
+            case None:
+                pass
+        return True
+
+
+class MemoryMover(OneSided):
+    """See `Mover`."""
+
+    num_lanes = 1
+
+    def __init__(self, rank: ExchangeMember, exchange: Exchange) -> None:
+        self._rank = rank
+        self._exchange = exchange
+        layout = rank.context.layout
+        self._pool = Region(rank.kv.data_ptr(), layout.block_bytes, layout.num_blocks, "DRAM", 0)
+        self._waiting: deque[Job] = deque()
+        self._posted: list[_Copy] = []
+        self._ended: list[_Copy] = []
+        self._slow: deque[Callable[[], None]] = deque()
+        self._warm_ups: list[_WarmUp] = []
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether `advance` has anything to do."""
+        return bool(self._waiting or self._posted)
+
+    @property
+    def target(self) -> ExposedMemory:
+        """See `Mover`."""
+        name = f"{self._rank.process.started} {self._rank.endpoint.port} {self._rank.num_fences}"
+        return ExposedMemory(name.encode(), self._pool, self._pool)
+
+    def meet(self, metadata: bytes, pool: Region) -> Remote:
+        """See `Mover`."""
+        return Remote(metadata, pool)
+
+    def forget(self, remote: Remote) -> None:
+        """See `Mover`."""
+
+    def warm_up(
+        self,
+        remote: Remote,
+        source: Region,
+        *,
+        tag: Hashable,
+        on_settled: Callable[[str | None], None],
+    ) -> None:
+        """See `Mover`."""
+        self._warm_ups.append(_WarmUp(tag, remote, on_settled))
+
+    def submit(self, job: Job) -> None:
+        """See `Mover`."""
+        self._waiting.append(job)
+        self._post()
+
+    def abandon(self, tag: Hashable) -> int:
+        """See `Mover`."""
+        self._waiting = deque(job for job in self._waiting if job.tag != tag)
+        for warm_up in self._warm_ups:
+            warm_up.is_abandoned |= warm_up.tag == tag
+        in_flight = [copy.job for copy in (*self._posted, *self._ended) if copy.job.tag == tag]
+        for job in in_flight:
+            job.abandoned_s = min(job.abandoned_s, self._now_s())
+        return len(in_flight)
+
+    def fence(self) -> None:
+        """See `Mover`."""
+        self._rank.num_fences += 1
+
+    def advance(self) -> None:
+        """Let the next part of everything arrive."""
+        self._post()
+        for copy in list(self._posted):
+            self._move(copy)
+
+    def deliver(self) -> bool:
+        """Tell what has ended; return whether anything has."""
+        has_moved = bool(self._slow)
+        while self._slow:
+            self._slow.popleft()()
+        while self._ended:
+            copy = self._ended.pop(0)
+            assert copy.end is not None
+            copy.job.on_settled(copy.end)
+            has_moved = True
+        for warm_up in list(self._warm_ups):
+            peer = self._owner_of(warm_up.remote)
+            if warm_up.is_abandoned or peer is None or not self._is_stuck(peer):
+                self._warm_ups.remove(warm_up)
+                warm_up.on_settled(None if peer is not None else "its memory is gone")
+                has_moved = True
+        return has_moved
+
+    def _post(self) -> None:
+        while self._waiting and len(self._posted) < _MAX_POSTED:
+            job = self._waiting.popleft()
+            job.posted_s = self._now_s()
+            self._posted.append(_Copy(job, self._rank.trouble.copy_polls()))
+            if job.on_slow is not None:
+                self._slow.append(job.on_slow)
+
+    def _move(self, copy: _Copy) -> None:
+        job = copy.job
+        peer = self._owner_of(job.remote)
+        if peer is None:
+            self._end(copy, "its memory is gone")
+        elif self._is_stuck(peer):
+            if self._now_s() - job.abandoned_s >= _SETTLE_S:
+                self._end(copy, "it was stuck")
+        elif copy.num_polls_left:
+            copy.num_polls_left -= 1
+        elif copy.land(self._rank, peer):
+            self._end(copy, None)
+
+    def _end(self, copy: _Copy, failure: str | None) -> None:
+        job, now_s = copy.job, self._now_s()
+        is_wanted = failure is None and job.abandoned_s == _NEVER
+        copy.end = JobEnd(
+            failure=failure,
+            value=job.then() if is_wanted and job.then is not None else None,
+            posted_s=job.posted_s,
+            moved_s=now_s,
+            settled_s=now_s,
+            num_descriptors=count_runs(job.remote_units, job.local_units),
+        )
+        self._posted.remove(copy)
+        self._ended.append(copy)
+
+    def _owner_of(self, remote: Remote) -> ExchangeMember | None:
+        """Whose memory it is, if that can still be reached by this name."""
+        started, port, num_fences = (int(part) for part in remote.metadata.split())
+        exchange = self._exchange
+        rank = exchange.find_process(Process(self._rank.endpoint.host, port, started))
+        if rank is None or not (exchange.is_direct or num_fences == rank.num_fences):
+            return None
+        return rank
+
+    def _is_stuck(self, peer: ExchangeMember) -> bool:
+        exchange = self._exchange
+        return exchange.is_cut(self._rank, peer) or (exchange.is_driven and not peer.needs_progress)
+
+    def _now_s(self) -> float:
+        return self._rank.now_s()
+
+
+def _units(kv: torch.Tensor, unit_bytes: int) -> torch.Tensor:
+    """The same memory as `[num_units, unit_bytes]`."""
+    return kv.view(-1).view(torch.uint8).view(-1, unit_bytes)

@@ -12,7 +12,6 @@ import pytest
 from pdserve.config.connectors import names
 from pdserve.connectors.conformance import ConnectorConformance, Engine, make_shape, prompt_of
 from pdserve.connectors.conformance.pull import PullConformance
-from pdserve.connectors.faulty import FaultKind, FaultyConnector, Plan
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.nixl import NixlConnector
@@ -20,6 +19,7 @@ from pdserve.connectors.registry import find
 from pdserve.connectors.views import StepView
 from pdserve.errors import ConfigError
 from pdserve.wire.transfer import LoadFailure, PushTicket
+from tests.faulty import FaultKind, FaultyConnector, Plan
 
 if TYPE_CHECKING:
     from pdserve.connectors.base import KVConnectorBase

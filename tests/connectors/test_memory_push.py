@@ -12,9 +12,8 @@ from pdserve.connectors.conformance.engines import FIRST_TOKEN, Engine, prompt_o
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import Grant, Instructions, Reserve
 from pdserve.connectors.memory import MemoryConnector
-from pdserve.connectors.memory.exchange import Exchange
-from pdserve.connectors.memory.mover import POLLS_ON_THE_WIRE
-from pdserve.connectors.memory.trouble import Spoil, Trouble
+from pdserve.connectors.memory.exchange import Exchange, Spoil, Trouble
+from pdserve.connectors.memory.rank import POLLS_ON_THE_WIRE
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId

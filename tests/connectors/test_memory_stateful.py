@@ -26,8 +26,7 @@ from hypothesis.stateful import (
 from pdserve.connectors.conformance.engines import Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.memory import MemoryConnector
-from pdserve.connectors.memory.exchange import Exchange
-from pdserve.connectors.memory.trouble import Spoil, Trouble
+from pdserve.connectors.memory.exchange import Exchange, Spoil, Trouble
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId

@@ -16,7 +16,6 @@ from pdserve.config.schema import (
     SchedulerConfig,
     TransferConfig,
 )
-from pdserve.connectors.faulty import FaultKind, FaultyConnector, Plan
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.engine.loading import start_engine
@@ -24,6 +23,7 @@ from pdserve.errors import OverloadedError, StartingError
 from pdserve.kvcache.manager import SharedPrompt
 from pdserve.observe.clock import SystemClock
 from pdserve.wire.ids import EngineId, Incarnation
+from tests.faulty import FaultKind, FaultyConnector, Plan
 from tests.local_engine import LocalEngine, TimedExecutor
 from tests.toy_executor import ToyModel, toy_shape
 

@@ -22,13 +22,13 @@ from pdserve.config.schema import (
     TransferConfig,
 )
 from pdserve.config.speculative import SpeculativeConfig
-from pdserve.connectors.faulty import FaultyConnector
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.multi import MultiConnector
 from pdserve.engine.loading import start_engine
 from pdserve.server.app import build_app
 from pdserve.server.service import SERVICE
 from pdserve.wire.ids import EngineId, Incarnation, client_id_of
+from tests.faulty import FaultyConnector
 from tests.local_engine import LocalEngine, TimedExecutor
 from tests.scheduler.invariants import check
 from tests.sim.net import Host
@@ -38,10 +38,10 @@ from tests.toy_store import ToyStoreConnector
 
 if TYPE_CHECKING:
     from pdserve.connectors.base import KVConnectorBase
-    from pdserve.connectors.faulty import Plan
     from pdserve.wire.request import GenerateRequest
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorReport, KVShape
+    from tests.faulty import Plan
     from tests.sim.world import World
 
 SECRET = "simulated"

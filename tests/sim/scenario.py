@@ -8,8 +8,8 @@ import msgspec
 
 from pdserve.config.schema import Role
 from pdserve.connectors.conformance import make_shape
-from pdserve.connectors.faulty import FaultKind
 from pdserve.wire.transfer import KVShape
+from tests.faulty import FaultKind
 from tests.sim.engine import EngineSpec
 from tests.toy_drafts import TOY_DRAFTERS
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.connectors.faulty import FaultKind
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.brain.question import REASONS
+from tests.faulty import FaultKind
 from tests.sim import virtual_time
 from tests.sim.__main__ import Summary, simulate
 from tests.sim.scenario import (

@@ -23,7 +23,6 @@ import msgspec
 
 from pdserve.config.http import ProxyConfig
 from pdserve.config.schema import Role
-from pdserve.connectors.faulty import FaultKind, Plan
 from pdserve.connectors.multi.scheduler import MultiScheduler
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.app import Proxy
@@ -31,6 +30,7 @@ from pdserve.proxy.brain.work import prompt_work
 from pdserve.server.sampling import choice_seed
 from pdserve.wire.drain import PATH, DrainReport, DrainRequest
 from pdserve.wire.sampling import SamplingParams
+from tests.faulty import FaultKind, Plan
 from tests.scheduler.invariants import assert_nothing_held
 from tests.sim import virtual_time
 from tests.sim.engine import SECRET, SimEngine

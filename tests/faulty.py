@@ -1,17 +1,51 @@
-"""The worker half: trouble with instructions on their way in, and with facts on their way out.
+"""A connector around another one, in which transport trouble happens on purpose.
 
-Time is counted in polls (calls of `get_finished`). It never blocks, and wakes the engine for as
-long as it holds something back.
+    FaultyConnector.around(MemoryConnector(), Plan(seed=7, rates={FaultKind.CORRUPT: 0.1}))
+
+It models what networks, threads and memory do, and no more: between an engine core and its own
+connector halves nothing is lost, so an instruction or a report that only travels inside the engine
+comes late, twice or in another order, and never not at all. Whatever is dropped ends by somebody's
+deadline:
+
+| fault         | strikes                                   | ends by                           |
+|---------------|-------------------------------------------|-----------------------------------|
+| DROP          | heartbeats that never begin (`Watch`)     | the lease's end at P              |
+|               | an abort; an end of a lease from P's side | the load's report; the lease's end |
+|               | a load or reservation: nothing moves      | `Failed(TIMEOUT)`, some polls on  |
+| DELAY         | an instruction, by some polls             | itself; what follows stays behind |
+| DUPLICATE     | what may come twice                       | the receiver ignores the second   |
+| REORDER       | instructions about different requests     |                                   |
+| REPLAY        | a release, an end of a lease long over    | a nonce that nobody knows any more |
+| CORRUPT       | a byte of a block on its way to D         | D's digests                       |
+| TRUNCATE      | the rest of a block does not arrive       | D's digests                       |
+| LATE_REPORT   | a fact, by some polls                     | itself                            |
+| REPEAT_REPORT | a fact comes twice                        | quorum, scheduler: it counts once |
+| REPLAY_REPORT | a fact of long ago comes again            | the same                          |
+| LATE_FRAME    | a frame between ranks, and what is behind it, by some polls | itself          |
+| LOST_LINK     | a link breaks with what is under way      | it is made again                  |
+| LATE_COPY     | bytes begin to arrive some polls late     | itself; the transfer's deadline   |
+
+A handoff that is replayed is none of these: it is carried by others than connectors.
+Instructions about one request keep their order: that is a property of the thread they go to and
+not of a network. What strikes bytes and frames (CORRUPT, TRUNCATE and the last three) needs the
+memory connector, whose wire it is: links keep the order of frames, as TCP does, so a frame
+that is dropped is a link that breaks.
+
+Time is counted in polls (calls of `get_finished`). Nothing blocks, and the engine is woken for as
+long as something is held back.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import enum
+import random
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from pdserve.connectors.base import KVConnectorWorker
-from pdserve.connectors.faulty.plan import MAX_POLLS_LATE, FaultKind
+import msgspec
+
+from pdserve.connectors.base import KVConnectorBase, KVConnectorWorker
 from pdserve.connectors.handover.instructions import (
     End,
     EndLease,
@@ -23,18 +57,20 @@ from pdserve.connectors.handover.instructions import (
     Watch,
     Withdrawn,
 )
+from pdserve.connectors.memory import MemoryConnector
+from pdserve.connectors.memory.exchange import Spoil, Trouble
 from pdserve.wire.ids import RequestId
 from pdserve.wire.transfer import ConnectorReport, Fact, Failed, LoadFailure, Received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
 
-    from pdserve.connectors.base import KVLayout
-    from pdserve.connectors.faulty.plan import Plan
+    from pdserve.connectors.base import ConnectorContext, KVConnectorScheduler, KVLayout
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
 
+MAX_POLLS_LATE: Final = 6
 _Fact: TypeAlias = Fact | Registered | Withdrawn
 
 _POLLS_TO_TIMEOUT: Final = 4
@@ -43,6 +79,125 @@ _MAX_REMEMBERED: Final = 64
 _FIELDS: Final = Instructions.__struct_fields__
 _FACTS: Final = ("settled", "received", "failed")
 _PUSH_FACTS: Final = ("registered", "withdrawn")
+
+
+class FaultKind(enum.Enum):
+    """What can go wrong; the table of what each one does is the module's."""
+
+    DROP = "drop"
+    DELAY = "delay"
+    DUPLICATE = "duplicate"
+    REORDER = "reorder"
+    TRUNCATE = "truncate"
+    CORRUPT = "corrupt"
+    REPLAY = "replay"
+    LATE_REPORT = "late_report"
+    REPEAT_REPORT = "repeat_report"
+    REPLAY_REPORT = "replay_report"
+    LATE_FRAME = "late_frame"
+    LOST_LINK = "lost_link"
+    LATE_COPY = "late_copy"
+
+
+class Plan:
+    """Says at each opportunity whether a fault strikes.
+
+    The same seed and the same order of questions give the same answers.
+
+    Args:
+        rates: Share of the opportunities of a kind at which it strikes, 0 to 1.
+        script: Further opportunities at which it does, counted from 0 for each kind.
+
+    Attributes:
+        num_struck: Faults so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        rates: Mapping[FaultKind, float] | None = None,
+        script: Mapping[FaultKind, Collection[int]] | None = None,
+    ) -> None:
+        self._rng = random.Random(seed)
+        self._rates = dict(rates or {})
+        self._script = {kind: frozenset(places) for kind, places in (script or {}).items()}
+        self._asked: Counter[FaultKind] = Counter()
+        self.num_struck: Counter[FaultKind] = Counter()
+
+    def strikes(self, kind: FaultKind) -> bool:
+        """Whether `kind` strikes now; an opportunity is over once it was asked about."""
+        place = self._asked[kind]
+        self._asked[kind] += 1
+        rate = self._rates.get(kind, 0.0)
+        struck = place in self._script.get(kind, ()) or (rate > 0 and self._rng.random() < rate)
+        self.num_struck[kind] += struck
+        return struck
+
+    def below(self, number: int) -> int:
+        """A choice among `number` things."""
+        return self._rng.randrange(number)
+
+    def shuffled(self, number: int) -> list[int]:
+        """An order of `number` things."""
+        return self._rng.sample(range(number), number)
+
+    def quiet(self) -> None:
+        """Let nothing strike any more, drawn or written down."""
+        self._rates.clear()
+        self._script.clear()
+
+
+_SPOILS = ((FaultKind.CORRUPT, Spoil.CORRUPT), (FaultKind.TRUNCATE, Spoil.TRUNCATE))
+
+
+class FaultyConnector(KVConnectorBase, frozen=True, kw_only=True):
+    """See `KVConnectorBase`.
+
+    Attributes:
+        inner: Makes the halves that do the work; built over `handover`.
+    """
+
+    inner: KVConnectorBase
+    plan: Plan
+
+    @classmethod
+    def around(cls, inner: KVConnectorBase, plan: Plan) -> FaultyConnector:
+        """Wrap a connector, which keeps its name and what it can do."""
+        if isinstance(inner, MemoryConnector):
+            inner = msgspec.structs.replace(inner, trouble=PlannedTrouble(plan))
+        return cls(name=inner.name, capabilities=inner.capabilities, inner=inner, plan=plan)
+
+    def make_scheduler(
+        self, context: ConnectorContext, endpoints: Sequence[Endpoint]
+    ) -> KVConnectorScheduler:
+        return self.inner.make_scheduler(context, endpoints)
+
+    def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> FaultyWorker:
+        inner = self.inner.make_worker(context, wake)
+        return FaultyWorker(inner, wake, plan=self.plan, rank=context.rank)
+
+
+class PlannedTrouble(Trouble):
+    """A lossy link and a late mover of the memory connector. See `Trouble`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def frame_polls(self) -> int:
+        return self._late(FaultKind.LATE_FRAME)
+
+    def loses_link(self) -> bool:
+        return self._plan.strikes(FaultKind.LOST_LINK)
+
+    def copy_polls(self) -> int:
+        return self._late(FaultKind.LATE_COPY)
+
+    def spoils(self) -> Spoil | None:
+        return next((spoil for kind, spoil in _SPOILS if self._plan.strikes(kind)), None)
+
+    def _late(self, kind: FaultKind) -> int:
+        return 1 + self._plan.below(MAX_POLLS_LATE) if self._plan.strikes(kind) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +214,6 @@ class _Item:
 
 
 class FaultyWorker(KVConnectorWorker):
-    """See `KVConnectorWorker`."""
-
     def __init__(
         self, inner: KVConnectorWorker, wake: Callable[[], None], *, plan: Plan, rank: int
     ) -> None:
@@ -77,23 +230,18 @@ class FaultyWorker(KVConnectorWorker):
         self._past_facts: deque[tuple[str, _Fact]] = deque(maxlen=_MAX_REMEMBERED)
 
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
-        """See `KVConnectorWorker`."""
         return self._inner.register_kv_caches(kv, layout)
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
-        """See `KVConnectorWorker`."""
         return self._inner.start_load_kv(metadata)
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """See `KVConnectorWorker`."""
         self._inner.wait_for_layer_load(layer)
 
     def save_kv_layer(self, layer: int) -> None:
-        """See `KVConnectorWorker`."""
         self._inner.save_kv_layer(layer)
 
     def wait_for_save(self) -> Sequence[Failed]:
-        """See `KVConnectorWorker`."""
         return self._inner.wait_for_save()
 
     def post(self, metadata: ConnectorMetadata) -> None:
@@ -109,7 +257,6 @@ class FaultyWorker(KVConnectorWorker):
             self._wake()
 
     def get_finished(self) -> ConnectorReport:
-        """See `KVConnectorWorker`."""
         self._num_polls += 1
         self._send(self._due_items())
         report = self._inner.get_finished()
@@ -126,11 +273,10 @@ class FaultyWorker(KVConnectorWorker):
             name: [fact for kind, fact in told if kind == name] for name in _FACTS + _PUSH_FACTS
         }
         pushed = {name: by_name.pop(name) for name in _PUSH_FACTS}
-        payloads = PushNews(rank=self._rank, **pushed).to_payloads()  # type: ignore[arg-type]
-        return ConnectorReport(faults=report.faults, payloads=payloads, **by_name)  # type: ignore[arg-type]
+        payloads = PushNews(rank=self._rank, **pushed).to_payloads()
+        return ConnectorReport(faults=report.faults, payloads=payloads, **by_name)
 
     def close(self, timeout_s: float) -> None:
-        """See `KVConnectorWorker`."""
         self._inner.close(timeout_s)
 
     @property
@@ -222,7 +368,7 @@ class FaultyWorker(KVConnectorWorker):
 
     def _post(self, batch: dict[str, list[object]]) -> None:
         if batch:
-            self._inner.post(Instructions(**batch).to_metadata())  # type: ignore[arg-type]
+            self._inner.post(Instructions(**batch).to_metadata())
 
     # --- facts
 
