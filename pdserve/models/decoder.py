@@ -57,6 +57,22 @@ class StreamTap:
     states: list[Tensor] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class WantedStates:
+    """The tokens of one step whose final states are read.
+
+    No KV follows from the second half of the last layer, which runs for these alone.
+
+    Attributes:
+        rows: `[M]` int64, of the step's tokens.
+        sums: `[T]` fp32, once the step has run, of each token's stream before that half: not finite
+            if any of it is not.
+    """
+
+    rows: Tensor
+    sums: Tensor = field(init=False)
+
+
 class AttentionHalf(Protocol):
     """The first half of a layer: norm, attention, projection."""
 
@@ -78,7 +94,7 @@ class FeedForwardHalf(Protocol):
         """Yield how each parameter is loaded; `prefix` is the layer's."""
         ...
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepInputs) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, num_tokens: int) -> Tensor:
         """Add `x` to `residual`, and return what is to be added next."""
         ...
 
@@ -120,7 +136,7 @@ class DecoderLayer:
         Returns:
             `[R, hidden_size]`, the second half's result, not yet added to `residual`.
         """
-        return self.mlp(self.attention(x, residual, step, kv_layer), residual, step)
+        return self.mlp(self.attention(x, residual, step, kv_layer), residual, len(step.positions))
 
 
 class Decoder:
@@ -190,6 +206,7 @@ class Decoder:
         hooks: LayerHooks | None = None,
         hidden: Tensor | None = None,
         tap: StreamTap | None = None,
+        wanted: WantedStates | None = None,
     ) -> Tensor:
         """Run this stage over a step's tokens, and write its KV.
 
@@ -197,32 +214,49 @@ class Decoder:
             step: The tokens and their places.
             kv_layers: Per layer of this stage
                 `[num_blocks, planes, num_kv_heads, block_size, head_dim]`, of this rank's heads.
-            hooks: Called around each layer, with its index in this stage.
+            hooks: Called around each layer's attention, with its index in this stage.
             hidden: `[hidden_rows(T), hidden_size]` that the stage before returned, changed in
                 place; None on the first.
             tap: Filled.
+            wanted: On the last stage alone; filled. None: all tokens'.
 
         Returns:
-            On the last stage the final hidden states, `[T, hidden_size]`, normed. On others
+            On the last stage the final hidden states, normed: of all tokens, `[T, hidden_size]`,
+            or of those that are wanted, `[M, hidden_size]`. On others
             `[hidden_rows(T), hidden_size]` to send on.
         """
         residual = self._embedding(step.token_ids) if hidden is None else hidden
+        num_tokens = len(step.positions)
         x: Tensor | None = None
         for index, layer in enumerate(self._layers):
             if hooks is not None:
                 hooks.wait_for_layer_load(index)
             if tap is not None:
-                self._fill(tap, self._stage[index], x, residual, len(step.positions))
-            x = layer(x, residual, step, kv_layers[index])
+                self._fill(tap, self._stage[index], x, residual, num_tokens)
+            x = layer.attention(x, residual, step, kv_layers[index])
             if hooks is not None:
                 hooks.save_kv_layer(index)
+            if wanted is not None and layer is self._layers[-1]:
+                x, residual = self._narrowed(x, residual, num_tokens, wanted)
+                num_tokens = len(wanted.rows)
+            if num_tokens:
+                x = layer.mlp(x, residual, num_tokens)
         assert x is not None
         if not self._is_last:
             # The next stage's first norm would add them, with this rounding.
             return residual.add_(x)
         if tap is not None:
-            self._fill(tap, self.arch.num_layers, x, residual, len(step.positions))
-        return self._stream.gather(self._norm.add(x, residual), len(step.positions))
+            self._fill(tap, self.arch.num_layers, x, residual, num_tokens)
+        return self._stream.gather(self._norm.add(x, residual), num_tokens)
+
+    def _narrowed(
+        self, x: Tensor, residual: Tensor, num_tokens: int, wanted: WantedStates
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the wanted rows of the stream and of what is to be added to it."""
+        x, residual = (self._stream.gather(each, num_tokens) for each in (x, residual))
+        wanted.sums = x.sum(-1, dtype=torch.float32) + residual.sum(-1, dtype=torch.float32)
+        x, residual = (self._stream.share(each[wanted.rows]) for each in (x, residual))
+        return x, residual
 
     def _fill(
         self, tap: StreamTap, layer: int, x: Tensor | None, residual: Tensor, num_tokens: int
@@ -234,13 +268,12 @@ class Decoder:
 
     def idle_forward(self) -> None:
         """Take part, with no token, in the layers whose experts other engines share."""
-        step = _no_tokens(self._placement.device)
         for layer in self._layers:
             if layer.has_experts:
                 layer.mlp(
                     self._placement.empty(0, self.arch.hidden_size),
                     self._placement.empty(0, self.arch.hidden_size),
-                    step,
+                    0,
                 )
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -269,16 +302,3 @@ def _feed_forward(arch: ModelArch, layer: int, placement: Placement) -> FeedForw
     if arch.moe is None or not arch.moe.layers[layer]:
         return GatedMLP(arch, placement)
     return MoE(arch, layer, placement)
-
-
-def _no_tokens(device: torch.device) -> StepInputs:
-    longs = torch.empty(0, dtype=torch.int64, device=device)
-    ints = torch.empty(0, dtype=torch.int32, device=device)
-    return StepInputs(
-        token_ids=longs,
-        positions=longs,
-        slot_mapping=longs,
-        block_tables=ints.view(0, 1),
-        query_start=torch.zeros(1, dtype=torch.int32, device=device),
-        context_lens=ints,
-    )

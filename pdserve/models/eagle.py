@@ -171,7 +171,7 @@ class EagleHead:
         """See `DraftHead`."""
         stream = self._fc.packed(torch.cat([self._embed(step.token_ids), states], dim=-1))
         attended = self._attention.after_norm(stream, step, kv_layers[0])
-        return stream + self._mlp(attended, stream, step)
+        return stream + self._mlp(attended, stream, len(step.positions))
 
     def likeliest(self, states: Tensor) -> Tensor:
         """See `DraftHead`."""
@@ -236,7 +236,7 @@ class Eagle3Head:
         stream = (normed if self._before_residual else states).clone()
         joined = torch.cat([self._attention.norm(self._embed(step.token_ids)), normed], dim=-1)
         attended = self._attention.after_norm(joined, step, kv_layers[0])
-        return stream.add_(self._mlp(attended, stream, step))
+        return stream.add_(self._mlp(attended, stream, len(step.positions)))
 
     def likeliest(self, states: Tensor) -> Tensor:
         """See `DraftHead`."""

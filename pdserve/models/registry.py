@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdserve.kernels.backend import KernelBackend
     from pdserve.kernels.ops import SamplingOps
     from pdserve.kernels.step import StepInputs
-    from pdserve.models.decoder import LayerHooks, StreamTap
+    from pdserve.models.decoder import LayerHooks, StreamTap, WantedStates
     from pdserve.models.medusa import MedusaHeads
     from pdserve.models.weights import Slot
     from pdserve.parallel.dispatch import ExpertParallel
@@ -73,11 +73,12 @@ class CausalLM(Protocol):
         hooks: LayerHooks | None = None,
         hidden: Tensor | None = None,
         tap: StreamTap | None = None,
+        wanted: WantedStates | None = None,
     ) -> Tensor:
         """Run this stage; writes the step's KV.
 
-        The last stage returns final hidden states, `[T, hidden_size]`, another one what to
-        send on, `[hidden_rows(T), hidden_size]`.
+        The last stage returns final hidden states, `[T, hidden_size]` or those that are wanted,
+        another one what to send on, `[hidden_rows(T), hidden_size]`.
         """
         ...
 

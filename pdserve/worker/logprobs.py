@@ -90,18 +90,16 @@ def not_a_number(entries: Mapping[RequestId, Sequence[TokenLogprobs]]) -> set[Re
     }
 
 
-def not_finite(prepared: PreparedStep, hidden: Tensor) -> set[RequestId]:
-    """Return requests of which a token that does not sample has final states that are not finite.
+def not_finite(prepared: PreparedStep, sums: Tensor) -> set[RequestId]:
+    """Return requests of which a token that does not sample has states that are not finite.
 
     A token attends to itself, so its states tell of its KV in every layer. The logits tell
-    of those that sample, which are all tokens of most steps. Drafts are nobody's tokens yet.
+    of those that sample. Drafts are nobody's tokens yet.
 
     Args:
-        hidden: `[T, hidden_size]`, of the step's tokens.
+        sums: `[T]` fp32, of each token's states behind the last attention.
     """
-    if prepared.logit_rows is None:
-        return set()
-    sums = hidden.sum(-1, dtype=torch.float32).cpu().numpy()
-    tokens = np.setdiff1d(np.flatnonzero(~np.isfinite(sums)), prepared.draft_tokens)
+    found = np.flatnonzero(~np.isfinite(sums.cpu().numpy()))
+    tokens = np.setdiff1d(found, prepared.draft_tokens)
     requests = np.searchsorted(prepared.query_start, tokens, side="right") - 1
     return {prepared.request_ids[i] for i in requests.tolist()}

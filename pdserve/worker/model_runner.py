@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.models.decoder import StreamTap
+from pdserve.models.decoder import StreamTap, WantedStates
 from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
@@ -148,6 +148,7 @@ class ModelRunner:
         # Shared experts are told of a step before it, and other ranks are met by the host.
         slices = isinstance(loaded.experts, SlicedExperts | None)
         self._rehearses = slices and not device.shares_memory
+        self._narrows = slices and pp.is_last
         is_alone = world.dp.size == pp.size == tp.size == 1
         self._replays: ReplayedSteps | None = None
         if device.has_graphs and slices and is_alone and on_device is not None:
@@ -326,7 +327,10 @@ class ModelRunner:
             hidden_before = self._link.recv(num_rows, self._hidden_size)
         started_s = time.perf_counter()
         self.began_s = time.monotonic()
-        hidden = self._model.forward(prepared.inputs, self._kv_layers, hooks, hidden_before, tap)
+        wanted = self._wanted(prepared, tap)
+        hidden = self._model.forward(
+            prepared.inputs, self._kv_layers, hooks, hidden_before, tap, wanted
+        )
         if self._sends:
             assert self._link is not None
             self._device.synchronize()
@@ -335,12 +339,14 @@ class ModelRunner:
         prompt_logprobs = self._described.take(prepared, hidden)
         pooled = self._pooler.take(prepared, hidden)
         lost = not_a_number(prompt_logprobs)
-        if self._is_output:
-            lost |= not_finite(prepared, hidden)
+        if self._is_output and prepared.logit_rows is not None:
+            sums = hidden.sum(-1, dtype=torch.float32) if wanted is None else wanted.sums
+            lost |= not_finite(prepared, sums)
         choosing: Callable[[], Verified] | None = None
         if len(prepared.sampling):
             assert self._steps is not None
-            last = hidden if prepared.logit_rows is None else hidden[prepared.logit_rows]
+            is_narrow = wanted is not None or prepared.logit_rows is None
+            last = hidden if is_narrow else hidden[prepared.logit_rows]
             choosing = self._steps.begin(self._model.logits(last), prepared, staged)
         # Staged inputs may be rewritten then, and KV may leave.
         self._device.synchronize()
@@ -360,6 +366,12 @@ class ModelRunner:
         if verified is None:
             return self._answer(output)
         return self._with_tokens(output, prepared, verified)
+
+    def _wanted(self, prepared: PreparedStep, tap: StreamTap | None) -> WantedStates | None:
+        """The states that are read of a step, if it pays to compute those alone."""
+        rows = prepared.few_logit_rows
+        reads_all = tap is not None or not (self._described.is_idle and self._pooler.is_idle)
+        return None if rows is None or reads_all or not self._narrows else WantedStates(rows)
 
     def _with_tokens(
         self, output: ModelRunnerOutput, prepared: PreparedStep, verified: Verified

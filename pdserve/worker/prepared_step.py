@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from pdserve.kernels.step import StepInputs
     from pdserve.wire.ids import RequestId
+
+_WORTH_LEAVING_OUT: Final = 32
+"""Tokens: picking out the others takes longer than fewer of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +59,11 @@ class PreparedStep:
     def num_tokens(self) -> int:
         """Tokens computed."""
         return int(self.query_start[-1])
+
+    @property
+    def few_logit_rows(self) -> Tensor | None:
+        """`logit_rows`, if it pays to compute what only they need for them alone."""
+        rows = self.logit_rows
+        if rows is None or self.num_tokens - len(rows) < _WORTH_LEAVING_OUT:
+            return None
+        return rows

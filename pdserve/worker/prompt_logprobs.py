@@ -39,6 +39,11 @@ class PromptLogprobs:
         self._piece = max(1, _LOGITS_CHUNK_BYTES // (4 * vocab_size))
         self._num_top: dict[RequestId, int] = {}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is described."""
+        return not self._num_top
+
     def add(self, request: NewRequest) -> None:
         """Describe the prompt of a request, if it asks for that."""
         if request.sampling.prompt_logprobs is not None:
@@ -56,7 +61,7 @@ class PromptLogprobs:
         Args:
             hidden: `[T, hidden_size]`, final states of the step's tokens.
         """
-        if not self._num_top:
+        if self.is_idle:
             return {}
         found: dict[RequestId, list[TokenLogprobs]] = {}
         for i, request_id in enumerate(prepared.request_ids):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from pdserve.config.schema import EngineConfig, ModelConfig, ParallelConfig
 from pdserve.kernels.registry import kernels_on
 from pdserve.kernels.step import StepInputs
+from pdserve.models.decoder import WantedStates
 from pdserve.models.registry import LoadedModel, load_model
 from pdserve.parallel.group import World
 from pdserve.parallel.pipeline import StageLink
@@ -50,8 +51,12 @@ def greedy(
     *,
     world: World | None = None,
     hooks: LayerHooks | None = None,
+    narrow: bool = False,
 ) -> tuple[list[list[int]], Tensor]:
     """Continue all prompts together; every rank must call this.
+
+    Args:
+        narrow: Ask for the final states of last tokens alone.
 
     Returns:
         The tokens of each prompt, and `[prompts, steps, vocab_size]`, the logits they were
@@ -80,10 +85,12 @@ def greedy(
             if not world.pp.is_first:
                 num_rows = loaded.model.hidden_rows(len(step.token_ids))
                 hidden = link.recv(num_rows, arch.hidden_size)
-            hidden = loaded.model.forward(step, layers, hooks, hidden)
+            rows = step.query_start[1:].long() - 1
+            wanted = WantedStates(rows) if narrow else None
+            hidden = loaded.model.forward(step, layers, hooks, hidden, wanted=wanted)
             logits = torch.empty(len(prompts), arch.vocab_size)
             if world.pp.is_last:
-                last = hidden[step.query_start[1:].long() - 1]
+                last = hidden if narrow else hidden[rows]
                 logits = _whole_vocabulary(loaded.model.logits(last), loaded, world)
             else:
                 link.send(hidden)

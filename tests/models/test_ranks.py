@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -234,6 +235,33 @@ def _explicit_stage(world: World, directory: Path, parallel: ParallelConfig) -> 
     hooks = _Hooks()
     tokens, _ = greedy(loaded, PROMPTS, 1, world=world, hooks=hooks)
     return loaded.layers, hooks.calls, tokens
+
+
+def _all_states_and_last_ones(
+    world: World, directories: dict[str, Path], parallel: ParallelConfig
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    found = []
+    for directory in directories.values():
+        loaded = load(directory, world, parallel=parallel, dtype="bfloat16")
+        _, of_all = greedy(loaded, PROMPTS, 2, world=world)
+        _, of_last = greedy(loaded, PROMPTS, 2, world=world, narrow=True)
+        # The few rows that are left are shared out, too.
+        with mock.patch("pdserve.models.layers.parameter.SPLIT_FROM", 2):
+            split = load(directory, world, parallel=parallel, dtype="bfloat16")
+        _, of_split = greedy(split, PROMPTS, 2, world=world, narrow=True)
+        found.append((of_all, of_last, of_split))
+    return found
+
+
+def test_the_states_of_some_tokens_are_the_same_where_the_others_are_not_computed(
+    directories: dict[str, Path],
+) -> None:
+    shape, fields = MESHES["sp 2"]
+    parallel = settings(shape, fields)
+    for found in run_ranks(shape, _all_states_and_last_ones, directories, parallel):
+        for of_all, of_last, of_split in found:
+            assert torch.equal(of_all, of_last)
+            assert torch.equal(of_all, of_split)
 
 
 def test_layers_can_be_given_to_stages_and_hooks_count_a_stages_own(

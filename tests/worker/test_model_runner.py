@@ -68,6 +68,41 @@ def test_a_prompt_in_chunks_gives_the_bits_of_a_whole_one(
     assert len(set(whole)) > 3
 
 
+@pytest.mark.parametrize("arch", [{}, QWEN3, MIXTRAL], ids=["llama", "qwen3 bf16", "experts"])
+def test_what_no_logits_need_of_the_last_layer_is_left_out_and_changes_no_bit(
+    make_driver: Callable[..., Driver],
+    monkeypatch: pytest.MonkeyPatch,
+    seen: list[torch.Tensor],
+    arch: dict[str, Any],
+) -> None:
+    def found(least: int) -> tuple[list[int], list[torch.Tensor]]:
+        monkeypatch.setattr("pdserve.worker.prepared_step._WORTH_LEAVING_OUT", least)
+        driver, computed = make_driver(arch=arch), []
+        layer = driver.worker._runner._model._layers[-1]  # type: ignore[union-attr, attr-defined]
+        half = layer.mlp
+
+        def count(x: torch.Tensor, residual: torch.Tensor, num_tokens: int) -> torch.Tensor:
+            computed.append(num_tokens)
+            return half(x, residual, num_tokens)
+
+        layer.mlp = count
+        driver.add("one", prompt_of(60, 1))
+        driver.add("other", prompt_of(90, 2))
+        driver.step({"one": 40})
+        driver.step({"one": 20, "other": 60})
+        driver.step({"one": 1, "other": 30})
+        driver.step({"one": 1, "other": 1})
+        logits, seen[:] = list(seen), []
+        return computed, logits
+
+    computed, logits = found(32)
+    assert computed == [1, 31, 2]  # none of the first step
+    every, wanted = found(1000)
+    assert every == [40, 80, 31, 2]
+    assert len(logits) == len(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(logits, wanted, strict=True))
+
+
 @pytest.mark.parametrize("arch", [{}, QWEN3], ids=["llama", "qwen3 bf16"])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_tokens_and_logits_do_not_depend_on_the_batch(
@@ -223,9 +258,16 @@ def test_rows_of_gone_requests_are_used_again(make_driver: Callable[..., Driver]
 
 @pytest.mark.parametrize("arch", [{}, WINDOWED, MIXTRAL], ids=["llama", "window", "experts"])
 @pytest.mark.parametrize("sampling", [params(), params(temperature=1.0, logprobs=2)])
+@pytest.mark.parametrize("left_out", [True, False], ids=["alone", "all"])
 def test_a_request_that_becomes_nan_is_named_at_its_chunk_and_leaves_the_others_their_tokens(
-    make_driver: Callable[..., Driver], arch: dict[str, Any], sampling: SamplingParams
+    make_driver: Callable[..., Driver],
+    monkeypatch: pytest.MonkeyPatch,
+    arch: dict[str, Any],
+    sampling: SamplingParams,
+    left_out: bool,
 ) -> None:
+    least = 1 if left_out else 1000
+    monkeypatch.setattr("pdserve.worker.prepared_step._WORTH_LEAVING_OUT", least)
     alone = make_driver(arch=arch)
     alone.add("sound", prompt_of(40, 1), sampling)
     wanted = alone.run("sound", 12)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.kernels.reference.halves import Mlp
-    from pdserve.kernels.step import StepInputs
     from pdserve.models.arch import ModelArch
     from pdserve.models.layers.parameter import Placement
     from pdserve.models.weights import Slot
@@ -51,20 +50,20 @@ class GatedMLP:
             MlpWeights(self._norm.value, self._eps, self._gate_up.packed, self._down.packed),
         )
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepInputs) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, num_tokens: int) -> Tensor:
         """Run the half layer. R rows of T are this rank's share of the residual stream, or all.
 
         Args:
             x: `[R, hidden_size]`, added to `residual` in place first.
             residual: `[R, hidden_size]`.
-            step: The T tokens.
+            num_tokens: T.
 
         Returns:
             `[R, hidden_size]`, summed over the TP group, not yet added to `residual`.
         """
         half, stream = self._half, self._stream
-        if stream.is_alone or not stream.is_split(len(step.positions)):
+        if stream.is_alone or not stream.is_split(num_tokens):
             partial = half(x, residual)
             return partial if stream.is_alone else stream.sum(partial)
-        normed = stream.gather(half.norm(x, residual), len(step.positions))
+        normed = stream.gather(half.norm(x, residual), num_tokens)
         return stream.sum(half.after_norm(normed))

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.kernels.reference.moe import PackedExperts
-    from pdserve.kernels.step import StepInputs
     from pdserve.models.arch import ModelArch, MoeArch
     from pdserve.models.layers.parameter import Placement
 
@@ -67,19 +66,19 @@ class MoE:
             yield from self._shared.slots(f"{prefix}mlp.shared_experts.")
         yield from self._experts.slots(f"{prefix}mlp.experts.")
 
-    def __call__(self, x: Tensor, residual: Tensor, step: StepInputs) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, num_tokens: int) -> Tensor:
         """Run the half layer. R rows of T are this rank's share of the residual stream, or all.
 
         Args:
             x: `[R, hidden_size]`, added to `residual` in place first; R may be 0.
             residual: `[R, hidden_size]`.
-            step: The T tokens.
+            num_tokens: T.
 
         Returns:
             `[R, hidden_size]`, summed over all ranks with experts, not yet added to `residual`.
         """
         normed = self._add_rms_norm(x, residual, self._norm.value, self._eps)
-        normed = self._stream.gather(normed, len(step.positions))
+        normed = self._stream.gather(normed, num_tokens)
         routing = self._router(normed)
         partial = None if self._shared is None else self._shared(normed)
         total = self._parallel(self._layer, normed, routing, self._experts.packed, partial)
