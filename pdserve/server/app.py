@@ -32,14 +32,13 @@ from pdserve.observe.heap import keep_flat
 from pdserve.observe.log import log_event
 from pdserve.observe.metrics import measure_loop_lag
 from pdserve.observe.stats_log import log_stats
-from pdserve.server import chat, completions, debug, dialects, embeddings, status
+from pdserve.server import chat, completions, embeddings, status
+from pdserve.server.account import EngineStatsLog
 from pdserve.server.metrics import ServerMetrics
 from pdserve.server.prefill_leg import give_back, running_legs
-from pdserve.server.reach import reach
 from pdserve.server.registration import Registrar
 from pdserve.server.reply import error_middleware, wants_stages
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S, Service, request_id_of
-from pdserve.server.stats_log import EngineStatsLog
 from pdserve.text.load import load_text
 from pdserve.wire.hop import (
     INFO_PATH,
@@ -125,9 +124,9 @@ def build_app(
             web.post("/v1/embeddings", embeddings.create_embedding),
             web.post("/v1/score", embeddings.create_score),
             web.post("/v1/rerank", embeddings.create_rerank),
-            web.post(paths.RESPONSES, dialects.create_response),
-            web.post(paths.MESSAGES, dialects.create_message),
-            web.post(paths.COUNT_TOKENS, dialects.count_tokens),
+            web.post(paths.RESPONSES, chat.create_response),
+            web.post(paths.MESSAGES, chat.create_message),
+            web.post(paths.COUNT_TOKENS, status.count_tokens),
             web.get("/v1/models", status.list_models),
             web.get("/v1/models/{model:.+}", status.retrieve_model),
             web.get("/health", status.health),
@@ -138,15 +137,15 @@ def build_app(
             web.get("/readyz", status.readyz),
             web.get("/metrics", status.metrics),
             web.get("/version", status.version),
-            web.get("/debug/clock", debug.clock),
-            web.get("/debug/requests", debug.requests),
-            web.get("/debug/trace", debug.trace),
+            web.get("/debug/clock", status.clock),
+            web.get("/debug/requests", status.requests),
+            web.get("/debug/trace", status.trace),
             web.post("/tokenize", status.tokenize),
             web.post("/detokenize", status.detokenize),
             web.post("/reset_prefix_cache", status.reset_prefix_cache),
             web.post(RELEASE_PATH, status.release),
             web.get(INFO_PATH, status.info),
-            web.post(REACH_PATH, reach),
+            web.post(REACH_PATH, status.reach),
             web.post(MIGRATE_PATH, status.migrate),
             openapi.route(
                 openapi.document(

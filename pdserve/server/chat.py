@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""Chat completions, and the endpoints of other protocols that are chats: responses, messages."""
 
 from __future__ import annotations
 
@@ -9,27 +9,36 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from pdserve.dialects import paths
 from pdserve.errors import BadRequestError
+from pdserve.http.dialect_bodies import MessagesRequest, ResponsesRequest
+from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import ChatRequest
 from pdserve.http.tools import named_tool, strict_tools, tools_by_name
 from pdserve.server.account import serving
-from pdserve.server.form import AnswerForm, stream_answer
-from pdserve.server.intake import created_s, cut_prompts, encode_prompts, read_request
-from pdserve.server.logprobs import chat_logprobs, prompt_logprobs
+from pdserve.server.form import AnswerForm, chat_logprobs, prompt_logprobs, stream_answer
+from pdserve.server.intake import (
+    created_s,
+    cut_prompts,
+    encode_prompts,
+    read_request,
+    refuse_large_chat,
+    say_unknown_fields,
+)
 from pdserve.server.plan import make_job
-from pdserve.server.reply import finish_name, send_json
+from pdserve.server.prefill_leg import as_ordered
+from pdserve.server.reply import DIALECT, finish_name, send_json
 from pdserve.server.sampling import AnswerReading, Asked
-from pdserve.server.service import SERVICE
-from pdserve.server.text_work import refuse_large_chat
+from pdserve.server.service import REQUEST_ID, SERVICE, read_body
 from pdserve.text.answer.pieces import ToolUse
 from pdserve.text.chat import content_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.http.protocol import TokenizeRequest
+    from pdserve.http.protocol import TextFields, TokenizeRequest
+    from pdserve.server.service import TextWork
     from pdserve.server.text_request import Delta, TextRequest
-    from pdserve.server.text_work import TextWork
     from pdserve.text.answer.pieces import CallBegins
     from pdserve.text.answer.style import AnswerStyle
     from pdserve.text.load import Text
@@ -139,10 +148,32 @@ def _check_choice(style: AnswerStyle) -> None:
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Answer a chat request, as one JSON object or as a stream."""
-    return await answer_chat(request, *await read_request(request, ChatRequest))
+    return await _answer_chat(request, *await read_request(request, ChatRequest))
 
 
-async def answer_chat(
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/responses`."""
+    return await _answer_in_dialect(request, ResponsesRequest)
+
+
+async def create_message(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/messages`."""
+    return await _answer_in_dialect(request, MessagesRequest)
+
+
+async def _answer_in_dialect(request: web.Request, kind: type[TextFields]) -> web.StreamResponse:
+    data = await read_body(request)
+    dialect = paths.dialect_of(request.path, data, request[REQUEST_ID])
+    assert dialect is not None
+    request[DIALECT] = dialect
+    say_unknown_fields(request, data, kind, also=dialect.ignored)
+    chat = dialect.chat_body()
+    del data  # the answer may take minutes
+    body = await as_ordered(request, parse_body(chat, ChatRequest), chat, paths.CHAT)
+    return await _answer_chat(request, body, len(chat))
+
+
+async def _answer_chat(
     request: web.Request, body: ChatRequest, num_bytes: int
 ) -> web.StreamResponse:
     """Answer a chat request, in the dialect of whoever sent it.

@@ -8,14 +8,15 @@ from aiohttp import web
 
 from pdserve.http.protocol import CompletionRequest
 from pdserve.server.account import serving
-from pdserve.server.form import AnswerForm, stream_answer
-from pdserve.server.intake import cut_prompts, encode_prompts, read_request
-from pdserve.server.logprobs import (
+from pdserve.server.form import (
+    AnswerForm,
     completion_logprobs,
     echoed_logprobs,
     joined,
     prompt_logprobs,
+    stream_answer,
 )
+from pdserve.server.intake import cut_prompts, encode_prompts, read_request
 from pdserve.server.plan import make_job
 from pdserve.server.reply import finish_name, send_json
 from pdserve.server.sampling import Asked

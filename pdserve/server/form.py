@@ -1,20 +1,46 @@
-"""What the forms of both endpoints' answers have in common, and how they are streamed."""
+"""What the forms of both endpoints' answers have in common, and how they are streamed.
+
+Log-probabilities are in the three shapes that the API has for them.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pdserve.server.logprobs import TokenNames
 from pdserve.server.reply import EventStream, hop_events
-from pdserve.server.spacing import spaced
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
     from aiohttp import web
 
     from pdserve.http.protocol import SamplingFields
+    from pdserve.server.hop import PromptLogprobs
     from pdserve.server.text_request import Delta, TextRequest
     from pdserve.text.tokenizer import Tokenizer
+    from pdserve.wire.outputs import TokenLogprobs
+
+
+class TokenNames:
+    """What tokens are called where their log-probabilities are told.
+
+    Args:
+        as_ids: By their ids: several tokens may have one text, and some have none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        """Return a token's name."""
+        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
+
+    def bytes(self, token_id: int) -> bytes:
+        """Return what a token stands for."""
+        return self._tokenizer.token_bytes(token_id)
 
 
 class AnswerForm(ABC):
@@ -82,3 +108,149 @@ async def stream_answer(
         await stream.end(last)
         job.delivered = True
     return stream.response
+
+
+async def spaced(deltas: AsyncIterator[Delta], num_tokens: int) -> AsyncGenerator[Delta, None]:
+    """Join the deltas of each choice until they have `num_tokens` tokens.
+
+    A choice's first delta and its last one do not wait.
+    """
+    begun: set[int] = set()
+    held: dict[int, Delta] = {}
+    async for delta in deltas:
+        index = delta.index
+        first = held.pop(index, None)
+        if first is not None and _is_turned_round(first, delta):
+            yield first
+        elif first is not None:
+            delta = _joined(first, delta)
+        if index in begun and delta.finish_reason is None and len(delta.token_ids) < num_tokens:
+            held[index] = delta
+            continue
+        begun.add(index)
+        yield delta
+
+
+def _is_turned_round(first: Delta, second: Delta) -> bool:
+    """Whether one event of both would tell reasoning, text and calls in another order."""
+    is_after = bool(second.reasoning) and bool(first.text or first.calls)
+    return is_after or (bool(second.text) and bool(first.calls))
+
+
+def _joined(first: Delta, second: Delta) -> Delta:
+    logprobs = second.logprobs
+    if first.logprobs is not None and logprobs is not None:
+        logprobs = first.logprobs + logprobs
+    return replace(
+        second,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        offsets=first.offsets + second.offsets,
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs,
+        reasoning=first.reasoning + second.reasoning,
+        calls=[*first.calls, *second.calls],
+    )
+
+
+def completion_logprobs(
+    names: TokenNames, entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+) -> dict[str, list[Any]]:
+    """Return the object of `/v1/completions`: one column per fact."""
+    return {
+        "text_offset": list(offsets),
+        "token_logprobs": [entry.logprob for entry in entries],
+        "tokens": [names.text(entry.token_id) for entry in entries],
+        "top_logprobs": [_alternatives(names, entry) for entry in entries],
+    }
+
+
+def echoed_logprobs(
+    names: TokenNames, token_ids: Sequence[int], entries: PromptLogprobs, echo: str
+) -> dict[str, list[Any]]:
+    """Return the prompt's part of the object of `/v1/completions` when it is echoed.
+
+    Offsets are into `echo`; a token that is not in it (a beginning-of-sequence token that
+    was added) has no width.
+    """
+    columns: dict[str, list[Any]] = {
+        "text_offset": [],
+        "token_logprobs": [],
+        "tokens": [],
+        "top_logprobs": [],
+    }
+    data, position, num_chars = echo.encode(), 0, 0
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        columns["text_offset"].append(num_chars)
+        columns["token_logprobs"].append(None if entry is None else entry.logprob)
+        columns["tokens"].append(names.text(token_id))
+        columns["top_logprobs"].append(None if entry is None else _alternatives(names, entry))
+        spelling = names.bytes(token_id)
+        for found in (spelling, spelling.lstrip(b" ")):  # a first word may have no space
+            if data.startswith(found, position):
+                position += len(found)
+                num_chars += sum(byte & 0xC0 != 0x80 for byte in found)
+                break
+    return columns
+
+
+def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the columns of two objects of `/v1/completions`, one after the other."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def chat_logprobs(
+    names: TokenNames, entries: Sequence[TokenLogprobs], num_top: int
+) -> dict[str, Any]:
+    """Return the object of `/v1/chat/completions`: one row per token."""
+    return {
+        "content": [
+            _row(names, entry.token_id, entry.logprob)
+            | {
+                "top_logprobs": [
+                    _row(names, token_id, logprob) for token_id, logprob in entry.top[:num_top]
+                ]
+            }
+            for entry in entries
+        ]
+    }
+
+
+def prompt_logprobs(
+    names: TokenNames, entries: PromptLogprobs
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Return vLLM's object: per prompt token, alternatives by token id."""
+    return [None if entry is None else _by_id(names, entry) for entry in entries]
+
+
+def _by_id(names: TokenNames, entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [
+        (token_id, logprob, rank)
+        for rank, (token_id, logprob) in enumerate(entry.top, 1)
+        if token_id != entry.token_id
+    ]
+    return {
+        str(token_id): {
+            "logprob": logprob,
+            "rank": rank,
+            "decoded_token": names.text(token_id),
+        }
+        for token_id, logprob, rank in ranked
+    }
+
+
+def _alternatives(names: TokenNames, entry: TokenLogprobs) -> dict[str, float]:
+    """The likeliest tokens, and the one that stands there; the likelier of equal spellings."""
+    found: dict[str, float] = {}
+    for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+        found.setdefault(names.text(token_id), logprob)
+    return found
+
+
+def _row(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": names.text(token_id),
+        "logprob": logprob,
+        "bytes": list(names.bytes(token_id)),
+    }

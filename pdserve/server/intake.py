@@ -1,5 +1,7 @@
 """Reads what a client has sent: its body, as one of the known structs, and its prompts' tokens.
 
+What is too long is refused before anybody works on it.
+
 Whether it can be served as it is, `plan` says.
 """
 
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.errors import BadRequestError, ContextLengthError
 from pdserve.http.ignored import MAX_NAME_CHARS, note_ignored
 from pdserve.http.parsing import Body, parse_body, top_level
 from pdserve.http.protocol import SamplingFields
@@ -17,20 +20,29 @@ from pdserve.observe.log import log_event
 from pdserve.server.hop import known_tokens
 from pdserve.server.prefill_leg import as_ordered
 from pdserve.server.service import PROMPT_TOKENS, REQUEST_ID, SERVICE, read_body
-from pdserve.server.text_work import encode, refuse_long_prompt
 from pdserve.wire.trace import SliceEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aiohttp import web
 
+    from pdserve.server.service import TextWork
+    from pdserve.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 _MAX_IGNORED = 64
 _MIN_TOLD = 512
 """Tokens that are told to an engine that goes on: fewer are made as quickly as they are read."""
+MAX_CHARS_PER_TOKEN = 32
+"""A text with more characters than that for each token of the context is no prompt that fits:
+prose has 3 to 5, and what little has more has runs of spaces."""
+MIN_PROMPT_CHARS = 1 << 16
+MIN_MESSAGES = 1 << 10
+"""Bounds for models of short contexts."""
+_BYTES_PER_CHAR = 6
+"""JSON writes a character as `\\uXXXX` at worst."""
 
 
 def say_unknown_fields(
@@ -140,3 +152,83 @@ def created_s(request: web.Request, fields: SamplingFields) -> int:
     if params is not None and params.pdserve is not None and params.pdserve.created is not None:
         return params.pdserve.created
     return int(request.app[SERVICE].clock.wall_s())
+
+
+def refuse_long_prompt(text: str, widest: int | None, max_model_len: int, *, field: str) -> None:
+    """Refuse a text that can be no prompt, before it is tokenized, which may take minutes.
+
+    Args:
+        widest: Characters of a token at most; None if that is not known, or the prompt is cut.
+
+    Raises:
+        ContextLengthError: It is longer than any that has room.
+    """
+    if widest is not None and len(text) > widest * max_model_len:
+        num_tokens = -(-len(text) // widest)
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens, but the "
+            f"request has {num_tokens} tokens of prompt or more; shorten the prompt.",
+            param=field,
+        )
+    max_chars = max(MIN_PROMPT_CHARS, MAX_CHARS_PER_TOKEN * max_model_len)
+    if len(text) > max_chars:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens, and {field} has "
+            f"{len(text)} characters: at most {max_chars} are tokenized; shorten the prompt.",
+            param=field,
+        )
+
+
+def refuse_large_chat(
+    fields: Mapping[str, Sequence[object] | Mapping[str, object] | None],
+    num_bytes: int,
+    max_model_len: int,
+) -> None:
+    """Refuse a chat that can be no prompt, before it is rendered.
+
+    Args:
+        fields: What a template sees of the body, by its names there, with `messages` among them.
+        num_bytes: The size of the body, which may have other fields that are large.
+
+    Raises:
+        BadRequestError: The messages are too many, or a field is too large.
+    """
+    num_messages = len(fields["messages"] or ())
+    refuse_more("messages", num_messages, max(MIN_MESSAGES, max_model_len), "messages")
+    max_chars = max(MIN_PROMPT_CHARS, MAX_CHARS_PER_TOKEN * max_model_len)
+    if num_bytes <= _BYTES_PER_CHAR * max_chars:
+        return
+    for field, value in fields.items():
+        try:
+            size = len(msgspec.json.encode(value))
+        except RecursionError as error:
+            raise BadRequestError(f"{field} is nested too deeply", param=field) from error
+        refuse_more(field, size, _BYTES_PER_CHAR * max_chars, "bytes of JSON")
+
+
+def refuse_more(field: str, size: int, maximum: int, what: str) -> None:
+    """Refuse what is larger than it may be.
+
+    Raises:
+        BadRequestError: It is.
+    """
+    if size > maximum:
+        raise BadRequestError(
+            f"{field} has {size} {what}: at most {maximum} are taken; send less, or in pieces",
+            param=field,
+        )
+
+
+async def encode(
+    work: TextWork, tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Tokenize without holding up the event loop.
+
+    Raises:
+        OverloadedError: See `TextWork`.
+    """
+
+    def encode_all() -> list[list[int]]:
+        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    return await work.run(encode_all, sum(map(len, texts)), len(texts))

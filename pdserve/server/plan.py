@@ -19,7 +19,7 @@ from pdserve.config.schema import SchedulingPolicy
 from pdserve.errors import BadRequestError, HandoffRefusedError
 from pdserve.server.choice import Choice
 from pdserve.server.hop import DecodeHop, PrefillHop, parse_hop
-from pdserve.server.intake import created_s
+from pdserve.server.intake import created_s, encode, refuse_long_prompt
 from pdserve.server.sampling import (
     check_token_ids,
     choice_seed,
@@ -29,7 +29,6 @@ from pdserve.server.sampling import (
 )
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
 from pdserve.server.text_request import TextRequest
-from pdserve.server.text_work import encode, refuse_long_prompt
 from pdserve.text.output import OutputProcessor
 from pdserve.wire.hop import PARAMS, TIME_LEFT_HEADER
 from pdserve.wire.ids import RequestId, request_id_of

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -12,6 +15,7 @@ from aiohttp import web
 from pdserve.errors import (
     EngineDeadError,
     NotFoundError,
+    OverloadedError,
     ShuttingDownError,
     StartingError,
     UnavailableError,
@@ -20,11 +24,12 @@ from pdserve.errors import (
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import Recorder
 from pdserve.server.constraints import GrammarChecks
-from pdserve.server.text_work import TextWork
 from pdserve.wire.finished import FinishedRequests
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.config.http import ServerConfig
     from pdserve.config.schema import EngineConfig
     from pdserve.engine.client import EngineClient
@@ -37,8 +42,67 @@ if TYPE_CHECKING:
     from pdserve.text.load import Text
     from pdserve.wire.request import EngineInfo
 
+T = TypeVar("T")
+
+LONG_TEXT_CHARS = 1 << 14
+"""What takes some milliseconds and belongs into a thread."""
+MAX_SHORT_TEXTS = 64
+"""Of more texts than that the number counts, not only what is in them."""
+_RETRY_AFTER_S = 1.0
 _MAX_ID_CHARS = 128
 _LEAVING = "the server is shutting down"
+
+
+class TextWork:
+    """Threads for one kind of work on texts, and who waits for them. One event loop.
+
+    Short texts are done at once. Long ones have a few threads of their own and a queue with an end,
+    so that whoever sends many of them is refused and not waited for, and nothing else that needs a
+    thread stands behind them.
+
+    Args:
+        what: What the work is called where it is refused.
+        max_jobs: Running and waiting ones; further ones are refused.
+    """
+
+    def __init__(self, what: str, *, num_threads: int, max_jobs: int) -> None:
+        self._what = what
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=what)
+        self._max_jobs = max_jobs
+        self.num_jobs = 0
+
+    async def run(self, function: Callable[[], T], num_chars: int, num_texts: int = 1) -> T:
+        """Return what `function` returns; if it has much to do, it does it in a thread.
+
+        A job that was begun goes on when its caller is cancelled, and counts until it ends.
+
+        Raises:
+            OverloadedError: Too many others wait.
+        """
+        if num_chars < LONG_TEXT_CHARS and num_texts <= MAX_SHORT_TEXTS:
+            return function()
+        if self.num_jobs >= self._max_jobs:
+            raise OverloadedError(
+                f"{self.num_jobs} requests for {self._what} of long texts run or wait already",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self.num_jobs += 1
+        loop = asyncio.get_running_loop()
+
+        def leave(_: Future[T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
+                loop.call_soon_threadsafe(self._leave)
+
+        job = self._executor.submit(function)
+        job.add_done_callback(leave)
+        return await asyncio.wrap_future(job)
+
+    def _leave(self) -> None:
+        self.num_jobs -= 1
+
+    def close(self) -> None:
+        """Let go of what waits; what runs ends by itself."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(slots=True)
@@ -179,9 +243,9 @@ class Service:
 SERVICE = web.AppKey("service", Service)
 REQUEST_ID = web.RequestKey("request_id", str)
 START_S = web.RequestKey("start_s", float)
+"""When the request came, by the service's monotonic clock."""
 PROMPT_TOKENS: web.RequestKey[list[list[int]]] = web.RequestKey("prompt_tokens", list)
 """Of its texts, where an engine that goes on had better be told them."""
-"""When the request came, by the service's monotonic clock."""
 
 
 async def read_body(request: web.Request) -> bytes:

@@ -1,29 +1,52 @@
-"""The paths beside generation: health, models, version, metrics, tokens, and what proxies ask."""
+"""The paths beside generation: health, models, version, metrics, tokens, and what proxies ask.
+
+What is for debugging (requests, the trace, the clock) is under the API key, like everything that
+tells of requests.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+import ipaddress
+import os
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from aiohttp import web
 
 import pdserve
-from pdserve.errors import BadRequestError
+from pdserve.dialects import paths
+from pdserve.errors import BadRequestError, EngineDeadError
 from pdserve.http.answers import json_answer
+from pdserve.http.dialect_bodies import CountTokensRequest
 from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import DetokenizeRequest, TokenizeRequest
 from pdserve.http.replies import ServerLoad
 from pdserve.observe.metrics import CONTENT_TYPE
+from pdserve.observe.trace import reading, whole
+from pdserve.observe.trace_query import trace_query
+from pdserve.server.account import running, traced
 from pdserve.server.chat import render_chat
-from pdserve.server.intake import read_request
+from pdserve.server.intake import read_request, refuse_more, say_unknown_fields
 from pdserve.server.sampling import check_token_ids
 from pdserve.server.service import SERVICE, read_body
-from pdserve.server.text_work import refuse_more
-from pdserve.wire.hop import EngineReport, MigrateRequest, ReleaseRequest
+from pdserve.wire.hop import (
+    EngineReport,
+    MigrateRequest,
+    ReachReport,
+    ReachRequest,
+    ReleaseRequest,
+)
+from pdserve.wire.trace import Alignment, Collected, Collection, Missing, Part
 
 if TYPE_CHECKING:
     from pdserve.server.service import Service
+    from pdserve.wire.trace import ProcessTrace
+    from pdserve.wire.transfer import Endpoint
 
+_CORE_TIMEOUT_S: Final = 5.0
+"""For the engine cores' traces."""
+_REACH_TIMEOUT_S: Final = 1.0
 MAX_TOOL_CHARS = 4 << 20
 MAX_TOOL_TOKENS = 1 << 20
 """What `/tokenize` and `/detokenize` take: about a second's work."""
@@ -164,6 +187,15 @@ async def tokens_of(request: web.Request, body: TokenizeRequest, num_bytes: int)
     return await service.tool_work.run(answer, len(prompt))
 
 
+async def count_tokens(request: web.Request) -> web.Response:
+    """`POST /v1/messages/count_tokens`."""
+    data = await read_body(request)
+    asked = paths.tokens_asked(data)
+    say_unknown_fields(request, data, CountTokensRequest)
+    answer = await tokens_of(request, parse_body(asked, TokenizeRequest), len(asked))
+    return web.Response(body=paths.tokens_counted(answer), content_type="application/json")
+
+
 async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids, special tokens included."""
     body, _ = await read_request(request, DetokenizeRequest)
@@ -217,3 +249,97 @@ async def info(request: web.Request) -> web.Response:
             wall_s=service.clock.wall_s(),
         )
     )
+
+
+async def reach(request: web.Request) -> web.Response:
+    """Try to connect to other engines' side channels, all at once; say why one cannot be reached.
+
+    A proxy asks it of engines that are to exchange KV, before they do. Who has heard a question may
+    ask it again: it has the engine connect to the same addresses, and say nothing there.
+    """
+    service = request.app[SERVICE]
+    data = await read_body(request)
+    service.verifier.check(request, data)
+    service.require_ready()
+    asked = parse_body(data, ReachRequest)
+    reasons = await asyncio.gather(*map(_why_not, asked.endpoints))
+    return json_answer(ReachReport(reasons=list(reasons)))
+
+
+async def _why_not(endpoint: Endpoint) -> str | None:
+    try:
+        ipaddress.ip_address(endpoint.host)
+    except ValueError:
+        return None  # of KV within one process: there is nothing to connect to
+    try:
+        async with asyncio.timeout(_REACH_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    except TimeoutError:
+        return f"no answer within {_REACH_TIMEOUT_S:g} s"
+    except OSError as error:
+        return str(error) if error.errno is None else os.strerror(error.errno)
+    writer.close()
+    return None
+
+
+async def clock(request: web.Request) -> web.Response:
+    """The time by this process's monotonic clock, and which clock that is."""
+    return json_answer(reading(request.app[SERVICE].clock))
+
+
+async def requests(request: web.Request) -> web.Response:
+    """What runs; and with `?finished=N` the newest N that ended, those after `&after=SEQ`."""
+    service = request.app[SERVICE]
+    finished = service.recent.asked_for(request.query)
+    told = [running(job) for job in service.jobs.values()]
+    return json_answer({"running": told, "finished": msgspec.Raw(finished)})
+
+
+async def trace(request: web.Request) -> web.Response:
+    """The last `?seconds=N` of this server and its engine cores, as `Collection`.
+
+    With `?format=chrome` as a trace that viewers read.
+    """
+    query = trace_query(request.query)
+    collection = await _collect(request.app[SERVICE], query.seconds)
+    body = await asyncio.to_thread(query.encode, collection)
+    return web.Response(body=body, content_type="application/json")
+
+
+async def _collect(service: Service, seconds: float) -> Collection:
+    own = await _own(service, seconds)
+    missing: list[Missing] = []
+    cores: list[ProcessTrace] = []
+    try:
+        async with asyncio.timeout(_CORE_TIMEOUT_S):
+            cores = await service.client.trace(seconds)
+    except EngineDeadError as error:
+        missing.append(Missing(who="engine core", reason=error.message))
+    except TimeoutError:
+        reason = f"no answer within {_CORE_TIMEOUT_S:g} s"
+        missing.append(Missing(who="engine core", reason=reason))
+    return Collection(
+        seconds=seconds,
+        until_s=own.process.monotonic_s,
+        wall_s=own.process.wall_s,
+        # Cores are processes of this machine, started by this one: their clock is the same.
+        processes=[Collected(trace=each, alignment=Alignment()) for each in (own, *cores)],
+        missing=missing,
+    )
+
+
+async def _own(service: Service, seconds: float) -> ProcessTrace:
+    info = service.client.info
+    dump = service.recorder.dump(
+        seconds,
+        clock=service.clock,
+        part=Part.SERVER,
+        role=service.engine_config.role.value,
+        engine_id=info.engine_id if info is not None else service.engine_config.engine_id,
+        running=[traced(service, job, "") for job in service.jobs.values()],
+    )
+    pieces = []
+    for piece in dump.pieces:
+        pieces.append(piece)
+        await asyncio.sleep(0)  # streams go on between two of them
+    return whole(dump.process, pieces)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pdserve.engine.merge import MergedOutputs
 from pdserve.errors import InternalError
 from pdserve.observe.request_series import EndedRequest
-from pdserve.server.choice import Choice, cached_by_prompt, usage_of
-from pdserve.server.failed_output import raise_if_failed
+from pdserve.server.choice import Choice, cached_by_prompt, raise_if_failed, usage_of
 from pdserve.server.hop import stage_fields
 from pdserve.wire.hop import EngineStages
 from pdserve.wire.request import FinishReason, RequestStages, sibling_of

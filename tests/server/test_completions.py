@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.config.schema import SchedulingPolicy
-from pdserve.server.logprobs import TokenNames, echoed_logprobs
+from pdserve.server.form import TokenNames, echoed_logprobs
 from tests.server.conftest import EOS, events, make_engine, scripted, serving
 from tests.text.tiny import make_tokenizer
 

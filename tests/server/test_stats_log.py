@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.observe.clock import ManualClock
 from pdserve.observe.stats_log import log_stats
-from pdserve.server.stats_log import EngineStatsLog
+from pdserve.server.account import EngineStatsLog
 from pdserve.wire.request import EngineStats
 
 IDLE = EngineStats(

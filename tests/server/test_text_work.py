@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.server.text_work import TextWork
+from pdserve.server.service import TextWork
 from tests.server.conftest import make_engine, scripted, serving, until
 
 LONG = "the quick brown fox " * 1000

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.server.failed_output import raise_if_failed
+from pdserve.server.choice import raise_if_failed
 from pdserve.server.reply import error_response
 from pdserve.wire.hop import KV_MODE_HEADER, LOAD_FAILURES_HEADER, STAGES_HEADER
 from pdserve.wire.ids import RequestId
