@@ -35,10 +35,10 @@ from pdserve.observe.stats_log import log_stats
 from pdserve.server import chat, completions, embeddings, status
 from pdserve.server.account import EngineStatsLog
 from pdserve.server.metrics import ServerMetrics
-from pdserve.server.prefill_leg import give_back, running_legs
+from pdserve.server.prefill_leg import running_legs
 from pdserve.server.registration import Registrar
 from pdserve.server.reply import error_middleware, wants_stages
-from pdserve.server.service import REQUEST_ID, SERVICE, START_S, Service, request_id_of
+from pdserve.server.service import REQUEST_ID, SERVICE, START_S, UNDO, Service, request_id_of
 from pdserve.text.load import load_text
 from pdserve.wire.hop import (
     INFO_PATH,
@@ -93,7 +93,7 @@ def build_app(
             _identify,
             error_middleware,
             _admitting(access),
-            give_back,
+            _undo_if_failed,
         ],
     )
     service = Service(
@@ -321,6 +321,16 @@ async def _identify(request: web.Request, handler: Handler) -> web.StreamRespons
     request[START_S] = request.app[SERVICE].clock.monotonic_s()
     request[REQUEST_ID] = request_id_of(request)
     return await handler(request)
+
+
+@web.middleware
+async def _undo_if_failed(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BaseException:
+        if (undo := request.get(UNDO)) is not None:
+            undo()
+        raise
 
 
 async def _return_id(request: web.Request, response: web.StreamResponse) -> None:

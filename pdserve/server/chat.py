@@ -32,6 +32,7 @@ from pdserve.server.sampling import AnswerReading, Asked
 from pdserve.server.service import REQUEST_ID, SERVICE, read_body
 from pdserve.text.answer.pieces import ToolUse
 from pdserve.text.chat import content_of
+from pdserve.wire.hop import PREFILL_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -169,7 +170,9 @@ async def _answer_in_dialect(request: web.Request, kind: type[TextFields]) -> we
     say_unknown_fields(request, data, kind, also=dialect.ignored)
     chat = dialect.chat_body()
     del data  # the answer may take minutes
-    body = await as_ordered(request, parse_body(chat, ChatRequest), chat, paths.CHAT)
+    body = parse_body(chat, ChatRequest)
+    if PREFILL_HEADER in request.headers:
+        body = await as_ordered(request, body, chat, paths.CHAT)
     return await _answer_chat(request, body, len(chat))
 
 

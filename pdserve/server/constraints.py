@@ -1,8 +1,8 @@
-"""What a request's output must be: from its fields to one grammar, checked before it runs.
+"""What a request's output must be: from a constraint to a grammar, checked before it runs.
 
-`response_format`, `structured_outputs` and `guided_*` (as vLLM's before 0.12) all become a text of
-llguidance's. It is made and compiled in threads of its own, in bounded time, so that what nobody
-can compile is a 400 that names the field, and holds nobody up. Knows no engine.
+`sampling` finds constraints in the fields. Each becomes a text of llguidance's, which is made and
+compiled in threads of its own, in bounded time, so that what nobody can compile is a 400 that names
+the field, and holds nobody up. Knows no engine.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from pdserve.text.spaces import with_bounded_spaces
 from pdserve.wire.sampling import Grammar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from pdserve.http.protocol import SamplingFields
-    from pdserve.http.structured import ResponseFormat, StructuredOutputs
-    from pdserve.server.sampling import AnswerReading
+    from pdserve.server.sampling import AnswerReading, Wanted
     from pdserve.text.load import Text
 
 MAX_GBNF_CHARS: Final = 1 << 15
@@ -40,26 +38,6 @@ _MAX_WAITING: Final = 64
 _NUM_REMEMBERED: Final = 256
 _MAX_REMEMBERED_BYTES: Final = 1 << 14
 """Of a constraint: what is longer is made anew for each request."""
-_ANY_OBJECT: Final = {"type": "object"}
-_GUIDED: Final = ("json", "regex", "choice", "grammar")
-
-
-class Wanted(msgspec.Struct, frozen=True):
-    """One constraint as a client gave it.
-
-    Attributes:
-        param: The field that has it.
-        kind: json, regex, choice or grammar.
-        value: A schema, a text or a list of texts.
-        options: llguidance's, for JSON.
-        before: The grammar of `@answer` behind what may come before it, in Lark.
-    """
-
-    param: str
-    kind: str
-    value: Any
-    options: dict[str, Any] = {}
-    before: str | None = None
 
 
 class _Made(msgspec.Struct, frozen=True):
@@ -90,22 +68,20 @@ class GrammarChecks:
         self._threads.submit(self._make_compiler)
 
     async def grammar_of(
-        self, fields: SamplingFields, reading: AnswerReading | None = None, *, is_checked: bool
-    ) -> Grammar | None:
-        """Return what a request's output must be; None if it is free.
+        self, wanted: Wanted, reading: AnswerReading | None = None, *, is_checked: bool
+    ) -> Grammar:
+        """Return what a request's output must be.
 
         Args:
+            wanted: Its constraint, of `constraint_in`.
             reading: Of a chat, what tools and reasoning ask for beside the fields.
             is_checked: Another engine has compiled it.
 
         Raises:
-            BadRequestError: Fields contradict one another, or it cannot be compiled.
+            BadRequestError: It cannot be compiled.
             OverloadedError: Others' take too long.
         """
         tools_grammar = reading.tools_grammar if reading is not None else None
-        wanted = constraint_in(fields, tools_grammar)
-        if wanted is None:
-            return None
         if reading is not None and tools_grammar is None:
             wanted = msgspec.structs.replace(wanted, before=reading.thought_before)
         made = await self._made(wanted, is_checked=is_checked)
@@ -173,99 +149,6 @@ class GrammarChecks:
             self._compiler.set_result(GrammarCompiler(self._text))
         except ConfigError as error:
             self._compiler.set_exception(error)
-
-
-def constraint_in(fields: SamplingFields, tools_grammar: str | None = None) -> Wanted | None:
-    """Return the constraint that a request asks for; None if its output is free.
-
-    Args:
-        tools_grammar: What the calls of tools ask for, in Lark.
-
-    Raises:
-        BadRequestError: They ask for two, or for what is not served.
-    """
-    found = [
-        *_in_response_format(fields.response_format),
-        *_in_structured_outputs(fields.structured_outputs),
-        *_in_guided(fields),
-        *([Wanted("tools", "grammar", tools_grammar)] if tools_grammar is not None else []),
-    ]
-    if not found:
-        return None
-    if len(found) > 1:
-        names = " and ".join(wanted.param for wanted in found)
-        raise BadRequestError(
-            f"{names} ask for two kinds of output: give one of them", param=found[1].param
-        )
-    if fields.ignore_eos:
-        raise BadRequestError(
-            f"ignore_eos goes with no {found[0].param}: an output that must be whole has an end",
-            param="ignore_eos",
-        )
-    return found[0]
-
-
-def _in_response_format(given: ResponseFormat | None) -> Iterator[Wanted]:
-    param = "response_format"
-    match given.type if given is not None else "text":
-        case "text":
-            pass
-        case "json_object":
-            yield Wanted(param, "json", _ANY_OBJECT)
-        case "json_schema":
-            described = given.json_schema if given is not None else None
-            if described is None or described.json_schema is None:
-                raise BadRequestError(
-                    "response_format has type json_schema and no json_schema with a schema",
-                    param=param,
-                )
-            yield Wanted(param, "json", described.json_schema)
-        case other:
-            raise BadRequestError(
-                f"response_format has type {other!r}: it must be text, json_object or json_schema",
-                param=param,
-            )
-
-
-def _in_structured_outputs(given: StructuredOutputs | None) -> Iterator[Wanted]:
-    if given is None:
-        return
-    param = "structured_outputs"
-    for name in ("structural_tag", "disable_additional_properties"):
-        if getattr(given, name):
-            raise BadRequestError(
-                f"structured_outputs.{name} is not supported by this server",
-                param=param,
-                code="unsupported_parameter",
-            )
-    found = [name for name in _GUIDED if getattr(given, name) is not None]
-    options: dict[str, Any] = {}
-    if given.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    if given.whitespace_pattern is not None:
-        options["whitespace_pattern"] = given.whitespace_pattern
-    if not found and not given.json_object:
-        raise BadRequestError(
-            "structured_outputs asks for nothing: it must have one of json, regex, choice, "
-            "grammar and json_object",
-            param=param,
-        )
-    if options and not (given.json_object or "json" in found):
-        raise BadRequestError(
-            "structured_outputs says how JSON is spaced, and asks for none", param=param
-        )
-    for name in found:
-        own = options if name == "json" else {}
-        yield Wanted(f"{param}.{name}", name, getattr(given, name), own)
-    if given.json_object:
-        yield Wanted(f"{param}.json_object", "json", _ANY_OBJECT, options)
-
-
-def _in_guided(fields: SamplingFields) -> Iterator[Wanted]:
-    for kind in _GUIDED:
-        value = getattr(fields, f"guided_{kind}")
-        if value is not None:
-            yield Wanted(f"guided_{kind}", kind, value)
 
 
 def text_of(wanted: Wanted) -> str:

@@ -20,6 +20,7 @@ from pdserve.observe.log import log_event
 from pdserve.server.hop import known_tokens
 from pdserve.server.prefill_leg import as_ordered
 from pdserve.server.service import PROMPT_TOKENS, REQUEST_ID, SERVICE, read_body
+from pdserve.wire.hop import PREFILL_HEADER
 from pdserve.wire.trace import SliceEvent
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ async def read_request(request: web.Request, kind: type[Body]) -> tuple[Body, in
     data = await read_body(request)
     body = parse_body(data, kind)
     say_unknown_fields(request, data, kind)
-    if isinstance(body, SamplingFields):
+    if isinstance(body, SamplingFields) and PREFILL_HEADER in request.headers:
         body = await as_ordered(request, body, data, request.path)
     return body, len(data)
 

@@ -23,6 +23,7 @@ from pdserve.server.intake import created_s, encode, refuse_long_prompt
 from pdserve.server.sampling import (
     check_token_ids,
     choice_seed,
+    constraint_in,
     output_limit,
     resolve_sampling,
     spellings_of,
@@ -181,8 +182,11 @@ async def _sampling_of(
         spellings_of(fields.bad_words or ()),
         add_special_tokens=False,
     )
-    checks = service.grammars(text)
-    grammar = await checks.grammar_of(fields, asked.reading, is_checked=isinstance(hop, DecodeHop))
+    reading, grammar = asked.reading, None
+    wanted = constraint_in(fields, None if reading is None else reading.tools_grammar)
+    if wanted is not None:
+        is_checked = isinstance(hop, DecodeHop)
+        grammar = await service.grammars(text).grammar_of(wanted, reading, is_checked=is_checked)
     resolved = resolve_sampling(
         fields,
         asked,

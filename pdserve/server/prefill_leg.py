@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import aiohttp
@@ -28,7 +29,7 @@ from pdserve.http.parsing import top_level
 from pdserve.http.protocol import SamplingFields
 from pdserve.http.tls import client_context
 from pdserve.observe.log import log_event
-from pdserve.server.service import REQUEST_ID, SERVICE
+from pdserve.server.service import REQUEST_ID, SERVICE, UNDO
 from pdserve.wire.hop import (
     KV_MODE_HEADER,
     PARAMS,
@@ -44,7 +45,7 @@ from pdserve.wire.hop import (
 from pdserve.wire.transfer import HANDOFFS, KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncGenerator, Mapping
 
     from pdserve.server.service import Service
 
@@ -61,8 +62,6 @@ _LOOK_S: Final = 1.0
 that fails ends the leg. A prefill may take minutes, an engine that is there answers looks."""
 _RELEASE_TIMEOUT_S: Final = 5.0
 _PASSED_ON: Final = (hdrs.AUTHORIZATION, API_KEY_HEADER, TIME_LEFT_HEADER)
-_HELD: web.RequestKey[tuple[str, list[str]]] = web.RequestKey("leased_at", tuple)
-"""Who leases KV to a request, and the leases' nonces."""
 
 
 class PrefillLegError(Exception):
@@ -166,7 +165,7 @@ class PrefillLegs:
         if not held or None in handoffs:
             self.release(url, held)
             raise PrefillLegError("a choice ended there", outcome="ended")
-        request[_HELD] = url, held
+        request[UNDO] = partial(self.release, url, held)
         return params
 
     async def _answer(self, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
@@ -250,23 +249,11 @@ async def running_legs(app: web.Application) -> AsyncGenerator[None, None]:
     await legs.close()
 
 
-@web.middleware
-async def give_back(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Give back what a request that failed was leased; one that ended well has ended it."""
-    try:
-        return await handler(request)
-    except BaseException:
-        if (held := request.get(_HELD)) is not None:
-            request.app[_LEGS].release(*held)
-        raise
-
-
 async def as_ordered(request: web.Request, body: T, data: bytes, path: str) -> T:
     """Return a request as it is to be served here, once another engine has done its part.
 
     Args:
+        request: Has an order.
         body: `data`, decoded.
         path: The endpoint that `data` is for.
 
@@ -274,9 +261,6 @@ async def as_ordered(request: web.Request, body: T, data: bytes, path: str) -> T
         BadRequestError, HandoffRefusedError: Who asks may not, or the order is not this
             deployment's.
     """
-    text = request.headers.get(PREFILL_HEADER)
-    if text is None:
-        return body
     service = request.app[SERVICE]
     secret = service.engine_config.transfer.secret
     if not (secret or is_loopback(request.remote or "")):
@@ -284,7 +268,7 @@ async def as_ordered(request: web.Request, body: T, data: bytes, path: str) -> T
             f"{PREFILL_HEADER} came from {request.remote}: without a secret only this host may "
             "send it; give every engine and proxy the same one as PDSERVE_SECRET"
         )
-    order = PREFILL_ORDERS.open(text, secret)
+    order = PREFILL_ORDERS.open(request.headers[PREFILL_HEADER], secret)
     service.require_ready()
     params = await request.app[_LEGS].prefill(request, order.url, path, data)
     return msgspec.structs.replace(body, kv_transfer_params=params)

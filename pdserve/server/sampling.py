@@ -1,21 +1,26 @@
 """A request's sampling fields, the model's defaults and the engine's limits: resolved.
 
-After this no field is left to anybody's default. Pure; knows no HTTP and no engine.
+After this no field is left to anybody's default. `response_format`, `structured_outputs` and
+`guided_*` (as vLLM's before 0.12) ask for a constraint, of which `constraints` makes a grammar.
+Pure; knows no HTTP and no engine.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
 
 from pdserve.errors import BadRequestError, ContextLengthError
 from pdserve.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from pdserve.http.protocol import SamplingFields
+    from pdserve.http.structured import ResponseFormat, StructuredOutputs
     from pdserve.text.answer.formats import AnswerReader
     from pdserve.text.load import Text
     from pdserve.wire.sampling import Grammar, Pooling
@@ -25,6 +30,8 @@ T = TypeVar("T")
 _GREEDY_BELOW = 1e-5
 _MAX_LOGIT_BIAS = 100.0
 _SEED_MASK = 2**63 - 1
+_ANY_OBJECT: Final = {"type": "object"}
+_GUIDED: Final = ("json", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,24 @@ class AnswerReading:
     tools_grammar: str | None = None
     thought_end: tuple[int, ...] | None = None
     thought_before: str | None = None
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """One constraint as a client gave it.
+
+    Attributes:
+        param: The field that has it.
+        kind: json, regex, choice or grammar.
+        value: A schema, a text or a list of texts.
+        options: llguidance's, for JSON.
+        before: The grammar of `@answer` behind what may come before it, in Lark.
+    """
+
+    param: str
+    kind: str
+    value: Any
+    options: dict[str, Any] = {}
+    before: str | None = None
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -198,3 +223,96 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
             f"{name} has token id {wrong}: the vocabulary has ids 0 to {vocab_size - 1}",
             param=name,
         )
+
+
+def constraint_in(fields: SamplingFields, tools_grammar: str | None = None) -> Wanted | None:
+    """Return the constraint that a request asks for; None if its output is free.
+
+    Args:
+        tools_grammar: What the calls of tools ask for, in Lark.
+
+    Raises:
+        BadRequestError: They ask for two, or for what is not served.
+    """
+    found = [
+        *_in_response_format(fields.response_format),
+        *_in_structured_outputs(fields.structured_outputs),
+        *_in_guided(fields),
+        *([Wanted("tools", "grammar", tools_grammar)] if tools_grammar is not None else []),
+    ]
+    if not found:
+        return None
+    if len(found) > 1:
+        names = " and ".join(wanted.param for wanted in found)
+        raise BadRequestError(
+            f"{names} ask for two kinds of output: give one of them", param=found[1].param
+        )
+    if fields.ignore_eos:
+        raise BadRequestError(
+            f"ignore_eos goes with no {found[0].param}: an output that must be whole has an end",
+            param="ignore_eos",
+        )
+    return found[0]
+
+
+def _in_response_format(given: ResponseFormat | None) -> Iterator[Wanted]:
+    param = "response_format"
+    match given.type if given is not None else "text":
+        case "text":
+            pass
+        case "json_object":
+            yield Wanted(param, "json", _ANY_OBJECT)
+        case "json_schema":
+            described = given.json_schema if given is not None else None
+            if described is None or described.json_schema is None:
+                raise BadRequestError(
+                    "response_format has type json_schema and no json_schema with a schema",
+                    param=param,
+                )
+            yield Wanted(param, "json", described.json_schema)
+        case other:
+            raise BadRequestError(
+                f"response_format has type {other!r}: it must be text, json_object or json_schema",
+                param=param,
+            )
+
+
+def _in_structured_outputs(given: StructuredOutputs | None) -> Iterator[Wanted]:
+    if given is None:
+        return
+    param = "structured_outputs"
+    for name in ("structural_tag", "disable_additional_properties"):
+        if getattr(given, name):
+            raise BadRequestError(
+                f"structured_outputs.{name} is not supported by this server",
+                param=param,
+                code="unsupported_parameter",
+            )
+    found = [name for name in _GUIDED if getattr(given, name) is not None]
+    options: dict[str, Any] = {}
+    if given.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    if given.whitespace_pattern is not None:
+        options["whitespace_pattern"] = given.whitespace_pattern
+    if not found and not given.json_object:
+        raise BadRequestError(
+            "structured_outputs asks for nothing: it must have one of json, regex, choice, "
+            "grammar and json_object",
+            param=param,
+        )
+    if options and not (given.json_object or "json" in found):
+        raise BadRequestError(
+            "structured_outputs says how JSON is spaced, and asks for none", param=param
+        )
+    for name in found:
+        own = options if name == "json" else {}
+        yield Wanted(f"{param}.{name}", name, getattr(given, name), own)
+    if given.json_object:
+        yield Wanted(f"{param}.json_object", "json", _ANY_OBJECT, options)
+
+
+def _in_guided(fields: SamplingFields) -> Iterator[Wanted]:
+    for kind in _GUIDED:
+        value = getattr(fields, f"guided_{kind}")
+        if value is not None:
+            yield Wanted(f"guided_{kind}", kind, value)

@@ -7,6 +7,7 @@ import contextlib
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -244,6 +245,8 @@ SERVICE = web.AppKey("service", Service)
 REQUEST_ID = web.RequestKey("request_id", str)
 START_S = web.RequestKey("start_s", float)
 """When the request came, by the service's monotonic clock."""
+UNDO: web.RequestKey[partial[None]] = web.RequestKey("undo", partial)
+"""What undoes what a request has begun elsewhere; who ends well has ended that."""
 PROMPT_TOKENS: web.RequestKey[list[list[int]]] = web.RequestKey("prompt_tokens", list)
 """Of its texts, where an engine that goes on had better be told them."""
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import BadRequestError
-from pdserve.http.protocol import CompletionRequest
 from pdserve.server.constraints import GrammarChecks
+from pdserve.server.sampling import Wanted
 from pdserve.text.grammar import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -216,12 +216,12 @@ async def test_what_came_before_is_known_without_a_thread(server, monkeypatch):
 
 async def test_what_another_engine_has_compiled_is_compiled_for_who_asks_here_first(text):
     checks = GrammarChecks(text)
-    fields = CompletionRequest(prompt="x", guided_json={"type": "array", "uniqueItems": True})
+    wanted = Wanted("guided_json", "json", {"type": "array", "uniqueItems": True})
     try:
-        assert await checks.grammar_of(fields, is_checked=True)
+        assert await checks.grammar_of(wanted, is_checked=True)
         with pytest.raises(BadRequestError, match="uniqueItems"):
-            await checks.grammar_of(fields, is_checked=False)
+            await checks.grammar_of(wanted, is_checked=False)
         with pytest.raises(BadRequestError, match="uniqueItems"):
-            await checks.grammar_of(fields, is_checked=True)  # it is known to be none
+            await checks.grammar_of(wanted, is_checked=True)  # it is known to be none
     finally:
         checks.close()

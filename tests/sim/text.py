@@ -28,7 +28,7 @@ from tests.toy_executor import TOY_EOS, TOY_VOCAB_SIZE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.http.protocol import SamplingFields
+    from pdserve.server.sampling import Wanted
     from pdserve.text.answer.pieces import Tools
 
 BOUND = Grammar(text="[aceg]*")
@@ -114,9 +114,9 @@ class ToyChecks:
     """In place of `GrammarChecks`, whose threads know no virtual time."""
 
     async def grammar_of(
-        self, fields: SamplingFields, reading: object = None, *, is_checked: bool
-    ) -> Grammar | None:
-        return None if fields.guided_regex is None else Grammar(text=fields.guided_regex)
+        self, wanted: Wanted, reading: object = None, *, is_checked: bool
+    ) -> Grammar:
+        return Grammar(text=wanted.value)
 
     def close(self) -> None:
         """Nothing is open."""
