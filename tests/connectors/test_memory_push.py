@@ -25,17 +25,59 @@ from pdserve.wire.transfer import (
     LoadFailure,
     PushTicket,
 )
-from tests.connectors.test_memory_stateful import SHAPES, OneAddress
 from tests.connectors.test_pair_of_ranks import PartitionedExchange
 
 if TYPE_CHECKING:
     from pdserve.connectors.conformance.engines import KitRequest
+    from pdserve.connectors.memory.exchange import ExchangeMember
     from pdserve.connectors.transfer.machine import TransferMachine
-    from pdserve.wire.transfer import ConnectorMetadata
+    from pdserve.wire.transfer import ConnectorMetadata, Endpoint
 
 LEASE_S = 6.0
 PROMPT = prompt_of(40)
 SEED = 3
+
+
+def shape(tp: int, pp: int, block_size: int) -> KVShape:
+    return make_shape(
+        tp=tp,
+        pp=pp,
+        block_size=block_size,
+        num_blocks=64 // block_size,
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=2,
+    )
+
+
+SHAPES = [
+    (shape(1, 1, 8), shape(1, 1, 8)),
+    (shape(2, 1, 8), shape(1, 1, 16)),
+    (shape(1, 2, 16), shape(2, 1, 8)),
+    (shape(4, 1, 8), shape(1, 2, 8)),
+]
+
+
+class OneAddress(Exchange):
+    """An exchange in which a restarted engine listens where its earlier life did.
+
+    Attributes:
+        is_silent: Nothing gets through.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_silent = False
+        self._places: dict[tuple[str, int], Endpoint] = {}
+
+    def is_cut(self, one: ExchangeMember, other: ExchangeMember) -> bool:
+        return self.is_silent
+
+    def place_of(self, rank: ExchangeMember) -> Endpoint:
+        place = (rank.context.engine_id, rank.context.rank)
+        if place not in self._places:
+            self._places[place] = super().place_of(rank)
+        return self._places[place]
 
 
 class Rot(Trouble):
