@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
     from pdserve.worker.info import WorkerInfo
-    from pdserve.worker.replays import LaunchedStep
+    from pdserve.worker.step import LaunchedStep
 
 _log = logging.getLogger(__name__)
 

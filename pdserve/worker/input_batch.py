@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pdserve.errors import InternalError
-from pdserve.worker.awaited import AwaitedRows
-from pdserve.worker.prepared_step import PreparedStep
+from pdserve.worker.step import AwaitedRows, PreparedStep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from pdserve.kernels.step import StepInputs
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.step import KnownRequests, NewRequest
-    from pdserve.worker.awaited import AwaitedTokens
     from pdserve.worker.graphs import StepGraphs
+    from pdserve.worker.step import AwaitedTokens
     from pdserve.worker.step_buffers import StepBuffers
 
 

@@ -1,23 +1,18 @@
-"""Log-probabilities of chosen tokens and the likeliest ones, and whose values are not finite."""
+"""Log-probabilities of chosen tokens and the likeliest ones."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 import torch
 
 from pdserve.wire.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
-
-    from pdserve.wire.ids import RequestId
-    from pdserve.worker.prepared_step import PreparedStep
 
 
 _CACHED = 1 << 17
@@ -79,27 +74,3 @@ def _normaliser(logits: Tensor) -> Tensor:
     ]
     # What is not finite is lost in the sum, and not in the last term.
     return (torch.cat(sums).double() / one).log_() + peak + (peak - peak)
-
-
-def not_a_number(entries: Mapping[RequestId, Sequence[TokenLogprobs]]) -> set[RequestId]:
-    """Return the requests of which a token was described by a NaN."""
-    return {
-        request_id
-        for request_id, described in entries.items()
-        if any(math.isnan(entry.logprob) for entry in described)
-    }
-
-
-def not_finite(prepared: PreparedStep, sums: Tensor) -> set[RequestId]:
-    """Return requests of which a token that does not sample has states that are not finite.
-
-    A token attends to itself, so its states tell of its KV in every layer. The logits tell
-    of those that sample. Drafts are nobody's tokens yet.
-
-    Args:
-        sums: `[T]` fp32, of each token's states behind the last attention.
-    """
-    found = np.flatnonzero(~np.isfinite(sums.cpu().numpy()))
-    tokens = np.setdiff1d(found, prepared.draft_tokens)
-    requests = np.searchsorted(prepared.query_start, tokens, side="right") - 1
-    return {prepared.request_ids[i] for i in requests.tolist()}

@@ -34,14 +34,12 @@ from pdserve.worker.drafting.forced import ForcedTokens
 from pdserve.worker.drafting.loading import drafter_of
 from pdserve.worker.drafting.model import FirstRanksDrafts
 from pdserve.worker.expert_steps import ExpertSteps
+from pdserve.worker.final_states import PromptLogprobs, PromptPooler, not_a_number, not_finite
 from pdserve.worker.graphs import num_graph_rows
 from pdserve.worker.input_batch import InputBatch
-from pdserve.worker.logprobs import not_a_number, not_finite
-from pdserve.worker.prepared_step import PreparedStep
-from pdserve.worker.prompt_logprobs import PromptLogprobs
-from pdserve.worker.prompt_pooler import PromptPooler
 from pdserve.worker.rehearsal import rehearse, rehearsed_steps
-from pdserve.worker.replays import LaunchedStep, ReplayedSteps, StepAhead
+from pdserve.worker.replays import ReplayedSteps
+from pdserve.worker.step import LaunchedStep, PreparedStep, StepAhead
 from pdserve.worker.step_buffers import StepBuffers
 from pdserve.worker.step_sampler import sampler_of
 from pdserve.worker.verifying import told_of

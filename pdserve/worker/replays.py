@@ -7,7 +7,6 @@ device. Steps that the host has a part in, as grammars are its own, or drafts, a
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,57 +15,20 @@ from pdserve.errors import InternalError
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.device_sampler import asks_host
 from pdserve.worker.graphs import StepGraphs
+from pdserve.worker.step import StepAhead
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from pdserve.wire.ids import RequestId
     from pdserve.wire.step import SchedulerOutput
-    from pdserve.worker.awaited import AwaitedTokens
     from pdserve.worker.device import Device
     from pdserve.worker.device_sampler import ComingTokens, DeviceSampler, StagedDraws
     from pdserve.worker.drafting.drafts import Drafts
     from pdserve.worker.input_batch import InputBatch
-    from pdserve.worker.prepared_step import PreparedStep
+    from pdserve.worker.step import PreparedStep
     from pdserve.worker.step_buffers import StepBuffers
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepAhead:
-    """A replayed step that the device may still be computing.
-
-    Attributes:
-        request_ids: `[M]`, all of which sample.
-        coming: Their tokens.
-        awaited: Where those belong.
-        began_s: When it was launched, by `time.perf_counter`.
-    """
-
-    request_ids: list[RequestId]
-    coming: ComingTokens
-    awaited: AwaitedTokens
-    began_s: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LaunchedStep:
-    """A step between its launch and its collection.
-
-    Attributes:
-        step: What was asked.
-        result: What became of it, or what is awaited.
-    """
-
-    step: SchedulerOutput
-    result: ModelRunnerOutput | StepAhead
-
-    @property
-    def is_over(self) -> bool:
-        """Whether collecting it waits for nothing."""
-        result = self.result
-        return isinstance(result, ModelRunnerOutput) or result.coming.came.has_passed()
 
 
 class ReplayedSteps:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdserve.worker.device import Device
     from pdserve.worker.device_sampler import StagedDraws
     from pdserve.worker.grammar import GrammarPool
-    from pdserve.worker.prepared_step import PreparedStep
+    from pdserve.worker.step import PreparedStep
     from pdserve.worker.step_buffers import StepBuffers
     from pdserve.worker.verifying import RowSampler, Verified
     from pdserve.worker.vocabulary import SpreadVocabulary

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
     from pdserve.worker.device import Device, DeviceMemory
-    from pdserve.worker.replays import LaunchedStep
+    from pdserve.worker.step import LaunchedStep
 
 _ALL_CAME: Final = 1 << 62
 

@@ -21,8 +21,8 @@ from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.transfer import ConnectorMetadata
-from pdserve.worker.awaited import AwaitedRows
 from pdserve.worker.device import HostDevice
+from pdserve.worker.step import AwaitedRows
 from tests.scheduler.invariants import assert_nothing_held, check
 from tests.worker.driver import params
 from tests.worker.recorded_device import RecordedDevice
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pdserve.wire.sampling import SamplingParams
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorReport
-    from pdserve.worker.replays import LaunchedStep
+    from pdserve.worker.step import LaunchedStep
 
 PLAIN = [
     params(),

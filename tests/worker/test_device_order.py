@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from pdserve.wire.step import ModelRunnerOutput
     from pdserve.worker.device_sampler import ComingTokens
-    from pdserve.worker.replays import LaunchedStep
     from pdserve.worker.sampler import Sampled
+    from pdserve.worker.step import LaunchedStep
 
 pytestmark = pytest.mark.slow
 

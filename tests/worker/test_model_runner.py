@@ -76,7 +76,7 @@ def test_what_no_logits_need_of_the_last_layer_is_left_out_and_changes_no_bit(
     arch: dict[str, Any],
 ) -> None:
     def found(least: int) -> tuple[list[int], list[torch.Tensor]]:
-        monkeypatch.setattr("pdserve.worker.prepared_step._WORTH_LEAVING_OUT", least)
+        monkeypatch.setattr("pdserve.worker.step._WORTH_LEAVING_OUT", least)
         driver, computed = make_driver(arch=arch), []
         layer = driver.worker._runner._model._layers[-1]  # type: ignore[union-attr, attr-defined]
         half = layer.mlp
@@ -267,7 +267,7 @@ def test_a_request_that_becomes_nan_is_named_at_its_chunk_and_leaves_the_others_
     left_out: bool,
 ) -> None:
     least = 1 if left_out else 1000
-    monkeypatch.setattr("pdserve.worker.prepared_step._WORTH_LEAVING_OUT", least)
+    monkeypatch.setattr("pdserve.worker.step._WORTH_LEAVING_OUT", least)
     alone = make_driver(arch=arch)
     alone.add("sound", prompt_of(40, 1), sampling)
     wanted = alone.run("sound", 12)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import ConnectorContext, KVLayout
     from pdserve.models.decoder import LayerHooks
-    from pdserve.worker.replays import LaunchedStep
+    from pdserve.worker.step import LaunchedStep
     from tests.worker.driver import Driver
 
 MIB = 1 << 20

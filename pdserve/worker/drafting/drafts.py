@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdserve.worker.drafting.drafter import Drafter, StateDrafter
     from pdserve.worker.drafting.forced import ForcedTokens
     from pdserve.worker.drafting.model import FirstRanksDrafts
-    from pdserve.worker.prepared_step import PreparedStep
+    from pdserve.worker.step import PreparedStep
 
     _Seen = tuple[PreparedStep, Tensor, Sequence[Tensor], Sequence[list[int]]]
 

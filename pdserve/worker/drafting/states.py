@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.kernels.step import StepInputs
-    from pdserve.worker.prepared_step import PreparedStep
+    from pdserve.worker.step import PreparedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,166 @@
+"""One step at a rank: prepared, launched, and its tokens awaited.
+
+A step that is launched behind another one takes the other's tokens where they are, on the device.
+The host writes them to their requests once they have come, unless the request is gone by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from pdserve.wire.step import ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from pdserve.kernels.step import StepInputs
+    from pdserve.wire.ids import RequestId
+    from pdserve.wire.step import SchedulerOutput
+    from pdserve.worker.device_sampler import ComingTokens
+
+_WORTH_LEAVING_OUT: Final = 32
+"""Tokens: picking out the others takes longer than fewer of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """One step's inputs and where its results belong. R requests, M of which sample.
+
+    A request that samples wants the logits of its last token, and of its draft behind that.
+
+    Attributes:
+        inputs: Overwritten by the next step's.
+        graph_rows: Tokens of the graph that runs it: its own, and some behind them that compute
+            nothing. None if it is launched kernel by kernel.
+        request_ids: `R`, in batch order.
+        rows: `[R]`, their rows.
+        start, end: `[R]`, positions computed: from `start` up to and without `end`, drafts
+            included.
+        query_start: `[R + 1]`, first token of each request in the step.
+        sampling: `[M]`, indices of those that reach the end of their tokens.
+        num_outputs: `[M]`, tokens they have put out before.
+        drafts: `M` of them, of which some are empty; None if all are.
+        draft_tokens: `[D]`, the step's tokens that are of drafts.
+        logit_rows: `[M + D]` int64 on the device, tokens whose logits are wanted; None if every
+            one's are.
+        num_fed: Requests whose last token is on the device alone.
+    """
+
+    inputs: StepInputs
+    graph_rows: int | None
+    request_ids: list[RequestId]
+    rows: NDArray[np.int64]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    query_start: NDArray[np.int64]
+    sampling: NDArray[np.int64]
+    num_outputs: NDArray[np.int64]
+    drafts: list[list[int]] | None
+    draft_tokens: NDArray[np.int64]
+    logit_rows: Tensor | None
+    num_fed: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        return int(self.query_start[-1])
+
+    @property
+    def few_logit_rows(self) -> Tensor | None:
+        """`logit_rows`, if it pays to compute what only they need for them alone."""
+        rows = self.logit_rows
+        if rows is None or self.num_tokens - len(rows) < _WORTH_LEAVING_OUT:
+            return None
+        return rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AwaitedTokens:
+    """Where the `M` tokens of a step belong.
+
+    Attributes:
+        rows: `[M]`, of the batch; distinct.
+        positions: `[M]`, in them.
+        tenures: `[M]`, of the rows, when the step was launched.
+    """
+
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    tenures: NDArray[np.int64]
+
+
+class AwaitedRows:
+    """Which rows of a batch await a token of the step that was launched last.
+
+    Args:
+        num_rows: Of the batch.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._index = np.full(num_rows, -1, dtype=np.int64)
+        self._tenure = np.zeros(num_rows, dtype=np.int64)
+        self._last: AwaitedTokens | None = None
+
+    def change_hands(self, row: int) -> None:
+        """Note that `row` is another request's, or nobody's."""
+        self._index[row] = -1
+        self._tenure[row] += 1
+
+    def index_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return which of the step's tokens each of `rows` awaits; -1 = none."""
+        return self._index[rows]
+
+    def begin(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> AwaitedTokens:
+        """Await a token of each of `rows`, of which there is one step's at a time."""
+        self._index[:] = -1
+        self._index[rows] = np.arange(len(rows))
+        self._last = AwaitedTokens(rows, positions, self._tenure[rows])
+        return self._last
+
+    def end(self, awaited: AwaitedTokens) -> NDArray[np.bool_]:
+        """Tell which of the tokens still have the request that they were sampled for, `[M]`."""
+        if self._last is awaited:
+            self._index[:] = -1
+            self._last = None
+        is_there: NDArray[np.bool_] = self._tenure[awaited.rows] == awaited.tenures
+        return is_there
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAhead:
+    """A replayed step that the device may still be computing.
+
+    Attributes:
+        request_ids: `[M]`, all of which sample.
+        coming: Their tokens.
+        awaited: Where those belong.
+        began_s: When it was launched, by `time.perf_counter`.
+    """
+
+    request_ids: list[RequestId]
+    coming: ComingTokens
+    awaited: AwaitedTokens
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """A step between its launch and its collection.
+
+    Attributes:
+        step: What was asked.
+        result: What became of it, or what is awaited.
+    """
+
+    step: SchedulerOutput
+    result: ModelRunnerOutput | StepAhead
+
+    @property
+    def is_over(self) -> bool:
+        """Whether collecting it waits for nothing."""
+        result = self.result
+        return isinstance(result, ModelRunnerOutput) or result.coming.came.has_passed()
