@@ -27,34 +27,6 @@ def table_with_a_lease() -> LeaseTable:
     return table
 
 
-def test_a_confirmed_lease_goes_on_until_it_is_released_and_settles_once() -> None:
-    table = table_with_a_lease()
-    table.begin_read("n", "d", 1.0, until_s=10.0)
-    assert table.confirm("n", "d", 2.0) is ReadVerdict.VALID
-    assert table.confirm("n", "d", 2.5) is ReadVerdict.VALID
-    assert table.take_settled() == []
-    table.release("n", 2.0, LeaseEnd.READ)
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.READ, nonce="n")]
-    assert table.confirm("n", "d", 3.0) is ReadVerdict.LOST
-    table.release("n", 2.0)
-    assert table.take_settled() == []
-
-
-def test_a_lease_that_was_confirmed_and_never_released_expires() -> None:
-    table = table_with_a_lease()
-    assert table.confirm("n", "d", 2.0) is ReadVerdict.VALID
-    table.expire(LEASE_S)
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED, nonce="n")]
-
-
-def test_a_lease_without_heartbeats_expires() -> None:
-    table = table_with_a_lease()
-    table.expire(LEASE_S - 0.01)
-    assert table.take_settled() == []
-    table.expire(LEASE_S)
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED, nonce="n")]
-
-
 def test_a_heartbeat_renews_and_one_that_is_late_does_not() -> None:
     table = table_with_a_lease()
     table.heartbeat(["n", "unknown"], 5.0)
@@ -63,13 +35,6 @@ def test_a_heartbeat_renews_and_one_that_is_late_does_not() -> None:
     table.heartbeat(["n"], 5.0 + LEASE_S)
     table.expire(5.0 + LEASE_S)
     assert len(table) == 0
-
-
-def test_a_read_that_ends_after_expiry_is_lost_even_before_anybody_noticed_the_expiry() -> None:
-    table = table_with_a_lease()
-    assert table.confirm("n", "d", LEASE_S) is ReadVerdict.LOST
-    table.expire(LEASE_S)
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED, nonce="n")]
 
 
 def test_a_release_waits_for_the_reader() -> None:
@@ -115,65 +80,6 @@ def test_a_writer_holds_off_the_settling_however_long_it_takes() -> None:
     assert table.take_settled() == []
     table.end_write(R1, "chunk 2")
     assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.EXPIRED, nonce="n")]
-
-
-def test_a_writer_of_one_request_is_no_concern_of_another() -> None:
-    table = table_with_a_lease()
-    table.begin_write(RequestId("r2"), "chunk")
-    table.release("n", 2.0)
-    assert [settled.request_id for settled in table.take_settled()] == [R1]
-
-
-def test_a_stopped_push_settles_once_its_writers_are_through() -> None:
-    table = LeaseTable(LEASE_S)
-    table.begin_write(R1, "chunk")
-    table.stop("n", R1, 1.0)
-    assert table.take_settled() == []
-    assert table.confirm("n", "d", 1.0) is ReadVerdict.LOST
-    table.end_write(R1, "chunk")
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.ABORTED, nonce="n")]
-    table.stop("n", R1, 2.0)
-    assert table.take_settled() == []
-
-
-def test_a_push_that_was_stopped_before_it_wrote_settles_at_once_and_is_never_granted() -> None:
-    table = LeaseTable(LEASE_S)
-    table.stop("n", R1, 1.0)
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.ABORTED, nonce="n")]
-    assert not table.grant("n", R1, 1.0)
-    assert table.confirm("n", "d", 1.0) is ReadVerdict.LOST
-
-
-def test_a_block_that_was_handed_out_again_takes_the_older_lease_with_it() -> None:
-    table = LeaseTable(LEASE_S)
-    table.grant("n", R1, 0.0, block_ids=blocks(3, 4), generations=[1, 5])
-    table.begin_read("n", "d", 1.0, until_s=10.0)
-    table.grant("shared prefix", RequestId("r2"), 1.0, block_ids=blocks(3), generations=[1])
-    assert table.num_reused == 0
-    table.hand_out(blocks(4), [6])
-    assert table.num_reused == 1
-    assert table.confirm("n", "d", 2.0) is ReadVerdict.LOST
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.ABORTED, nonce="n")]
-    table.grant("m", RequestId("r3"), 2.0, block_ids=blocks(3), generations=[2])
-    assert table.num_reused == 2
-    assert table.confirm("m", "d", 2.0) is ReadVerdict.VALID
-
-
-def test_a_lease_that_has_ended_is_not_counted_as_reused() -> None:
-    table = LeaseTable(LEASE_S)
-    table.grant("n", R1, 0.0, block_ids=blocks(3), generations=[1])
-    table.begin_read("n", "d", 1.0, until_s=10.0)
-    table.release("n", 2.0)
-    table.hand_out(blocks(3), [2])
-    assert table.num_reused == 0
-
-
-def test_a_release_that_overtakes_its_grant_is_not_forgotten() -> None:
-    table = LeaseTable(LEASE_S)
-    table.release("n", 2.0)
-    assert table.confirm("n", "d", 0.0) is ReadVerdict.UNKNOWN
-    table.grant("n", R1, 0.0)
-    assert table.take_settled() == [Settled(request_id=R1, end=LeaseEnd.RELEASED, nonce="n")]
 
 
 def test_a_nonce_is_granted_once_and_again_is_counted_and_changes_nothing() -> None:
