@@ -6,7 +6,8 @@ the seams in `seams`: a `PeerLink` carries frames, a `Mover` copies bytes, and d
 processes, the clock and the size of a piece are passed in. It knows no socket, no thread, no
 selector and no tensor; NIXL and memory are movers of it.
 
-P's side is `serving` (what is read) and `pushing` (what is written); D's is `peers` (whom it is
-connected to), `loads` (what it reads) and `receiving` (what is written to it). What the two say
-is `protocol`. The scheduler half is `pdserve.connectors.handover.scheduler`.
+P's side is `serving` (what is read) and `pushing` (what is written: each push in `pushes`, to the
+ranks of D in `writing`); D's is `peers` (whom it is connected to), `loads` (what it reads) and
+`receiving` (what is written to it). What the two say is `protocol`. The scheduler half is
+`pdserve.connectors.handover.scheduler`.
 """

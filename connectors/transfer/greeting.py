@@ -10,12 +10,10 @@ from pdserve.connectors.transfer.protocol import Hello, Refuse, RefuseReason, We
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 from pdserve.wire.ids import EngineId
-from pdserve.wire.transfer import LoadFailure
 
 if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.transfer.peering import PeerId
-    from pdserve.connectors.transfer.protocol import Process
     from pdserve.connectors.transfer.seams import ExposedMemory
     from pdserve.wire.transfer import EngineRef, Numerics
 
@@ -39,17 +37,6 @@ def hello_to(
         agent_metadata=target.metadata,
         pool=target.pool,
         numerics=context.numerics,
-    )
-
-
-def welcome_by(context: ConnectorContext, target: ExposedMemory, process: Process) -> Welcome:
-    """What P says to a rank of D that it serves."""
-    return Welcome(
-        agent_metadata=target.metadata,
-        pool=target.pool,
-        scratch=target.scratch,
-        shape=context.shape,
-        process=process,
     )
 
 
@@ -112,12 +99,6 @@ def refusal_of(mine: ConnectorContext, hello: Hello) -> Refuse | None:
     if why is not None:
         return Refuse(RefuseReason.INCOMPATIBLE, f"{hello.engine_id} and {mine.engine_id}: {why}")
     return None
-
-
-def failure_of(refuse: Refuse) -> LoadFailure:
-    """Why loads from a P fail that refuses."""
-    is_stale = refuse.reason is RefuseReason.STALE
-    return LoadFailure.LEASE_LOST if is_stale else LoadFailure.INCOMPATIBLE
 
 
 def why_incompatible(welcome: Welcome, peer: PeerId) -> str | None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.slicing import Route
     from pdserve.connectors.transfer.peer import Peer
     from pdserve.connectors.transfer.protocol import Confirm
-    from pdserve.connectors.transfer.seams import JobEnd, Seams
+    from pdserve.connectors.transfer.seams import Facts, JobEnd, Seams
     from pdserve.wire.ids import RequestId
 
 _log = logging.getLogger(__name__)
@@ -65,16 +64,11 @@ class Loads:
 
     Args:
         peer: Finds or makes the connection to a rank.
-
-    Attributes:
-        received, failed, faults: Facts for the next report; the owner of the loop empties them.
     """
 
-    def __init__(self, seams: Seams, *, peer: Callable[[Load, Route], Peer]) -> None:
+    def __init__(self, seams: Seams, facts: Facts, *, peer: Callable[[Load, Route], Peer]) -> None:
         self.seams = seams
-        self.received: list[Received] = []
-        self.failed: list[Failed] = []
-        self.faults: Counter[str] = Counter()
+        self.facts = facts
         self._peer = peer
         self._loads: dict[int, _Loading] = {}
         self._warned: Remembered[None] = Remembered()
@@ -128,12 +122,12 @@ class Loads:
     def report_received(self, fact: Received) -> None:
         """A load is over, well."""
         del self._loads[fact.load_id]
-        self.received.append(fact)
+        self.facts.received.append(fact)
 
     def report_failed(self, fact: Failed) -> None:
         """A load is over, without KV, or without all of it."""
         del self._loads[fact.load_id]
-        self.failed.append(fact)
+        self.facts.failed.append(fact)
         log_event(
             _log,
             "kv load ended without kv",
@@ -438,7 +432,7 @@ class _Part:
             num_tokens=load.num_tokens,
         )
         if self.num_valid_tokens < load.num_tokens:
-            self.loading.loads.faults["digest_mismatch"] += 1
+            self.loading.loads.facts.faults["digest_mismatch"] += 1
             log_event(
                 _log,
                 "kv digest mismatch",

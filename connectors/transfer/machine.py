@@ -8,15 +8,13 @@ Everything belongs to one thread, or happens under one lock.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.handover.instructions import PushNews
 from pdserve.connectors.transfer.peers import Peers
 from pdserve.connectors.transfer.receiving import Receiving
+from pdserve.connectors.transfer.seams import Facts
 from pdserve.connectors.transfer.serving import Server
 from pdserve.observe.log import log_event
-from pdserve.wire.transfer import ConnectorReport
 
 if TYPE_CHECKING:
     from collections import deque
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
     from pdserve.connectors.transfer.seams import PeerLink, Seams
     from pdserve.wire.ids import BlockId
+    from pdserve.wire.transfer import ConnectorReport
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +33,7 @@ class TransferMachine:
     """What one rank is to others, as P and as D.
 
     Attributes:
+        facts: What there is to report.
         server: As P.
         peers, receiving: As D: what is read, and what is written to it.
     """
@@ -42,10 +42,12 @@ class TransferMachine:
         self._mover = seams.mover
         self._rank = seams.context.rank
         self._block_size = seams.context.shape.block_size
-        self.peers = Peers(seams)
-        self.server = Server(seams)
+        self._clock = seams.clock
+        self.facts = Facts()
+        self.peers = Peers(seams, self.facts)
+        self.server = Server(seams, self.facts)
         self.receiving = self.peers.receiver = Receiving(
-            seams, peers=self.peers, fence=self.fence, is_alone=self._is_alone
+            seams, self.facts, peers=self.peers, fence=self.fence, is_alone=self._is_alone
         )
 
     @property
@@ -88,14 +90,15 @@ class TransferMachine:
             peers.loads.abort(request_id)
             receiving.abort(request_id)
         for stop in todo.stops:
-            server.stop(stop)
+            server.pushing.stop(stop)
+        now_s = self._clock.monotonic_s()
         for end in todo.ends:
-            server.end(end.nonce, end.end)
-        server.keep(todo.keeps)
+            server.leases.release(end.nonce, now_s, end.end)
+        server.leases.heartbeat(todo.keeps, now_s)
 
     def add_step(self, step: ChunkStep) -> None:
         """KV of a chunk is complete."""
-        self.server.steps.add(step)
+        self.server.add_step(step)
 
     def accept(self, link: PeerLink) -> None:
         """Somebody has connected."""
@@ -115,7 +118,7 @@ class TransferMachine:
     def fence(self, reason: str) -> None:
         """Cut this memory off from peers: all of them have to meet this rank again."""
         log_event(_log, "kv target reset", level=logging.WARNING, reason=reason)
-        self.server.faults["agent_reset"] += 1
+        self.facts.faults["agent_reset"] += 1
         self.server.drop_all(reason)
         self.peers.drop_all(reason)
         self._mover.fence()
@@ -133,33 +136,11 @@ class TransferMachine:
     @property
     def has_news(self) -> bool:
         """Whether `take_report` would say anything."""
-        loads, receiving, pushing = self.peers.loads, self.receiving, self.server.pushing
-        return bool(
-            (loads.received or loads.failed or loads.faults)
-            or (receiving.received or receiving.failed or receiving.faults)
-            or (pushing.registered or pushing.withdrawn or pushing.faults)
-            or (self.server.faults or self.server.has_settled)
-        )
+        return bool(self.facts) or self.server.leases.has_settled
 
     def take_report(self) -> ConnectorReport:
         """Facts since the last call."""
-        loads, receiving, pushing = self.peers.loads, self.receiving, self.server.pushing
-        faults = Counter[str]()
-        for each in (self.server.faults, loads.faults, receiving.faults, pushing.faults):
-            faults.update(each)
-            each.clear()
-        news = PushNews(rank=self._rank, registered=pushing.registered, withdrawn=pushing.withdrawn)
-        report = ConnectorReport(
-            settled=self.server.take_settled(),
-            received=loads.received + receiving.received,
-            failed=loads.failed + receiving.failed,
-            faults=faults,
-            payloads=news.to_payloads(),
-        )
-        loads.received, loads.failed = [], []
-        receiving.received, receiving.failed = [], []
-        pushing.registered, pushing.withdrawn = [], []
-        return report
+        return self.facts.take(self._rank, self.server.take_settled())
 
     def written_blocks(self) -> Iterator[BlockId]:
         """This rank's blocks that something may still land in."""

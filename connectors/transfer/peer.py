@@ -13,10 +13,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, assert_never
 
-from pdserve.connectors.transfer.back_off import MAX_REST_S, MIN_REST_S, BackOff
-from pdserve.connectors.transfer.greeting import failure_of, hello_to, why_incompatible
-from pdserve.connectors.transfer.heartbeats import Heartbeats
-from pdserve.connectors.transfer.peering import PeerState
+from pdserve.connectors.transfer.greeting import hello_to, why_incompatible
+from pdserve.connectors.transfer.peering import (
+    MAX_REST_S,
+    MIN_REST_S,
+    BackOff,
+    Heartbeats,
+    PeerState,
+)
 from pdserve.connectors.transfer.protocol import (
     Accept,
     Bye,
@@ -29,6 +33,7 @@ from pdserve.connectors.transfer.protocol import (
     Pushed,
     Ready,
     Refuse,
+    RefuseReason,
     Welcome,
 )
 from pdserve.connectors.transfer.seams import ClosedError, MoverLink, UnreachableError
@@ -54,6 +59,7 @@ class Peer:
 
     Attributes:
         users: By the read id that the peer knows them by.
+        process: Who it is on its host; None before it was met.
     """
 
     def __init__(self, peer_id: PeerId, seams: Seams, receiver: PushReceiver) -> None:
@@ -72,7 +78,7 @@ class Peer:
         self._is_warming_up = False
         self._warm_up_began_s = 0.0
         self._is_called = False
-        self._process: Process | None = None
+        self.process: Process | None = None
         self._rest = BackOff()
         self._refusal: tuple[LoadFailure, str] | None = None
         self._heartbeats = Heartbeats()
@@ -90,11 +96,6 @@ class Peer:
         """Its memory, while it is WIRING or READY."""
         assert self._remote is not None
         return self._remote
-
-    @property
-    def process(self) -> Process | None:
-        """Who it is on its host; None before it was met."""
-        return self._process
 
     @property
     def trouble(self) -> tuple[LoadFailure, str] | None:
@@ -310,7 +311,7 @@ class Peer:
         if why is not None:
             self._give_up(LoadFailure.INCOMPATIBLE, why)
             return
-        self._process = welcome.process
+        self.process = welcome.process
         kept = self._remote
         if kept is None or (kept.metadata, kept.pool) != (welcome.agent_metadata, welcome.pool):
             self._forget_remote()
@@ -354,7 +355,8 @@ class Peer:
         self._receiver.on_ready(self.id)
 
     def _on_refused(self, refuse: Refuse) -> None:
-        reason = failure_of(refuse)
+        is_stale = refuse.reason is RefuseReason.STALE
+        reason = LoadFailure.LEASE_LOST if is_stale else LoadFailure.INCOMPATIBLE
         self._refusal = (reason, refuse.detail)
         self.say_bye("refused")
         self._forget_remote()

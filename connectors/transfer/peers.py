@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.handover.instructions import Watch
     from pdserve.connectors.transfer.peering import PushReceiver
-    from pdserve.connectors.transfer.seams import Seams
+    from pdserve.connectors.transfer.seams import Facts, Seams
     from pdserve.wire.transfer import EngineRef, LeaseEnd
 
 _log = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ class Peers:
 
     receiver: PushReceiver
 
-    def __init__(self, seams: Seams) -> None:
+    def __init__(self, seams: Seams, facts: Facts) -> None:
         self._seams = seams
         self.loads = Loads(
-            seams, peer=lambda load, route: self._peer(PeerId(load.owner, route.source_rank))
+            seams, facts, peer=lambda load, route: self._peer(PeerId(load.owner, route.source_rank))
         )
         self._peers: dict[PeerId, Peer] = {}
 

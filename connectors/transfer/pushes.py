@@ -1,25 +1,46 @@
-"""What P knows of a push: whom it is for, why a registration is refused, when it is given up.
+"""One push at P: what is known of it, what is written of it, what D is told, when it is given up.
 
-Values, and what follows from them; `pushing` acts on them.
+    push:   PARKED (registered, nobody asked for it yet) -.
+            EXPECTED (asked for) -----------------------> registered by all ranks of D: `Registered`
+                -> written chunk by chunk -> granted -> taken by all: over, and nothing is said
+       any of them, on trouble, on D's word, at the scheduler's ---> ENDING
+
+    part:   PARKED -> ACCEPTED -> PUSHED -> TAKEN         (one rank of D)
+                         ^----------'  once, if D's digests differ
+
+A chunk is written as steps make it complete, layer by layer or at once, to all ranks of D side by
+side, and its digests are taken beside that. Each rank hears how far its part is (`Progress`), and
+at the end gets the handoff (`Pushed`).
+
+A push that is ENDING writes nothing more. Once what was in flight has settled, every D that
+is not through hears `Fail`, after which its blocks are its own again. Each push ends exactly once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.connectors.slicing import token_step
+from pdserve.connectors.handover.instructions import Registered
+from pdserve.connectors.slicing import routes_from, shard_of
+from pdserve.connectors.transfer.protocol import Accept, Fail, Progress, Pushed
+from pdserve.connectors.transfer.writing import OutgoingPart, OutgoingState, Span
+from pdserve.errors import PeerError
 
 if TYPE_CHECKING:
-    from pdserve.config.schema import TransferConfig
-    from pdserve.connectors.handover.instructions import Chunk, Expect, Grant, Stop
-    from pdserve.connectors.slicing import Shard
-    from pdserve.connectors.transfer.destinations import Destination
-    from pdserve.connectors.transfer.protocol import Hello, Register
-    from pdserve.connectors.transfer.writing import OutgoingPart
-    from pdserve.wire.ids import BlockId
-    from pdserve.wire.transfer import KVShape, LeaseEnd
+    from collections import deque
+    from collections.abc import Callable
 
+    from pdserve.connectors.handover.instructions import Chunk, Expect, Grant, Stop
+    from pdserve.connectors.handover.lease import LeaseTable
+    from pdserve.connectors.slicing import Route
+    from pdserve.connectors.transfer.protocol import Register
+    from pdserve.connectors.transfer.seams import Facts, JobEnd, Seams
+    from pdserve.connectors.transfer.writing import Destination, Destinations
+    from pdserve.wire.ids import BlockId
+    from pdserve.wire.transfer import LeaseEnd
+
+_PROGRESS_PER_LEASE = 6
 _NEVER = float("inf")
 
 
@@ -60,7 +81,24 @@ class Ending(NamedTuple):
     aborted: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class PushSite:
+    """What the pushes of one rank of P share.
+
+    Attributes:
+        leases: Where the settling of blocks is held off that are being written from.
+        observations: What steps have cost; the thread that runs steps empties it.
+        on_over: Takes a push that has nothing left to do.
+    """
+
+    seams: Seams
+    leases: LeaseTable
+    facts: Facts
+    destinations: Destinations
+    observations: deque[Observation]
+    on_over: Callable[[Push], None]
+
+
 class Push:
     """One nonce.
 
@@ -78,142 +116,312 @@ class Push:
         computed_s: When the last chunk was complete.
         unproven: A step whose chunk may be written once the grant proves it.
         ending: Why it is ending.
+        stop, release: Who else is to be told when it is over: the engine, or the lease table.
     """
 
-    nonce: str
-    since_s: float
-    alive_s: float
-    next_progress_s: float
-    expect: Expect | None = None
-    parts: dict[tuple[str, str, int], OutgoingPart] = field(default_factory=dict)
-    is_registered: bool = False
-    incomplete_since_s: float = _NEVER
-    waits_since_s: float = _NEVER
-    table: tuple[list[BlockId], list[int]] = ((), ())  # type: ignore[assignment]
-    announced: int = 0
-    chunk_end: int = 0
-    layers_end: int = 0
-    digested: int = 0
-    num_digesting: int = 0
-    computed_s: float = 0.0
-    last_step: ChunkStep | None = None
-    unproven: ChunkStep | None = None
-    grant: Grant | None = None
-    ending: Ending | None = None
-    stop: Stop | None = None
-    release: LeaseEnd | None = None
+    def __init__(self, nonce: str, site: PushSite) -> None:
+        self._site = site
+        self._seams = site.seams
+        context = site.seams.context
+        self._shape, self._rank = context.shape, context.rank
+        self._layers = shard_of(context.shape, context.rank).layers
+        self.nonce = nonce
+        self.since_s = self.alive_s = self._now_s()
+        self.next_progress_s = self.since_s + self._progress_s
+        self.expect: Expect | None = None
+        self.parts: dict[tuple[str, str, int], OutgoingPart] = {}
+        self.is_registered = False
+        self.incomplete_since_s = self.waits_since_s = _NEVER
+        self.table: tuple[list[BlockId], list[int]] = ([], [])
+        self.announced = self.chunk_end = self.layers_end = 0
+        self.digested = self.num_digesting = 0
+        self.computed_s = 0.0
+        self.last_step: ChunkStep | None = None
+        self.unproven: ChunkStep | None = None
+        self.grant: Grant | None = None
+        self.ending: Ending | None = None
+        self.is_over = False
+        self.stop: Stop | None = None
+        self.release: LeaseEnd | None = None
 
     @property
     def is_reading(self) -> bool:
         """Whether something of it reads from P's blocks."""
         return self.num_digesting > 0 or any(part.num_jobs for part in self.parts.values())
 
+    @property
+    def _progress_s(self) -> float:
+        """How often D is told how far it is."""
+        return self._seams.transfer.lease_s / _PROGRESS_PER_LEASE
 
-def written_of(push: Push, part: OutgoingPart, mine: Shard) -> tuple[int, int]:
-    """What of a push is written to one rank of D, as `Progress` says it.
+    # ---- registrations -----------------------------------------------------------------
 
-    Args:
-        mine: What this rank of P has.
-
-    Returns:
-        Tokens of which everything is, and, of those behind them up to the prompt's last, the end
-        of the layers that are; 0 = none.
-    """
-    span = part.first_unsettled
-    if span is None:
-        is_last = push.chunk_end >= part.register.num_tokens
-        is_layerwise = is_last and push.layers_end > 0
-        return push.announced, mine.layers.start + push.layers_end if is_layerwise else 0
-    is_last = span.end_token >= part.register.num_tokens
-    return span.first_token, span.layers.start if is_last and span.layers is not None else 0
-
-
-def why_not_writable(source: KVShape, hello: Hello, message: Register) -> str | None:
-    """Why what a rank of D has registered cannot be written; None = it can, as far as is known."""
-    shape = hello.shape
-    num_blocks = -(-message.num_tokens // shape.block_size)
-    if message.num_tokens < 1 or len(message.block_ids) < num_blocks:
-        return f"{message.num_tokens} tokens in {len(message.block_ids)} blocks"
-    if not all(0 <= block < shape.num_blocks for block in message.block_ids):
-        return f"it names blocks outside of its {shape.num_blocks}"
-    step = token_step(source, shape)
-    if not 0 <= message.first_token <= message.num_tokens or message.first_token % step:
-        return f"it begins at token {message.first_token} of {message.num_tokens}"
-    why = hello.pool.why_not_blocks_of(shape, hello.rank)
-    return None if why is None else f"{hello.engine_id} {why}"
-
-
-def why_not_of(push: Push, destination: Destination, message: Register) -> str | None:
-    """Why what a rank of D has registered is no part of this push; None = it is."""
-    if destination.life in push.parts:
-        return "this rank has registered other blocks for it"
-    why = why_not_expected(push, destination.hello)
-    if why is not None:
-        return why
-    if any(p.register.num_tokens != message.num_tokens for p in push.parts.values()):
-        return f"{message.num_tokens} tokens are not what another rank said"
-    return None
-
-
-def why_not_expected(push: Push, hello: Hello) -> str | None:
-    """Why a rank is not of the D that a push is for; None = it is, or nobody knows yet."""
-    if push.expect is None:
-        return None
-    decode = push.expect.decode
-    if (decode.engine_id, decode.incarnation) != (hello.engine_id, hello.incarnation):
-        return (
-            f"the push is for {decode.engine_id} incarnation {decode.incarnation}, not for "
-            f"{hello.engine_id} incarnation {hello.incarnation}"
+    def add_part(self, destination: Destination, register: Register, route: Route) -> None:
+        """A rank of D has registered blocks."""
+        self.alive_s = self._now_s()
+        part = self.parts[destination.life] = OutgoingPart(
+            self._seams,
+            destination,
+            register,
+            route,
+            on_settled=self._on_settled,
+            on_slow=self._on_slow,
         )
-    if decode.shape != hello.shape:
-        return f"{hello.engine_id} says another shape of its KV than the ticket"
-    return None
 
+        def on_ready(failure: str | None) -> None:
+            """The mover has warmed up to it, or cannot."""
+            part.is_ready = failure is None
+            if failure is not None:
+                self.end(f"{destination.hello.engine_id} cannot be written: {failure}")
+            elif part.remote is not None:
+                self.advance()
 
-def why_overdue(
-    push: Push, now_s: float, *, transfer: TransferConfig, last_step_s: float
-) -> str | None:
-    """Why a push is given up now; None = it is not.
+        if route:
+            part.remote = self._site.destinations.use(destination, part, on_ready)
+        else:
+            part.is_ready = True
+        self.advance()
 
-    Args:
-        now_s: Monotonic seconds, like all times here.
-        last_step_s: When this rank of P last ran a step.
-    """
-    lease_s = transfer.lease_s
-    if push.expect is None:
-        late = now_s >= push.since_s + lease_s
-        return f"no request came for it in {lease_s:.1f} s" if late else None
-    if now_s >= push.alive_s + lease_s:
-        return f"no sign of life from {push.expect.decode.engine_id} for {lease_s:.1f} s"
-    if now_s >= push.incomplete_since_s + lease_s:
-        # One of its ranks has given up, perhaps, and another that was not told so waits on.
-        return f"only some of D's ranks have registered for {lease_s:.1f} s"
-    if now_s >= _stuck_at_s(push, lease_s, last_step_s):
-        # Its pool may be full of what D would read, had it the blocks that wait for this.
-        return f"D's blocks wait, and no step has run here for {lease_s:.1f} s"
-    timeout_s = transfer.transfer_timeout_s
-    if any(now_s >= part.posted_since_s + timeout_s for part in push.parts.values()):
-        return f"a write to {push.expect.decode.engine_id} has not ended in {timeout_s:.1f} s"
-    if any(now_s >= part.until_s for part in push.parts.values()):
-        return f"D did not say in {timeout_s:.1f} s if it has it all"
-    return None
+    def advance(self) -> None:
+        """Accept what can be, and say so once all ranks of D have registered."""
+        if self.expect is None or self.ending is not None or self.is_registered:
+            return
+        for part in self.parts.values():
+            if part.state is OutgoingState.PARKED and part.is_ready:
+                part.state = OutgoingState.ACCEPTED
+                part.destination.send(Accept(part.register.load_id))
+        wanted = {
+            route.dest_rank
+            for route in routes_from(self._shape, self.expect.decode.shape, self._rank)
+        }
+        accepted = {
+            part.destination.hello.rank
+            for part in self.parts.values()
+            if part.state is OutgoingState.ACCEPTED
+        }
+        if wanted <= accepted:
+            self.is_registered = True
+            self.incomplete_since_s, self.waits_since_s = _NEVER, self._now_s()
+            self._site.facts.registered.append(Registered(nonce=self.nonce))
+            # From now on its request may run, and what it computes be written until it is over:
+            # a lease that ends before the first chunk has come here settles no earlier.
+            self._site.leases.begin_write(self.expect.request_id, self)
+        elif self.parts:
+            self.incomplete_since_s = min(self.incomplete_since_s, self._now_s())
 
+    # ---- writing -----------------------------------------------------------------------
 
-def push_due_s(push: Push, *, transfer: TransferConfig, last_step_s: float) -> float:
-    """When something has to be done about a push by the clock; inf = never."""
-    if push.ending is not None:
-        return _NEVER
-    lease_s = transfer.lease_s
-    since_s = push.since_s if push.expect is None else push.alive_s
-    untils_s = (
-        min(part.until_s, part.posted_since_s + transfer.transfer_timeout_s)
-        for part in push.parts.values()
-    )
-    stuck_s = _stuck_at_s(push, lease_s, last_step_s)
-    since_s = min(since_s, push.incomplete_since_s)
-    return min(since_s + lease_s, stuck_s, push.next_progress_s, *untils_s)
+    def write(self, step: ChunkStep) -> None:
+        """Write what a step has made complete of a chunk, or all of it."""
+        chunk = step.chunk
+        is_last = chunk.end_token >= chunk.num_tokens
+        size = self._shape.block_size
+        end = chunk.num_tokens if is_last else chunk.end_token - chunk.end_token % size
+        self.table = (chunk.block_ids, chunk.generations)
+        if end > self.announced:
+            self._write_layers(end, step)
+        if not step.is_over:
+            return
+        if is_last:
+            self.computed_s = step.ended_s
+            self.last_step = None if chunk.is_unproven else step
+        if end > self.announced:
+            self._digest(self.announced, end)
+            self.announced, self.layers_end = end, 0
+        self.tell_progress()
+        self.say_if_pushed()
 
+    def rewrite(self, part: OutgoingPart) -> None:
+        """Write everything once more to a rank of D."""
+        part.was_rewritten = True
+        part.state, part.until_s = OutgoingState.ACCEPTED, _NEVER
+        part.add(Span(part.register.first_token, part.register.num_tokens, None))
+        self._pump(part)
 
-def _stuck_at_s(push: Push, lease_s: float, last_step_s: float) -> float:
-    """When a push that has not begun is given up, for nothing goes on at this engine."""
-    return max(push.waits_since_s, last_step_s) + lease_s
+    def _write_layers(self, end: int, step: ChunkStep) -> None:
+        """Write what the step has made complete: some layers, or all, of the chunk's tokens."""
+        num_layers, start = len(self._layers), self._layers.start
+        layers_end = num_layers if step.is_over else min(step.layers_end, num_layers)
+        if layers_end <= self.layers_end:
+            return
+        is_whole = step.is_over and self.layers_end == 0
+        layers = None if is_whole else range(start + self.layers_end, start + layers_end)
+        if self.layers_end == 0 and not step.is_over:
+            self.tell_progress(num_tokens=end)
+        self.chunk_end, self.layers_end = end, layers_end
+        for part in list(self.parts.values()):
+            part.add(Span(self.announced, end, layers))
+            self._pump(part)
+        if not (step.is_over or self.num_digesting or self.ending):
+            self._digest(self.announced, end, num_layers=layers_end)
+
+    def _pump(self, part: OutgoingPart) -> None:
+        try:
+            part.pump(self.table[0])
+        except PeerError as error:
+            self.end(str(error))
+
+    def _on_slow(self, part: OutgoingPart) -> None:
+        """Have D's agent driven. One that is not needed would only take time from D's steps."""
+        if not (part.needs_agent or part.is_through):
+            part.needs_agent = True
+            self._say_progress(part)
+
+    def _on_settled(self, part: OutgoingPart, settled: JobEnd) -> None:
+        if self.ending is not None:
+            self._settle()
+            return
+        if settled.failure is not None:
+            self._site.facts.faults["push_write_failed"] += 1
+            self.end(f"a write to {part.destination.hello.engine_id}: {settled.failure}")
+            return
+        self._pump(part)
+        if part.is_idle:
+            self._observe()
+            self._say_if_pushed(part)
+        if part.state is OutgoingState.ACCEPTED and self._written(part) > part.told:
+            self._say_progress(part)
+
+    def _digest(self, first_token: int, end_token: int, *, num_layers: int | None = None) -> None:
+        """Take the digests of what has become complete, off this thread."""
+        block_ids, generations = self.table
+        self.num_digesting += 1
+
+        def work() -> Callable[[], None]:
+            self._seams.digests.take(
+                block_ids, generations, end_token, first_token=first_token, num_layers=num_layers
+            )
+            return done
+
+        def done() -> None:
+            self.num_digesting -= 1
+            if num_layers is None:
+                self.digested = max(self.digested, end_token)
+            if self.ending is not None:
+                self._settle()
+                return
+            self.say_if_pushed()
+
+        self._seams.background.submit(work, self.expect.request_id if self.expect else "")
+
+    def _observe(self) -> None:
+        """Learn from the last chunk, once it is written everywhere."""
+        step, parts = self.last_step, self.parts.values()
+        if step is None or not all(part.is_idle for part in parts):
+            return
+        self.last_step = None
+        exposed_s = max(0.0, max(part.last_s for part in parts) - step.ended_s)
+        self._site.observations.append(
+            Observation(step.chunk.num_step_tokens, step.layerwise, step.step_s, exposed_s)
+        )
+
+    # ---- what D is told ----------------------------------------------------------------
+
+    def tell_progress(self, num_tokens: int = 0) -> None:
+        """Tell D how far it is; `num_tokens` are about to be written."""
+        self.next_progress_s = self._now_s() + self._progress_s
+        for part in self.parts.values():
+            if not part.is_through:
+                self._say_progress(part, num_tokens)
+
+    def say_if_pushed(self) -> None:
+        """Give each rank of D the handoff, once there is one and every byte is written to it."""
+        for part in list(self.parts.values()):
+            self._say_if_pushed(part)
+
+    def _say_if_pushed(self, part: OutgoingPart) -> None:
+        grant, register = self.grant, part.register
+        if (
+            grant is None
+            or grant.handoff is None
+            or self.ending is not None
+            or part.state is not OutgoingState.ACCEPTED
+            or not part.is_idle
+            or min(self.announced, self.digested) < grant.num_tokens
+        ):
+            return
+        if grant.num_tokens != register.num_tokens:
+            self.end(f"{grant.num_tokens} tokens, D has registered {register.num_tokens}")
+            return
+        digests = b""
+        if part.route:
+            digests = self._seams.digests.of(
+                *self.table, grant.num_tokens, part.route, first_token=register.first_token
+            )
+        part.state = OutgoingState.PUSHED
+        part.until_s = self._now_s() + self._seams.transfer.transfer_timeout_s
+        part.destination.send(
+            Pushed(
+                load_id=register.load_id,
+                handoff=grant.handoff,
+                digests=digests,
+                exposed_s=self._now_s() - self.computed_s,
+                num_bytes=part.num_bytes,
+                num_descriptors=part.num_descriptors,
+            )
+        )
+
+    def _say_progress(self, part: OutgoingPart, num_tokens: int = 0) -> None:
+        """Tell one rank of D how far its part is."""
+        num_settled, layers_end = part.told = self._written(part)
+        part.destination.send(
+            Progress(
+                load_id=part.register.load_id,
+                num_tokens=max(num_tokens, self.announced),
+                needs_agent=part.needs_agent,
+                num_settled=num_settled,
+                layers_end=layers_end,
+            )
+        )
+
+    def _written(self, part: OutgoingPart) -> tuple[int, int]:
+        """What is written to one rank of D, as `Progress` says it.
+
+        Returns:
+            Tokens of which everything is, and, of those behind them up to the prompt's last, the
+            end of the layers that are; 0 = none.
+        """
+        span = part.first_unsettled
+        if span is None:
+            is_last = self.chunk_end >= part.register.num_tokens
+            is_layerwise = is_last and self.layers_end > 0
+            return self.announced, self._layers.start + self.layers_end if is_layerwise else 0
+        is_last = span.end_token >= part.register.num_tokens
+        return span.first_token, span.layers.start if is_last and span.layers is not None else 0
+
+    # ---- ending ------------------------------------------------------------------------
+
+    def end(self, reason: str, *, aborted: bool = False) -> None:
+        """Write nothing more; the rest follows once what is in flight has settled."""
+        if self.ending is None:
+            self.ending = Ending(reason, aborted)
+            for part in self.parts.values():
+                if not part.is_through:
+                    part.stop()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Tell each D of a push that is ending, once nothing is in flight to it."""
+        ending = self.ending or Ending("")
+        for part in self.parts.values():
+            if not (part.num_jobs or part.is_through):
+                self.close(part, OutgoingState.OVER)
+                part.destination.send(Fail(part.register.load_id, *ending))
+        self.finish_if_over()
+
+    def close(self, part: OutgoingPart, state: OutgoingState) -> None:
+        """A rank of D needs nothing more of it."""
+        part.state = state
+        self._site.destinations.let_go(part)
+
+    def finish_if_over(self) -> None:
+        """Say so, once, when there is nothing left to do."""
+        parts = self.parts.values()
+        is_taken = bool(parts) and all(part.state is OutgoingState.TAKEN for part in parts)
+        if self.is_over or self.is_reading or not (is_taken or self.ending is not None):
+            return
+        self.is_over = True
+        self._site.on_over(self)
+
+    def _now_s(self) -> float:
+        return self._seams.clock.monotonic_s()

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from pdserve.connectors import digests
@@ -41,19 +40,18 @@ from pdserve.connectors.transfer.reservations import (
 )
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
-from pdserve.wire.transfer import Failed, LoadFailure
+from pdserve.wire.transfer import LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.connectors.handover.instructions import Reserve
-    from pdserve.connectors.transfer.checking import Piece
     from pdserve.connectors.transfer.peering import PeerId
     from pdserve.connectors.transfer.peers import Peers
     from pdserve.connectors.transfer.protocol import Accept, Fail, Progress, Pushed
-    from pdserve.connectors.transfer.seams import Seams
+    from pdserve.connectors.transfer.reservations import Piece
+    from pdserve.connectors.transfer.seams import Facts, Seams
     from pdserve.wire.ids import BlockId, RequestId
-    from pdserve.wire.transfer import Received
 
 _log = logging.getLogger(__name__)
 
@@ -66,15 +64,12 @@ class Receiving:
         fence: Cuts this memory off from Ps, and closes every link.
         is_alone: Whether nothing but reservations would suffer from that; else a LOST part waits
             for the others, but not for longer than the quarantine.
-
-    Attributes:
-        received, failed: Facts for the next report; the owner of the loop empties them.
-        faults: What should stay rare, by name, since whoever reports it last emptied this.
     """
 
     def __init__(
         self,
         seams: Seams,
+        facts: Facts,
         *,
         peers: Peers,
         fence: Callable[[str], None],
@@ -83,15 +78,13 @@ class Receiving:
         self._seams = seams
         self._shape, self._rank = seams.context.shape, seams.context.rank
         self._transfer = seams.transfer
+        self._facts = facts
         self._peers = peers
         self._fence = fence
         self._is_alone = is_alone
         self._is_fencing = False
         self._clock = seams.clock
         self._open = Reservations()
-        self.received: list[Received] = []
-        self.failed: list[Failed] = []
-        self.faults: Counter[str] = Counter()
 
     @property
     def num_open(self) -> int:
@@ -129,7 +122,7 @@ class Receiving:
     def reserve(self, reserve: Reserve) -> None:
         """Let P write into these blocks from now on."""
         if reserve.load_id in self._open:
-            self.faults["reserve_repeated"] += 1
+            self._facts.faults["reserve_repeated"] += 1
             return
         reservation = self._open[reserve.load_id] = Reservation(reserve, self._now_s())
         try:
@@ -297,7 +290,7 @@ class Receiving:
             part.state = IncomingState.GOOD
             self._finish_if_over(reservation)
             return
-        self.faults["push_digest_mismatch"] += 1
+        self._facts.faults["push_digest_mismatch"] += 1
         log_event(
             _log,
             "kv push has other digests",
@@ -354,7 +347,7 @@ class Receiving:
         if reservation.failure is not None:
             if all(part.state in (IncomingState.OVER, IncomingState.GOOD) for part in parts):
                 del self._open[reserve.load_id]
-                self.failed.append(reservation.failed(*reservation.failure))
+                self._facts.failed.append(reservation.failed(*reservation.failure))
             return
         if not all(part.state is IncomingState.GOOD for part in parts):
             return
@@ -364,7 +357,7 @@ class Receiving:
             )
             return
         del self._open[reserve.load_id]
-        self.received.append(reservation.received(self._now_s()))
+        self._facts.received.append(reservation.received(self._now_s()))
 
     # ---- the clock ---------------------------------------------------------------------
 
@@ -404,7 +397,7 @@ class Receiving:
             reservation.failure is not None for reservation, _ in self._open.parts(*EXPOSED)
         )
         if is_alone or now_s >= min(part.lost_s for part in lost) + self._seams.quarantine_s:
-            self.faults["push_fenced"] += 1
+            self._facts.faults["push_fenced"] += 1
             self.stop_all("a rank of P was lost while it could write here")
 
     def stop_all(self, reason: str) -> None:
@@ -436,7 +429,7 @@ class Receiving:
             or reservation.reserve.owner != peer.owner
             or part.state not in states
         ):
-            self.faults["push_unexpected"] += 1
+            self._facts.faults["push_unexpected"] += 1
             return None
         part.alive_s = self._now_s()
         return reservation, part

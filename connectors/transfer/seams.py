@@ -1,4 +1,6 @@
-"""What the protocol of one rank stands on: all of it is passed in, and nothing is patched.
+"""What the protocol of one rank stands on, and the facts that it has for its engine.
+
+All that it stands on is passed in, and nothing is patched.
 
 A `PeerLink`, made by a `Dialer`, carries frames to and from another rank. A `Mover` copies bytes:
 
@@ -17,12 +19,14 @@ PeerError
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from pdserve.connectors.handover.instructions import PushNews
 from pdserve.errors import PeerError
 from pdserve.wire.trace import RankSlice
+from pdserve.wire.transfer import ConnectorReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable
@@ -34,10 +38,11 @@ if TYPE_CHECKING:
     from pdserve.config.schema import TransferConfig
     from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.digests import BlockDigests
+    from pdserve.connectors.handover.instructions import Registered, Withdrawn
     from pdserve.connectors.transfer.protocol import Process, Region
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId
-    from pdserve.wire.transfer import Endpoint
+    from pdserve.wire.transfer import Endpoint, Failed, Received, Settled
 
 _NEVER = float("inf")
 
@@ -378,3 +383,40 @@ class Seams:
         if end.settled_s > moved_s:
             facts = {"request": request_id}
             self.slices.append(RankSlice(moved_s, end.settled_s, track, "digest", facts))
+
+
+@dataclass(slots=True, eq=False)
+class Facts:
+    """What there is to report: each fact once.
+
+    Attributes:
+        received, failed: Of what came here.
+        registered, withdrawn: Of pushes from here.
+        faults: What should stay rare, by name.
+    """
+
+    received: list[Received] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    registered: list[Registered] = field(default_factory=list)
+    withdrawn: list[Withdrawn] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(
+            self.received or self.failed or self.registered or self.withdrawn or self.faults
+        )
+
+    def take(self, rank: int, settled: list[Settled]) -> ConnectorReport:
+        """Return them as the report of a rank, with the leases that have settled there."""
+        news = PushNews(rank=rank, registered=self.registered, withdrawn=self.withdrawn)
+        report = ConnectorReport(
+            settled=settled,
+            received=self.received,
+            failed=self.failed,
+            faults=self.faults,
+            payloads=news.to_payloads(),
+        )
+        self.received, self.failed, self.registered, self.withdrawn = [], [], [], []
+        self.faults = Counter()
+        return report

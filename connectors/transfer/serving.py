@@ -5,22 +5,20 @@ the lease was still valid after its last byte, and what the bytes should be. For
 nothing itself; at most it drives its side of a transport while a D's transport needs it
 (`needs_progress`). What Ds say of pushes goes to `pushing`.
 
-Digests are taken beside this thread, with the steps of a prompt (`steps`), and from the grant on
-those that are left; a `Done` that comes before they are waits for them. Whoever may be reading
-from a leased block, the digests too, holds off its lease's end.
+Digests are taken beside this thread, with the steps of a prompt, and from the grant on those that
+are left; a `Done` that comes before they are waits for them. Whoever may be reading from a leased
+block, the digests too, holds off its lease's end.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 from pdserve.connectors.handover.lease import LeaseTable, ReadVerdict
 from pdserve.connectors.slicing import route_between
-from pdserve.connectors.transfer.destinations import Destination
-from pdserve.connectors.transfer.greeting import NumericsWatch, refusal_of, welcome_by
+from pdserve.connectors.transfer.greeting import NumericsWatch, refusal_of
 from pdserve.connectors.transfer.protocol import (
     Abort,
     Assist,
@@ -37,21 +35,23 @@ from pdserve.connectors.transfer.protocol import (
     Register,
     Taken,
     ToServer,
+    Welcome,
 )
 from pdserve.connectors.transfer.pushing import Pushing
 from pdserve.connectors.transfer.seams import Fault, FrameError
-from pdserve.connectors.transfer.steps import Steps
+from pdserve.connectors.transfer.writing import Destination
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import msgspec
 
-    from pdserve.connectors.handover.instructions import Grant, Stop
-    from pdserve.connectors.transfer.seams import PeerLink, Seams
-    from pdserve.wire.transfer import LeaseEnd, Settled
+    from pdserve.connectors.handover.instructions import Chunk, Grant
+    from pdserve.connectors.transfer.pushes import ChunkStep
+    from pdserve.connectors.transfer.seams import Facts, PeerLink, Seams
+    from pdserve.wire.transfer import Settled
 
 _log = logging.getLogger(__name__)
 
@@ -106,14 +106,13 @@ class Server:
     """All connected Ds and all leases.
 
     Attributes:
+        leases: Those that it keeps.
         pushing: What is written for Ds.
-        steps: Where it is said what steps have computed.
-        faults: What peers sent that they should not have, by kind, since whoever reports
-            it last emptied this.
     """
 
-    def __init__(self, seams: Seams) -> None:
+    def __init__(self, seams: Seams, facts: Facts) -> None:
         self._seams = seams
+        self._facts = facts
         self._context = seams.context
         self._numerics = NumericsWatch(seams.context)
         self._transfer = seams.transfer
@@ -121,11 +120,9 @@ class Server:
         # In the order in which they came: a set would be gone through by their addresses.
         self._clients: dict[_Client, None] = {}
         self._parked: list[_Parked] = []
-        self._leases = LeaseTable(self._transfer.lease_s)
+        self.leases = LeaseTable(self._transfer.lease_s)
         self._granted: dict[str, _Granted] = {}
-        self.faults: Counter[str] = Counter()
-        self.pushing = Pushing(seams, self._leases)
-        self.steps = Steps(seams, on_pushed=self.pushing.on_step)
+        self.pushing = Pushing(seams, self.leases, facts)
 
     @property
     def needs_progress(self) -> bool:
@@ -136,26 +133,13 @@ class Server:
             for client in self._clients
         )
 
-    @property
-    def num_leases(self) -> int:
-        """Leases that have not settled."""
-        return len(self._leases)
-
-    @property
-    def has_settled(self) -> bool:
-        """Whether `take_settled` would return anything."""
-        return self._leases.has_settled
-
     def due_s(self) -> float:
         """When `tick` has to be called next. O(clients + parked + pushes)."""
         return min(
-            self._leases.due_s,
+            self.leases.due_s,
             self.pushing.due_s(),
-            min((parked.until_s for parked in self._parked), default=float("inf")),
-            min(
-                (self._patience_ends_s(client) for client in self._clients),
-                default=float("inf"),
-            ),
+            *(parked.until_s for parked in self._parked),
+            *(self._patience_ends_s(client) for client in self._clients),
         )
 
     def accept(self, link: PeerLink) -> None:
@@ -179,51 +163,52 @@ class Server:
 
         A repeated one is counted and ignored.
         """
-        now_s, num_reused = self._clock.monotonic_s(), self._leases.num_reused
-        is_first = self._leases.grant(
+        now_s, num_reused = self._clock.monotonic_s(), self.leases.num_reused
+        is_first = self.leases.grant(
             grant.nonce,
             grant.request_id,
             now_s,
             block_ids=grant.block_ids,
             generations=grant.generations,
         )
-        if self._leases.num_reused > num_reused:
-            self.faults["block_reused"] += self._leases.num_reused - num_reused
+        if self.leases.num_reused > num_reused:
+            self._facts.faults["block_reused"] += self.leases.num_reused - num_reused
             log_event(
                 _log,
                 "kv block leased twice",
                 level=logging.ERROR,
                 request=grant.request_id,
-                num_leases_lost=self._leases.num_reused - num_reused,
+                num_leases_lost=self.leases.num_reused - num_reused,
             )
         if not is_first:
-            self.faults["grant_repeated"] += 1
+            self._facts.faults["grant_repeated"] += 1
             return
         self.pushing.grant(grant)
         self._granted[grant.nonce] = granted = _Granted(grant)
         # The digests hold the blocks, as a reader does that never hangs.
-        self._leases.begin_read(grant.nonce, granted, now_s, until_s=float("inf"))
+        self.leases.begin_read(grant.nonce, granted, now_s, until_s=float("inf"))
         self._take_up_reads(grant.nonce)
         self._take_digests(granted)
         self._look_at_parked(grant.nonce)
 
-    def end(self, nonce: str, end: LeaseEnd) -> None:
-        """End a lease from this side."""
-        self._leases.release(nonce, self._clock.monotonic_s(), end)
+    def add_step(self, step: ChunkStep) -> None:
+        """Part of a chunk, or all of it, is complete in memory: that of a push is written.
 
-    def keep(self, nonces: Sequence[str]) -> None:
-        """Renew leases that nobody can read yet."""
-        self._leases.heartbeat(nonces, self._clock.monotonic_s())
-
-    def stop(self, stop: Stop) -> None:
-        """Stop a push from this side; `Settled` follows."""
-        self.pushing.stop(stop)
+        Of a prompt that will be pulled the digests are taken, so that they are known when its lease
+        begins, but for those of its last chunk. That holds no block: one that has been handed out
+        meanwhile is of another generation, and the digests of the one before are never asked for
+        again.
+        """
+        if step.chunk.nonce:
+            self.pushing.on_step(step)
+        elif step.is_over:
+            self._take_digests_of(step.chunk)
 
     def tick(self) -> None:
         """Do what is due by the clock. O(clients + leases + parked + pushes)."""
         now_s = self._clock.monotonic_s()
         self.pushing.tick()
-        self._leases.expire(now_s)
+        self.leases.expire(now_s)
         overdue = [entry for entry in self._parked if entry.until_s <= now_s]
         if overdue:
             self._parked = [entry for entry in self._parked if entry.until_s > now_s]
@@ -234,7 +219,7 @@ class Server:
 
     def take_settled(self) -> list[Settled]:
         """Leases, and stopped pushes, that settled since the last call."""
-        settled = self._leases.take_settled()
+        settled = self.leases.take_settled()
         for lease in settled:
             self._granted.pop(lease.nonce, None)
         return settled
@@ -256,7 +241,7 @@ class Server:
             case Ready():
                 client.is_wiring = False
             case Heartbeat():
-                self._leases.heartbeat(message.nonces, now_s)
+                self.leases.heartbeat(message.nonces, now_s)
                 if client.destination is not None:
                     self.pushing.heard(client.destination, message.nonces)
             case Begin():
@@ -266,15 +251,19 @@ class Server:
                 if message.read_id in client.reads:
                     client.assisting[message.read_id] = now_s + self._transfer.transfer_timeout_s
             case Done():
-                self._end_assist(client, message.read_id)
+                client.assisting.pop(message.read_id, None)
                 self._answer(client, message)
             case EndRead():
                 self._end_read(client, message.read_id, message.nonce)
             case LeaseRelease():
                 if not self.pushing.released(message.nonce, message.end):
-                    self._leases.release(message.nonce, now_s, message.end)
-            case Register() | Taken() | Abort():
-                self._on_push(client, message)
+                    self.leases.release(message.nonce, now_s, message.end)
+            case Register():
+                self.pushing.register(_welcomed(client, message), message)
+            case Taken():
+                self.pushing.taken(_welcomed(client, message), message)
+            case Abort():
+                self.pushing.abort(_welcomed(client, message), message)
             case MoverFrame():
                 if client.destination is not None:
                     self._seams.mover.hear(client.destination.link, message.body)
@@ -283,20 +272,6 @@ class Server:
                 self._forget(client)
             case _:
                 raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message}")
-
-    def _on_push(self, client: _Client, message: Register | Taken | Abort) -> None:
-        destination = client.destination
-        if destination is None:
-            raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} of nobody")
-        match message:
-            case Register():
-                self.pushing.register(destination, message)
-            case Taken():
-                self.pushing.taken(destination, message)
-            case Abort():
-                self.pushing.abort(destination, message)
-            case _:
-                assert_never(message)
 
     def _greet(self, client: _Client, hello: Hello) -> None:
         if client.greeted:
@@ -324,7 +299,29 @@ class Server:
         client.is_wiring = True
         client.destination = Destination(hello, lambda message: self._send(client, message))
         self._numerics.look_at(hello)
-        client.link.send(welcome_by(self._context, target, self._seams.processes.this))
+        client.link.send(
+            Welcome(
+                agent_metadata=target.metadata,
+                pool=target.pool,
+                scratch=target.scratch,
+                shape=self._context.shape,
+                process=self._seams.processes.this,
+            )
+        )
+
+    def _take_digests_of(self, chunk: Chunk) -> None:
+        """Of its whole blocks; the last one may be written on."""
+        size = self._context.shape.block_size
+        first_token = chunk.start_token - chunk.start_token % size
+        end_token = chunk.end_token - chunk.end_token % size
+
+        def work() -> Callable[[], None]:
+            self._seams.digests.take(
+                chunk.block_ids, chunk.generations, end_token, first_token=first_token
+            )
+            return _nothing
+
+        self._seams.background.submit(work, chunk.request_id)
 
     def _take_digests(self, granted: _Granted) -> None:
         grant = granted.grant
@@ -336,7 +333,7 @@ class Server:
         def done() -> None:
             granted.is_digested = True
             self._look_at_parked(grant.nonce)
-            self._leases.end_read(grant.nonce, granted)
+            self.leases.end_read(grant.nonce, granted)
 
         self._seams.background.submit(work, grant.request_id)
 
@@ -356,7 +353,7 @@ class Server:
             # It stays a reader: the digests must be those of the blocks it has read.
             self._parked.append(_Parked(client, done, now_s + self._transfer.transfer_timeout_s))
             return
-        match self._leases.confirm(done.nonce, (client, done.read_id), now_s):
+        match self.leases.confirm(done.nonce, (client, done.read_id), now_s):
             case ReadVerdict.VALID:
                 client.reads.pop(done.read_id, None)
                 self._confirm(client, done)
@@ -392,13 +389,10 @@ class Server:
         if client in self._clients:
             client.link.send(message)
 
-    def _end_assist(self, client: _Client, read_id: int) -> None:
-        client.assisting.pop(read_id, None)
-
     def _begin_read(self, client: _Client, read_id: int, nonce: str) -> None:
         now_s = self._clock.monotonic_s()
         until_s = now_s + self._transfer.transfer_timeout_s
-        self._leases.begin_read(nonce, (client, read_id), now_s, until_s=until_s)
+        self.leases.begin_read(nonce, (client, read_id), now_s, until_s=until_s)
 
     def _take_up_reads(self, nonce: str) -> None:
         """Those that began before the grant, which travels apart, hold the blocks, too."""
@@ -409,8 +403,8 @@ class Server:
 
     def _end_read(self, client: _Client, read_id: int, nonce: str) -> None:
         client.reads.pop(read_id, None)
-        self._end_assist(client, read_id)
-        self._leases.end_read(nonce, (client, read_id))
+        client.assisting.pop(read_id, None)
+        self.leases.end_read(nonce, (client, read_id))
 
     def _patience_ends_s(self, client: _Client) -> float:
         """When a D that has not come through its handshake is dropped."""
@@ -420,7 +414,7 @@ class Server:
 
     def _on_lost(self, client: _Client, error: PeerError) -> None:
         if isinstance(error, FrameError):
-            self.faults[f"frame_{error.fault.value}"] += 1
+            self._facts.faults[f"frame_{error.fault.value}"] += 1
             log_event(_log, "kv side channel frame refused", level=logging.WARNING, reason=error)
         self._forget(client)
 
@@ -432,9 +426,24 @@ class Server:
         self._clients.pop(client, None)
         self._parked = [entry for entry in self._parked if entry.client is not client]
         for read_id, nonce in client.reads.items():
-            self._leases.end_read(nonce, (client, read_id))
+            self.leases.end_read(nonce, (client, read_id))
         client.reads.clear()
         client.assisting.clear()
         if client.destination is not None:
             self.pushing.lost(client.destination)
             self._seams.mover.hang_up(client.destination.link)
+
+
+def _welcomed(client: _Client, message: ToServer) -> Destination:
+    """Who says something that only a D says which is served.
+
+    Raises:
+        FrameError: It is not.
+    """
+    if client.destination is None:
+        raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} of nobody")
+    return client.destination
+
+
+def _nothing() -> None:
+    """Nobody waits for these digests."""

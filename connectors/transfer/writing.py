@@ -1,30 +1,170 @@
-"""What is written for one rank of D: which tokens of which layers, and how far it has come.
+"""The ranks of D that this rank of P writes to: whose memory it is, and what is written there.
 
-An `OutgoingPart` turns spans of tokens into jobs for the mover, a few at a time: layers that come
-while enough is under way are posted together. It knows neither messages nor leases.
+A `Destination` is one link to one rank of D. What the mover knows of that rank's memory is kept
+between pushes, for wiring up takes milliseconds, and outlives the link until nothing is written to
+it any more. An `OutgoingPart` is what one push writes to one rank: it turns spans of tokens into
+jobs for the mover, a few at a time; layers that come while enough is under way are posted together.
+It knows neither messages nor leases.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import itertools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.pieces import pieces
-from pdserve.connectors.transfer.seams import Direction, Job
+from pdserve.connectors.transfer.protocol import MoverFrame
+from pdserve.connectors.transfer.seams import Direction, Job, MoverLink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
+    import msgspec
+
+    from pdserve.connectors.pieces import Pieces
     from pdserve.connectors.slicing import Route
-    from pdserve.connectors.transfer.destinations import Destination
-    from pdserve.connectors.transfer.protocol import Register
+    from pdserve.connectors.transfer.protocol import Hello, Region, Register
     from pdserve.connectors.transfer.seams import JobEnd, Mover, Remote, Seams
     from pdserve.wire.ids import BlockId
 
 _MAX_JOBS = 4
+
+
+@dataclass(slots=True, eq=False)
+class Destination:
+    """One rank of D, by its connection.
+
+    Attributes:
+        send: Sends it a message; after the connection is lost it does nothing.
+        link: The same for the mover.
+    """
+
+    hello: Hello
+    send: Callable[[msgspec.Struct], None]
+    link: MoverLink = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.link = MoverLink(
+            self.hello.agent_metadata,
+            say=lambda body: self.send(MoverFrame(body)),
+            exposed=frozenset,  # a D writes nothing
+        )
+
+    @property
+    def life(self) -> tuple[str, str, int]:
+        """Which rank of which life of which engine; equal for all of its connections."""
+        return self.hello.engine_id, self.hello.incarnation, self.hello.rank
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """One agent's.
+
+    Attributes:
+        connections: Who may write to it again.
+        users: Who writes to it.
+        waiting: Those of them that were not told yet that they may.
+    """
+
+    remote: Remote
+    pool: Region
+    is_warm: bool = False
+    is_warming: bool = False
+    connections: set[Destination] = field(default_factory=set)
+    users: set[Hashable] = field(default_factory=set)
+    waiting: dict[Hashable, Callable[[str | None], None]] = field(default_factory=dict)
+
+
+class Destinations:
+    """What is known of the memory of Ds, by their agents.
+
+    Args:
+        mover: What will write there.
+    """
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._memories: dict[bytes, _Memory] = {}
+
+    def use(
+        self,
+        destination: Destination,
+        user: Hashable,
+        on_ready: Callable[[str | None], None],
+    ) -> Remote:
+        """Meet its memory, and have the mover warm up to it.
+
+        Args:
+            user: Until it is `let_go`, and `destination` is `lost`, the memory stays known.
+            on_ready: Called once, now or later: None, or why it cannot be written. Not called
+                for a user that has let go.
+        """
+        hello = destination.hello
+        memory = self._memories.get(hello.agent_metadata)
+        if memory is None:
+            remote = self._mover.meet(hello.agent_metadata, hello.pool)
+            memory = self._memories[hello.agent_metadata] = _Memory(remote, hello.pool)
+        memory.connections.add(destination)
+        memory.remote.link = destination.link
+        memory.users.add(user)
+        if memory.is_warm:
+            on_ready(None)
+            return memory.remote
+        memory.waiting[user] = on_ready
+        if not memory.is_warming:
+            self._warm_up(memory)
+        return memory.remote
+
+    def let_go(self, user: Hashable) -> None:
+        """`user` writes nothing more, and nothing of it is in flight. O(memories).
+
+        Its D may have another agent, and so another memory, by now.
+        """
+        memory = next((each for each in self._memories.values() if user in each.users), None)
+        if memory is None:
+            return
+        memory.users.discard(user)
+        memory.waiting.pop(user, None)
+        self._forget_if_unused(memory)
+
+    def lost(self, destination: Destination) -> None:
+        """A connection is gone: its memory is forgotten, now or when nobody writes to it."""
+        memory = self._memories.get(destination.hello.agent_metadata)
+        if memory is not None:
+            memory.connections.discard(destination)
+            self._forget_if_unused(memory)
+
+    def _warm_up(self, memory: _Memory) -> None:
+        """Read a little of the pool itself: any of its bytes will do, and nothing is changed."""
+        memory.is_warming = True
+        self._mover.warm_up(
+            memory.remote,
+            memory.pool,
+            tag=memory,
+            on_settled=lambda failure: self._on_warm(memory, failure),
+        )
+
+    def _on_warm(self, memory: _Memory, failure: str | None) -> None:
+        memory.is_warming = False
+        memory.is_warm = failure is None
+        waiting, memory.waiting = memory.waiting, {}
+        for on_ready in waiting.values():
+            on_ready(failure)
+        self._forget_if_unused(memory)
+
+    def _forget_if_unused(self, memory: _Memory) -> None:
+        key = memory.remote.metadata
+        if memory.users or memory.connections or self._memories.get(key) is not memory:
+            return
+        if memory.is_warming:
+            self._mover.abandon(memory)  # it is forgotten when that has been told
+            return
+        del self._memories[key]
+        self._mover.forget(memory.remote)
 
 
 class OutgoingState(enum.Enum):
@@ -57,6 +197,10 @@ class _Begun:
 class OutgoingPart:
     """One rank of D. Compared by identity; it is the tag of its jobs.
 
+    Args:
+        on_settled: Called when a write has ended, and everything here says so.
+        on_slow: Called for each write that goes on after its post.
+
     Attributes:
         remote, is_ready: Its memory, and whether the mover has warmed up to it.
         num_jobs: What is submitted and has not settled.
@@ -67,7 +211,16 @@ class OutgoingPart:
         told: What D knows to be written: tokens and layers, as in `Progress`.
     """
 
-    def __init__(self, destination: Destination, register: Register, route: Route) -> None:
+    def __init__(
+        self,
+        seams: Seams,
+        destination: Destination,
+        register: Register,
+        route: Route,
+        *,
+        on_settled: Callable[[OutgoingPart, JobEnd], None],
+        on_slow: Callable[[OutgoingPart], None],
+    ) -> None:
         self.destination = destination
         self.register = register
         self.route = route
@@ -82,10 +235,13 @@ class OutgoingPart:
         self.num_bytes = 0
         self.num_descriptors = 0
         self.told = (0, 0)
+        self._seams = seams
+        self._on_settled = on_settled
+        self._on_slow = on_slow
         self._todo: deque[Span] = deque()
         self._begun: list[_Begun] = []
         self._jobs: dict[int, Job] = {}
-        self._num_submitted = 0
+        self._numbers = itertools.count()
 
     @property
     def is_through(self) -> bool:
@@ -123,72 +279,60 @@ class OutgoingPart:
             return
         self._todo.append(span)
 
-    def pump(
-        self,
-        seams: Seams,
-        block_ids: Sequence[BlockId],
-        on_settled: Callable[[OutgoingPart, JobEnd], None],
-        on_slow: Callable[[OutgoingPart], None],
-    ) -> None:
+    def pump(self, block_ids: Sequence[BlockId]) -> None:
         """Submit what waits, unless enough is under way.
 
         Args:
-            on_slow: Called for each write that goes on after its post.
+            block_ids: P's table, as far as what waits.
 
         Raises:
             PeerError: It cannot be written; D's table does not fit.
         """
         while self._todo and self.num_jobs < _MAX_JOBS:
             span, register = self._todo.popleft(), self.register
-            if self.remote is not None:
-                units = pieces(
-                    seams.context.shape,
-                    self.destination.hello.shape,
-                    self.route,
-                    block_ids,
-                    register.block_ids,
-                    first_token=max(span.first_token, register.first_token),
-                    num_tokens=span.end_token,
-                    layers=span.layers,
-                )
-                begun = _Begun(span)
-                for piece in units.parts(seams.piece_bytes):
-                    if not begun.num_jobs:
-                        self._begun.append(begun)
-                    begun.num_jobs += 1
-                    self.num_jobs += 1
-                    self._num_submitted += 1
-                    number = self._num_submitted
-                    job = self._jobs[number] = Job(
-                        tag=self,
-                        direction=Direction.WRITE,
-                        remote=self.remote,
-                        unit_bytes=piece.unit_bytes,
-                        local_units=piece.source_units,
-                        remote_units=piece.dest_units,
-                        on_settled=functools.partial(
-                            self._on_settled, seams, begun, number, on_settled
-                        ),
-                        on_slow=functools.partial(on_slow, self),
-                        link=self.destination.link,
-                    )
-                    seams.mover.submit(job)
+            if self.remote is None:
+                continue
+            units = pieces(
+                self._seams.context.shape,
+                self.destination.hello.shape,
+                self.route,
+                block_ids,
+                register.block_ids,
+                first_token=max(span.first_token, register.first_token),
+                num_tokens=span.end_token,
+                layers=span.layers,
+            )
+            begun = _Begun(span)
+            for piece in units.parts(self._seams.piece_bytes):
+                if not begun.num_jobs:
+                    self._begun.append(begun)
+                self._submit(begun, piece, self.remote)
 
-    def stop(self, mover: Mover) -> None:
+    def stop(self) -> None:
         """Write nothing more; `num_jobs` are still to settle."""
         self._todo.clear()
-        self.num_jobs = mover.abandon(self)
+        self.num_jobs = self._seams.mover.abandon(self)
 
-    def _on_settled(
-        self,
-        seams: Seams,
-        begun: _Begun,
-        number: int,
-        on_settled: Callable[[OutgoingPart, JobEnd], None],
-        settled: JobEnd,
-    ) -> None:
+    def _submit(self, begun: _Begun, piece: Pieces, remote: Remote) -> None:
+        number = next(self._numbers)
+        job = self._jobs[number] = Job(
+            tag=self,
+            direction=Direction.WRITE,
+            remote=remote,
+            unit_bytes=piece.unit_bytes,
+            local_units=piece.source_units,
+            remote_units=piece.dest_units,
+            on_settled=functools.partial(self._settled, begun, number),
+            on_slow=functools.partial(self._on_slow, self),
+            link=self.destination.link,
+        )
+        begun.num_jobs += 1
+        self.num_jobs += 1
+        self._seams.mover.submit(job)
+
+    def _settled(self, begun: _Begun, number: int, settled: JobEnd) -> None:
         job = self._jobs.pop(number)
-        seams.trace(job.direction, job.num_bytes, self.register.request_id, settled)
+        self._seams.trace(Direction.WRITE, job.num_bytes, self.register.request_id, settled)
         self.num_jobs -= 1
         begun.num_jobs -= 1
         if settled.failure is None:
@@ -197,4 +341,4 @@ class OutgoingPart:
             self.last_s = max(self.last_s, settled.moved_s)
             self.num_bytes += job.num_bytes
             self.num_descriptors += settled.num_descriptors
-        on_settled(self, settled)
+        self._on_settled(self, settled)

@@ -11,7 +11,7 @@ from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.digests import BlockDigests, digests_of
 from pdserve.connectors.pieces import pieces
 from pdserve.connectors.slicing import routes
-from pdserve.connectors.transfer.checking import Check
+from pdserve.connectors.transfer.reservations import Check
 from pdserve.wire.ids import BlockId
 
 N = 45

@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from pdserve.connectors.transfer.destinations import Destination, Destinations
 from pdserve.connectors.transfer.protocol import Hello, Region
 from pdserve.connectors.transfer.seams import Mover, Remote
+from pdserve.connectors.transfer.writing import Destination, Destinations
 
 POOL = Region(address=4096, stride_bytes=4096, num_units=4, memory="DRAM", device=0)
 

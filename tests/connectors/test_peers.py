@@ -217,11 +217,11 @@ class Pair:
 
     @property
     def received(self) -> list[Received]:
-        return self.peers.loads.received
+        return self.peers.loads.facts.received
 
     @property
     def failed(self) -> list[Failed]:
-        return self.peers.loads.failed
+        return self.peers.loads.facts.failed
 
     @property
     def reasons(self) -> list[LoadFailure]:
@@ -411,7 +411,7 @@ def test_more_leases_than_fit_into_one_frame_are_all_kept_alive(pair: Pair) -> N
         for _ in range(60):
             pair.reactor.wait(0)
         pair.server.tick()
-    assert pair.server.num_leases == len(nonces) + 1  # that of the load, too
+    assert len(pair.server.leases) == len(nonces) + 1  # that of the load, too
 
 
 def test_a_request_that_was_given_up_here_is_no_warning(

@@ -135,7 +135,7 @@ class Pair:
             assert not half._by_nonce
             for rank in engine.executor.connectors:
                 machine = rank._runner.machine
-                assert not machine.server.num_leases
+                assert not len(machine.server.leases)
                 assert not any(peer._heartbeats for peer in machine.peers._peers.values())
             engine.executor.reports.clear()
 
@@ -232,7 +232,7 @@ class CoreTarget:
         return sum(
             engine.scheduler.kv.pool.num_blocks
             - engine.scheduler.kv.pool.num_free
-            + sum(rank._runner.machine.server.num_leases for rank in engine.executor.connectors)
+            + sum(len(rank._runner.machine.server.leases) for rank in engine.executor.connectors)
             for engine in (self._pair.p, self._pair.d)
         )
 

@@ -34,7 +34,7 @@ class SideChannelTarget:
         self._hello = hello(self._p)
         self._ids = itertools.count()
         # Its lanes begin with the first memory that it hears of: what they open is no leak.
-        self._server.pushing._mover.meet(b"nobody", self._hello.pool)
+        self._server._seams.mover.meet(b"nobody", self._hello.pool)
 
     @property
     def _server(self) -> Any:
@@ -44,7 +44,7 @@ class SideChannelTarget:
     @property
     def num_held(self) -> int:
         """Leases and pushes."""
-        return len(self._server._leases) + self._server.pushing.num_live
+        return len(self._server.leases) + self._server.pushing.num_live
 
     def try_one(self, data: st.DataObject) -> None:
         """See `Target`: one connection, and what is said over it."""
