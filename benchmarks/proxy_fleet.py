@@ -54,9 +54,8 @@ from pdserve.wire.events import (
     curve_secret,
     first_epoch,
 )
-from pdserve.wire.hashing import grain_hashes
 from pdserve.wire.hop import HANDOFF, LAYOUT_HEADER, PARAMS, STAGES, EngineReport
-from pdserve.wire.ids import EngineId, Incarnation, RequestId
+from pdserve.wire.ids import EngineId, Incarnation, RequestId, grain_hashes
 from pdserve.wire.request import EngineInfo, EngineStats
 from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import HANDOFFS, Endpoint, KVHandoff, KVShape

@@ -36,7 +36,7 @@ from pdserve.proxy.metrics import Metrics
 from pdserve.proxy.routing import Router
 from pdserve.wire.event_reader import ReaderState
 from pdserve.wire.events import DEVICE, GrainsRemoved, GrainsStored
-from pdserve.wire.hashing import GRAIN_TOKENS
+from pdserve.wire.ids import GRAIN_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -28,7 +28,7 @@ from pdserve.scheduler.steps import Step
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
-from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
 from pdserve.wire.trace import Part, RankSlice, StepEvent
 from pdserve.wire.transfer import ConnectorReport
 from pdserve.worker.step_slices import MAX_SLICES, StepSlices
@@ -75,6 +75,8 @@ def _step_us(batch: int, number: int = 2000) -> float:
     after = {request.request_id: request.num_computed_tokens for request in running}
     ones = dict.fromkeys(after, 1)
 
+    result = ModelRunnerOutput(step_id=1, forward_s=0.004)
+
     # Both loops read what `StepQueue.submit` has to read of each request anyway.
     def traced() -> None:
         num_prefill = 0
@@ -89,10 +91,10 @@ def _step_us(batch: int, number: int = 2000) -> float:
         step = Step(
             1, after, now_s, num_tokens=ones, num_prefill_tokens=num_prefill, num_draft_rows={}
         )
-        telemetry.step(step, 0.004, now_s)
+        telemetry.step(step, result, now_s)
         telemetry._sampled_s = float("-inf")  # as if every step were 10 ms
         telemetry._last_sample = None  # and something had changed
-        scheduler.sample_counters()
+        telemetry.sample(clock.monotonic_s())
 
     def bare() -> None:
         for request in running:

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from pdserve.wire.ids import BlockHash, BlockId, RequestId
-    from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import FinishReason, OnLoadFailure
+    from pdserve.wire.sampling import TokenLogprobs
     from pdserve.wire.transfer import KVHandoff, PushTicket
 
 

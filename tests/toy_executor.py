@@ -25,7 +25,7 @@ import numpy as np
 from pdserve.connectors.base import ConnectorContext, KVLayout
 from pdserve.connectors.quorum import Quorum
 from pdserve.errors import InternalError
-from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.sampling import TokenLogprobs
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.wire.transfer import ConnectorReport
 from pdserve.worker.info import WorkerInfo

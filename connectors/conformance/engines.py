@@ -24,8 +24,15 @@ from pdserve.connectors.conformance.values import Share, by_token, make_shape, w
 from pdserve.connectors.quorum import Quorum
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import HandoffRefusedError
-from pdserve.wire.hashing import block_hash, root_hash
-from pdserve.wire.ids import BlockHash, BlockId, EngineId, Incarnation, RequestId
+from pdserve.wire.ids import (
+    BlockHash,
+    BlockId,
+    EngineId,
+    Incarnation,
+    RequestId,
+    block_hash,
+    root_hash,
+)
 from pdserve.wire.request import FinishReason, OnLoadFailure
 from pdserve.wire.transfer import (
     BlockOrder,
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.connectors.base import KVConnectorBase
-    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import TokenLogprobs
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint, KVShape, PushTicket
 
 SECRET = "the conformance kit's"

@@ -13,7 +13,7 @@ import ipaddress
 from typing import TYPE_CHECKING, Final
 
 from pdserve.connectors.slicing import mismatch
-from pdserve.wire.hashing import prompt_digest
+from pdserve.wire.ids import prompt_digest
 from pdserve.wire.transfer import MAX_LEASE_S, MAX_TICKET_S, MIN_LEASE_S
 
 if TYPE_CHECKING:

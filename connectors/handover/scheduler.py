@@ -27,8 +27,7 @@ from pdserve.connectors.handover.instructions import (
 )
 from pdserve.connectors.handover.transfers import Incoming, Outgoing, PushStage
 from pdserve.errors import HandoffRefusedError, InternalError
-from pdserve.wire.hashing import prompt_digest
-from pdserve.wire.ids import EngineId
+from pdserve.wire.ids import EngineId, prompt_digest
 from pdserve.wire.request import FinishReason
 from pdserve.wire.transfer import Failed, KVHandoff, LeaseEnd, LoadFailure
 

@@ -3,7 +3,8 @@
 It learns how busy each core is and tells the API server, which chooses by it; and it is the
 one that starts waves, so that all cores see the same ones in the same order. Started by the
 server as `python -m pdserve.engine.coordinator` with a `CoordinatorLaunch` on standard input;
-ends with it. It knows no requests and no tokens: `Coordinator` decides, `run` moves messages.
+ends with it. It knows no requests and no tokens: `Coordinator` decides, `run` moves messages. A
+core's end is its `CoordinatorLink`.
 
     cores --PUSH--> messages
     cores <--SUB--- orders     held back until every core listens, so that none misses one
@@ -17,15 +18,18 @@ import os
 import signal
 import sys
 import time
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 import zmq
 
 from pdserve.config.log import LogConfig
-from pdserve.engine.local_socket import LocalKeys, bind_local
+from pdserve.engine.local_socket import LocalKeys, bind_local, connect_local
 from pdserve.lifeline import end_with_parent
 from pdserve.observe.log import configure_logging
+
+if TYPE_CHECKING:
+    from pdserve.wire.request import EngineStats
 
 _log = logging.getLogger(__name__)
 
@@ -155,6 +159,69 @@ class Coordinator:
             return []
         orders, self._orders = self._orders, []
         return orders
+
+
+class CoordinatorLink:
+    """The two sockets to the coordinator of the core numbered `core`. One thread.
+
+    Attributes:
+        socket: Readable when `orders` has some.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], addresses: Addresses, core: int
+    ) -> None:
+        self._core = core
+        self._last_counts = Counts(core)
+        self._messages = context.socket(zmq.PUSH)
+        self.socket = context.socket(zmq.SUB)
+        for socket, address in (
+            (self._messages, addresses.messages),
+            (self.socket, addresses.orders),
+        ):
+            socket.set_hwm(0)
+            socket.linger = 0
+            connect_local(socket, address, addresses.server_key)
+        self.socket.subscribe(b"")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToCores] = msgspec.msgpack.Decoder(ToCores)
+
+    def orders(self) -> list[ToCores]:
+        """Return what the coordinator has ordered since the last call."""
+        found: list[ToCores] = []
+        while True:
+            try:
+                found.append(self._decoder.decode(self.socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return found
+
+    def tell(self, stats: EngineStats, num_taken: int) -> None:
+        """Say how busy this core is, if that has changed."""
+        counts = Counts(
+            self._core,
+            num_waiting=stats.num_waiting,
+            num_running=stats.num_running + stats.num_receiving,
+            num_taken=num_taken,
+        )
+        if counts != self._last_counts:
+            self._last_counts = counts
+            self._send(counts)
+
+    def wish(self, wave: int) -> None:
+        """Ask for a wave."""
+        self._send(Wish(self._core, wave))
+
+    def drained(self) -> None:
+        """Say that this core shuts down and has no work left."""
+        self._send(Drained(self._core))
+
+    def close(self) -> None:
+        """Let go of the sockets."""
+        self._messages.close()
+        self.socket.close()
+
+    def _send(self, message: FromCore) -> None:
+        self._messages.send(self._encoder.encode(message))
 
 
 def run(launch: CoordinatorLaunch) -> None:

@@ -114,7 +114,7 @@ class EngineCore:
             self._drain(publish)
             self._submit()
         self.post()
-        self.scheduler.sample_counters()
+        self.scheduler.telemetry.sample(self._clock.monotonic_s())
         self._drain(publish)
         return has_news
 

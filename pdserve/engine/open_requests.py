@@ -1,7 +1,7 @@
-"""Requests that an engine core was sent and that have not ended, as their server knows them.
+"""What an engine core was asked, and has not answered to the end, as its server knows it.
 
-What the core says of each goes to whoever reads it, and a queue that is full refuses more. Knows
-no sockets and no processes.
+What the core says of each request, and of its trace, goes to whoever reads it, and a queue that is
+full refuses more. Knows no sockets and no processes.
 """
 
 from __future__ import annotations
@@ -10,28 +10,31 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from pdserve.errors import EngineDeadError, InternalError, OverloadedError
+from pdserve.observe.trace import whole
 from pdserve.wire.request import EngineOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from pdserve.config.schema import SchedulerConfig
+    from pdserve.wire.codec import TracePiece
     from pdserve.wire.ids import RequestId
+    from pdserve.wire.trace import ProcessTrace
 
 
 class Answers:
     """The outputs of a request and its siblings.
 
     Attributes:
-        open_ids: Those that have not ended.
+        num_open: Those that have not ended.
     """
 
-    def __init__(self, request_ids: Iterable[RequestId]) -> None:
-        self.open_ids = set(request_ids)
-        self._queue: asyncio.Queue[EngineOutput | RequestId | EngineDeadError] = asyncio.Queue()
+    def __init__(self, num_open: int) -> None:
+        self.num_open = num_open
+        self._queue: asyncio.Queue[EngineOutput | EngineDeadError | None] = asyncio.Queue()
 
-    def put(self, item: EngineOutput | RequestId | EngineDeadError) -> None:
-        """Add an output, the id of a request that was aborted, or the engine's end."""
+    def put(self, item: EngineOutput | EngineDeadError | None) -> None:
+        """Add an output, the engine's end, or None: one of them was aborted."""
         self._queue.put_nowait(item)
 
     async def next(self) -> EngineOutput | None:
@@ -40,15 +43,15 @@ class Answers:
         Raises:
             EngineDeadError: The engine ended before they did.
         """
-        while self.open_ids:
+        while self.num_open:
             match await self._queue.get():
                 case EngineDeadError() as error:
-                    self.open_ids.clear()
+                    self.num_open = 0
                     raise error
                 case EngineOutput() as output:
                     return output
-                case request_id:
-                    self.open_ids.discard(request_id)
+                case None:
+                    self.num_open -= 1
         return None
 
 
@@ -67,18 +70,18 @@ class OpenRequests:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._answers
 
-    def add(self, request_ids: Iterable[RequestId], num_tokens: int) -> Answers:
+    def add(self, request_ids: Collection[RequestId], num_tokens: int) -> Answers:
         """Open requests that have a prompt of `num_tokens` tokens in common.
 
         Raises:
             InternalError: One of these ids is open already.
         """
-        answers = Answers(request_ids)
-        for request_id in answers.open_ids:
+        for request_id in request_ids:
             if request_id in self._answers:
                 raise InternalError(f"request {request_id} is running already")
-        self._answers.update(dict.fromkeys(answers.open_ids, answers))
-        self._num_tokens_waiting.update(dict.fromkeys(answers.open_ids, num_tokens))
+        answers = Answers(len(request_ids))
+        self._answers.update(dict.fromkeys(request_ids, answers))
+        self._num_tokens_waiting.update(dict.fromkeys(request_ids, num_tokens))
         return answers
 
     def refuse_if_full(self, num_tokens: int, *, max_running: int, num_waiting: int) -> None:
@@ -118,21 +121,55 @@ class OpenRequests:
 
     def end(self, request_id: RequestId) -> None:
         """Close a request whose last output was read."""
-        answers = self._answers.pop(request_id, None)
-        self._num_tokens_waiting.pop(request_id, None)
+        answers = self._close(request_id)
         if answers is not None:
-            answers.open_ids.discard(request_id)
+            answers.num_open -= 1
 
     def abort(self, request_ids: Iterable[RequestId]) -> list[RequestId]:
         """Close requests and wake their readers; return those that were open."""
         known = [request_id for request_id in request_ids if request_id in self._answers]
         for request_id in known:
-            answers = self._answers.pop(request_id)
-            self._num_tokens_waiting.pop(request_id, None)
-            answers.put(request_id)
+            answers = self._close(request_id)
+            if answers is not None:
+                answers.put(None)
         return known
+
+    def close(self, request_ids: Iterable[RequestId], answers: Answers) -> list[RequestId]:
+        """Close those of requests that are still open, as nobody reads on; return which."""
+        left = [each for each in request_ids if self._answers.get(each) is answers]
+        for request_id in left:
+            self._close(request_id)
+        return left
+
+    def _close(self, request_id: RequestId) -> Answers | None:
+        self._num_tokens_waiting.pop(request_id, None)
+        return self._answers.pop(request_id, None)
 
     def fail(self, reason: str) -> None:
         """Tell every reader that the engine has ended."""
         for answers in self._answers.values():
             answers.put(EngineDeadError(reason))
+
+
+class TraceDump:
+    """A dump of a core's trace on its way here.
+
+    Args:
+        trace: Is set when the last piece has come.
+    """
+
+    def __init__(self, trace: asyncio.Future[ProcessTrace]) -> None:
+        self.trace = trace
+        self._pieces: list[bytes] = []
+
+    def take(self, piece: TracePiece) -> None:
+        """Take one more piece."""
+        if piece.events:
+            self._pieces.append(piece.events)
+        if piece.process is not None and not self.trace.done():
+            self.trace.set_result(whole(piece.process, self._pieces))
+
+    def fail(self, reason: str) -> None:
+        """Fail the dump: there will be no more pieces."""
+        if not self.trace.done():
+            self.trace.set_exception(EngineDeadError(reason))

@@ -23,10 +23,9 @@ import msgspec
 import zmq
 
 from pdserve.engine.arrivals import Arrivals
-from pdserve.engine.coordinator import EndCores, StartWave
+from pdserve.engine.coordinator import CoordinatorLink, EndCores, StartWave
 from pdserve.engine.kv_events import KVEventPublisher
 from pdserve.engine.launch import EngineLaunch
-from pdserve.engine.link import CoordinatorLink
 from pdserve.engine.loading import load_engine
 from pdserve.engine.local_socket import connect_local
 from pdserve.errors import ConfigError
@@ -303,7 +302,7 @@ class EngineProcess:
             part=Part.CORE,
             role=self._role,
             engine_id=self._info.engine_id,
-            running=scheduler.trace_of_running(),
+            running=scheduler.telemetry.requests(self._clock.monotonic_s()),
         )
         pieces = (TracePiece(number, events) for events in dump.pieces)
         return itertools.chain(pieces, [TracePiece(number, b"", dump.process)])

@@ -22,8 +22,7 @@ import zmq
 from pdserve.engine.heartbeat import CoreWatch
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.local_socket import LocalKeys, bind_local, local_name
-from pdserve.engine.open_requests import OpenRequests
-from pdserve.engine.trace_dump import TraceDump
+from pdserve.engine.open_requests import OpenRequests, TraceDump
 from pdserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -271,10 +270,8 @@ class ZmqEngineClient:
                     self._requests.end(output.request_id)
                 yield output
         finally:
-            if unfinished := list(answers.open_ids):
-                for request_id in unfinished:
-                    self._requests.end(request_id)
-                self._send(AbortRequests(unfinished))
+            if answers.num_open and (left := self._requests.close(ids, answers)):
+                self._send(AbortRequests(left))
 
     async def abort(self, request_ids: Sequence[RequestId]) -> None:
         """See `EngineClient`."""

@@ -10,7 +10,7 @@ from pdserve.kvcache.block_pool import BlockPool
 from pdserve.kvcache.events import EventLog
 from pdserve.kvcache.lease import Holding, Ledger
 from pdserve.wire.events import BlocksStored, Grain
-from pdserve.wire.hashing import GRAIN_TOKENS, block_hash, grain_hashes, root_hash
+from pdserve.wire.ids import GRAIN_TOKENS, block_hash, grain_hashes, root_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

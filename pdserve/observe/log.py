@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from pdserve.config.log import LOG_LEVELS, LogConfig, LogFormat
@@ -25,21 +26,19 @@ _OTHERS: Final = ("aiohttp", "asyncio", "py.warnings")
 """Loggers of libraries that speak where we do, from warnings up."""
 
 
+@dataclass(frozen=True, slots=True)
 class LogEvent:
     """What a log record says, as the object that its message is.
 
-    Args:
+    Attributes:
         name: A fixed text.
         fields: What differs from event to event; None fields are left out.
         text: The line for people; empty is the name, and `key=value` for each field.
     """
 
-    __slots__ = ("fields", "name", "text")
-
-    def __init__(self, name: str, fields: Mapping[str, object], text: str = "") -> None:
-        self.name = name
-        self.fields = fields
-        self.text = text
+    name: str
+    fields: Mapping[str, object]
+    text: str = ""
 
     def __str__(self) -> str:
         return self.text or " ".join([self.name, *_pairs(self.fields)])

@@ -28,8 +28,7 @@ from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.gate import Gate
 from pdserve.proxy.metrics import Metrics
 from pdserve.proxy.routing import Disaggregate, Router
-from pdserve.wire.hashing import grain_hashes
-from pdserve.wire.ids import RequestId
+from pdserve.wire.ids import RequestId, grain_hashes
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
 

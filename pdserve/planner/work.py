@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.bench.records import Outcome
 from pdserve.errors import ConfigError
-from pdserve.wire.hashing import GRAIN_TOKENS, grain_hashes
+from pdserve.wire.ids import GRAIN_TOKENS, grain_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

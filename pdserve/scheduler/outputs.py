@@ -13,8 +13,8 @@ from pdserve.wire.transfer import KVMode, LeaseEnd, LoadFailure
 if TYPE_CHECKING:
     from pdserve.scheduler.request import Request
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import ErrorCode
+    from pdserve.wire.sampling import TokenLogprobs
     from pdserve.wire.transfer import Received
 
 _NUM_OUTPUTS_WITH_STAGES = 2  # at D, the first token has none of its own

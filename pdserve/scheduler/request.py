@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pdserve.scheduler.drafts import DraftRecord
     from pdserve.scheduler.life import Wait
     from pdserve.wire.ids import BlockHash
-    from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import GenerateRequest, OnLoadFailure
+    from pdserve.wire.sampling import TokenLogprobs
     from pdserve.wire.transfer import Failed, KVMode, Received, Settled
 
 

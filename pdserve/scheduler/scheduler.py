@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from pdserve.scheduler.steps import Step
     from pdserve.wire.events import KVEvent
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import EngineOutput, EngineStats, GenerateRequest
-    from pdserve.wire.step import ExpertBalance, ModelRunnerOutput, SchedulerOutput
-    from pdserve.wire.trace import EngineRequest
+    from pdserve.wire.sampling import TokenLogprobs
+    from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, Failed
 
 
@@ -78,7 +77,6 @@ class Scheduler:
         self._counters = state.counters
         self._num_arrivals = 0
         self._may_admit = True
-        self._experts: ExpertBalance | None = None
         self._transfers = Transfers(state)
         self._batcher = Batcher(state, self._transfers)
 
@@ -219,9 +217,7 @@ class Scheduler:
         num_tokens = step.num_prefill_tokens + step.num_decode_tokens
         num_tokens += sum(result.num_drafted.values())
         self._counters.step(num_tokens, result.forward_s)
-        self.telemetry.step(step, result.forward_s, now_s)
-        if result.experts is not None:
-            self._experts = result.experts
+        self.telemetry.step(step, result, now_s)
         self._take_loads(step, result.failed_loads, now_s)
         running: Mapping[RequestId, Request] = self.state.running
         for request_id in result.non_finite_ids:
@@ -273,10 +269,6 @@ class Scheduler:
         if report.slices:
             self.telemetry.ranks(report, now_s)
 
-    def sample_counters(self) -> None:
-        """Record, for traces, how full everything is. To be called whenever that may change."""
-        self.telemetry.sample(self._clock.monotonic_s())
-
     def take_instructions(self) -> ConnectorMetadata | None:
         """Return what the workers' connector halves are to do now, whether or not a step runs.
 
@@ -322,11 +314,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the statistics."""
-        return self.telemetry.stats(self._experts)
-
-    def trace_of_running(self) -> list[EngineRequest]:
-        """Return the time until now of each request that is not forgotten yet."""
-        return self.telemetry.requests(self._clock.monotonic_s())
+        return self.telemetry.stats()
 
     # ---- building a step -------------------------------------------------------------
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdserve.scheduler.state import SchedulerState
     from pdserve.scheduler.steps import Step
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.step import ExpertBalance
+    from pdserve.wire.step import ExpertBalance, ModelRunnerOutput
     from pdserve.wire.trace import EngineRequest
     from pdserve.wire.transfer import ConnectorReport
 
@@ -56,9 +56,10 @@ class Telemetry:
         is_plain = not self._is_pipelined and not state.dimensions.max_drafted
         self._learner = StepLearner() if is_told and is_plain else None
         self._last_retired_s = self._sampled_s = float("-inf")
+        self._experts: ExpertBalance | None = None
         self._last_sample: tuple[dict[str, int], dict[str, int], int] | None = None
 
-    def step(self, step: Step, forward_s: float, now_s: float) -> None:
+    def step(self, step: Step, result: ModelRunnerOutput, now_s: float) -> None:
         """Record a step that has come back, if it had tokens.
 
         A step that was submitted while another one ran began when that one ended.
@@ -77,10 +78,12 @@ class Telemetry:
                     len(step.num_computed_after),
                     step.num_prefill_tokens,
                     step.num_decode_tokens,
-                    forward_s,
+                    result.forward_s,
                 )
             )
         self._last_retired_s = now_s
+        if result.experts is not None:
+            self._experts = result.experts
 
     def ranks(self, report: ConnectorReport, now_s: float) -> None:
         """Record what threads of ranks did, unless it is told by another machine's clock."""
@@ -90,7 +93,10 @@ class Telemetry:
                 self._recorder.add(SliceEvent(now_s, start_s, track, each.name, each.facts, end_s))
 
     def sample(self, now_s: float) -> None:
-        """Record the counters if they have changed: every so often, and when all is quiet."""
+        """Record the counters if they have changed: every so often, and when all is quiet.
+
+        To be called whenever they may have.
+        """
         state = self._state
         if now_s - self._sampled_s < SAMPLE_INTERVAL_S and state.requests:
             return
@@ -118,12 +124,8 @@ class Telemetry:
         }
         self._recorder.add(CountersEvent(now_s, counters))
 
-    def stats(self, experts: ExpertBalance | None) -> EngineStats:
-        """Return a snapshot.
-
-        Args:
-            experts: How evenly the experts are loaded, where they are balanced.
-        """
+    def stats(self) -> EngineStats:
+        """Return a snapshot."""
         state = self._state
         counters = state.counters
         return EngineStats(
@@ -148,7 +150,7 @@ class Telemetry:
             kv_faults=dict(counters.faults + Counter(state.connector.faults)),
             lease_ends=dict(counters.lease_ends),
             forward_s=counters.forward_s,
-            experts=experts,
+            experts=self._experts,
             kv_loads=dict(counters.loads),
             kv_ladder=dict(counters.ladder),
             recompute_tokens=counters.recompute_tokens,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdserve.server.hop import PromptLogprobs
     from pdserve.server.text_request import Delta, TextRequest
     from pdserve.text.tokenizer import Tokenizer
-    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import TokenLogprobs
 
 
 class TokenNames:

@@ -17,7 +17,7 @@ import msgspec
 
 from pdserve.errors import BadRequestError
 from pdserve.wire.hop import PARAMS, HandedOver, PdserveParams, PromptTokens
-from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.sampling import TokenLogprobs
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import HANDOFFS, TICKETS
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from pdserve.server.metrics import ServerMetrics
     from pdserve.text.output import CallDelta, TextDelta
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import EngineOutput, GenerateRequest
+    from pdserve.wire.sampling import TokenLogprobs
     from pdserve.wire.transfer import KVHandoff
 
 PARTS_OF_STAGES = ("kv_digest_s", "step_wait_s", "store_s")

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
-from pdserve.wire.hashing import GRAIN_TOKENS
-from pdserve.wire.ids import BlockHash
+from pdserve.wire.ids import GRAIN_TOKENS, BlockHash
 from pdserve.wire.learned import LearnedTimes
 from pdserve.wire.seal import Purpose, key_for
 

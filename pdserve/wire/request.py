@@ -9,8 +9,7 @@ import msgspec
 
 from pdserve.wire.events import EventEndpoint, RoutingLoad
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
-from pdserve.wire.outputs import TokenLogprobs
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import SamplingParams, TokenLogprobs
 from pdserve.wire.step import ExpertBalance
 from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape, Numerics, PushTicket
 

@@ -1,4 +1,4 @@
-"""What to sample and when to stop, fully resolved: no field is left to a server's default."""
+"""What to sample and when to stop, fully resolved, and what is told of a token beside its id."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request's tokens are chosen.
+    """How one request's tokens are chosen. No field is left to a server's default.
 
     The random number for output token `i` is a function of `(seed, i)` alone, so any
     engine that holds the request continues it identically.
@@ -83,3 +83,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def needs_whole_prompt(self) -> bool:
         """Whether every token of the prompt is to be computed, cached or not."""
         return self.prompt_logprobs is not None or self.pooling is Pooling.MEAN
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position.
+
+    Attributes:
+        token_id: The token that stands there.
+        logprob: Its natural-log probability under the unmodified logits.
+        rank: Its rank, 1 for the most likely.
+        top: The most likely `(token_id, logprob)`, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]

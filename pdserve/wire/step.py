@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.wire.ids import BlockId, RequestId
-from pdserve.wire.outputs import TokenLogprobs
-from pdserve.wire.sampling import SamplingParams
+from pdserve.wire.sampling import SamplingParams, TokenLogprobs
 from pdserve.wire.transfer import ConnectorMetadata, Failed
 
 

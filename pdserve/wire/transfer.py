@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import msgspec
 
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
-from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.sampling import TokenLogprobs
 from pdserve.wire.seal import Purpose, Seal
 from pdserve.wire.trace import RankSlice
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import TokenLogprobs
     from pdserve.wire.step import NewRequest
     from pdserve.worker.input_batch import InputBatch
     from pdserve.worker.step import PreparedStep

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.sampling import TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

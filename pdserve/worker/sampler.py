@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.sampling import SamplingParams, TokenLogprobs
     from pdserve.worker.grammar import GrammarPool
     from pdserve.worker.logit_rules import Hindered
     from pdserve.worker.logprobs import Alternatives

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.sampling import SamplingParams, TokenLogprobs
     from pdserve.wire.step import ModelRunnerOutput
     from pdserve.worker.logit_rules import Hindered
     from pdserve.worker.sampler import Sampled

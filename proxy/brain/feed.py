@@ -18,7 +18,7 @@ from pdserve.observe.log import log_event
 from pdserve.proxy.brain.index import Holder
 from pdserve.proxy.brain.subscription import CoreSubscription
 from pdserve.wire.events import HASH_VERSION, RoutingLoad
-from pdserve.wire.hashing import GRAIN_TOKENS
+from pdserve.wire.ids import GRAIN_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

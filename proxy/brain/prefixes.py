@@ -19,7 +19,7 @@ from pdserve.proxy.brain.metrics import TOKENIZED, set_by_engine
 from pdserve.proxy.brain.prompt import KnownPrefix
 from pdserve.proxy.brain.routed import RoutedPrefixes
 from pdserve.wire.event_reader import ReaderState
-from pdserve.wire.hashing import GRAIN_TOKENS
+from pdserve.wire.ids import GRAIN_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

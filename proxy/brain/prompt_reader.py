@@ -19,7 +19,7 @@ from pdserve.http.protocol import ChatRequest
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.wire.hashing import GRAIN_TOKENS, grain_hashes
+from pdserve.wire.ids import GRAIN_TOKENS, grain_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.errors import InternalError
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import Incarnation, RequestId
-from pdserve.wire.outputs import TokenLogprobs
+from pdserve.wire.sampling import TokenLogprobs
 from pdserve.wire.transfer import (
     ConnectorReport,
     Endpoint,

@@ -18,6 +18,7 @@ from pdserve.engine.coordinator import (
     Addresses,
     Coordinator,
     CoordinatorLaunch,
+    CoordinatorLink,
     Counts,
     Drained,
     EndCores,
@@ -25,7 +26,6 @@ from pdserve.engine.coordinator import (
     ToCores,
     Wish,
 )
-from pdserve.engine.link import CoordinatorLink
 from pdserve.engine.local_socket import LocalKeys, connect_local, local_name
 from pdserve.wire.request import EngineStats
 

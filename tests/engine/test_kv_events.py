@@ -20,8 +20,7 @@ from pdserve.kvcache.grains import GrainTracker
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
 from pdserve.wire.event_reader import ReaderState
 from pdserve.wire.events import BlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from pdserve.wire.hashing import grain_hashes
-from pdserve.wire.ids import BlockHash, Incarnation
+from pdserve.wire.ids import BlockHash, Incarnation, grain_hashes
 from pdserve.wire.learned import FitSums, LearnedTimes
 from tests.cli.process import free_neighbours
 

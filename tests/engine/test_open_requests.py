@@ -78,4 +78,4 @@ async def test_the_end_of_the_engine_reaches_every_reader() -> None:
     for answers in readers:
         with pytest.raises(EngineDeadError, match="it was killed"):
             await answers.next()
-        assert not answers.open_ids
+        assert not answers.num_open

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import TokenLogprobs
 
 pytestmark = pytest.mark.gpu
 

@@ -27,8 +27,7 @@ from pdserve.wire.events import (
     GrainsStored,
     RoutingLoad,
 )
-from pdserve.wire.hashing import grain_hashes
-from pdserve.wire.ids import Incarnation
+from pdserve.wire.ids import Incarnation, grain_hashes
 from pdserve.wire.learned import FitSums, LearnedTimes
 from pdserve.wire.request import EngineInfo
 from tests.proxy.conftest import until

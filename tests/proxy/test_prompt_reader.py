@@ -19,7 +19,7 @@ from pdserve.proxy.brain.prompt import UNREAD
 from pdserve.proxy.brain.prompt_reader import PromptReader
 from pdserve.text.load import load_text
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.wire.hashing import GRAIN_TOKENS, grain_hashes
+from pdserve.wire.ids import GRAIN_TOKENS, grain_hashes
 from tests.text.tiny import write_model_files
 
 LONG = "the quick brown fox jumps over the lazy dog, and then some more of it happens. " * 40

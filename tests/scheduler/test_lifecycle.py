@@ -16,7 +16,6 @@ from pdserve.scheduler.life import State
 from pdserve.scheduler.request import Request
 from pdserve.scheduler.state import WaitingQueue
 from pdserve.wire.ids import RequestId
-from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.request import (
     EngineOutput,
     EngineStats,
@@ -24,7 +23,7 @@ from pdserve.wire.request import (
     FinishReason,
     GenerateRequest,
 )
-from pdserve.wire.sampling import Pooling
+from pdserve.wire.sampling import Pooling, TokenLogprobs
 from pdserve.wire.transfer import (
     ConnectorReport,
     Failed,

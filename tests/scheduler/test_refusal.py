@@ -11,8 +11,8 @@ from pdserve.connectors.memory.exchange import Exchange
 from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.plan import refusal_of
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
-from pdserve.wire.outputs import TokenLogprobs
 from pdserve.wire.request import FinishReason, GenerateRequest
+from pdserve.wire.sampling import TokenLogprobs
 from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape
 from tests.scheduler.invariants import assert_nothing_held
 from tests.toy import ToyEngine, sampling

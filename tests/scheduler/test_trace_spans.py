@@ -29,7 +29,7 @@ IN_SPANS = ("queue", "prefill", "kv_wait", "kv_transfer", "handover", "first_ste
 def traced(engine: Engine) -> EngineRequest:
     """The one request's time: its own if it is over, else until now."""
     over = [e for e in engine.scheduler.recorder.since(0.0) if isinstance(e, EngineRequest)]
-    (found,) = over or engine.scheduler.trace_of_running()
+    (found,) = over or engine.scheduler.telemetry.requests(engine.clock.monotonic_s())
     return found
 
 
@@ -149,19 +149,19 @@ def test_counters_are_recorded_when_they_change_and_not_too_often():
     def samples() -> list[CountersEvent]:
         return [e for e in engine.scheduler.recorder.since(0.0) if isinstance(e, CountersEvent)]
 
-    engine.scheduler.sample_counters()
-    engine.scheduler.sample_counters()
+    engine.scheduler.telemetry.sample(engine.clock.monotonic_s())
+    engine.scheduler.telemetry.sample(engine.clock.monotonic_s())
     assert len(samples()) == 1
     engine.scheduler.add(make_request("p", PROMPT))
     engine.clock.advance(0.02)
-    engine.scheduler.sample_counters()
+    engine.scheduler.telemetry.sample(engine.clock.monotonic_s())
     assert samples()[-1].counters["requests"]["waiting"] == 1
     engine.step()
     engine.clock.advance(0.001)
-    engine.scheduler.sample_counters()
+    engine.scheduler.telemetry.sample(engine.clock.monotonic_s())
     assert len(samples()) == 2
     engine.clock.advance(0.02)
-    engine.scheduler.sample_counters()
+    engine.scheduler.telemetry.sample(engine.clock.monotonic_s())
     assert samples()[-1].counters["KV blocks"]["held"] > 0
 
 

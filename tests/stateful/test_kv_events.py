@@ -28,8 +28,7 @@ from pdserve.wire.events import (
     SnapshotPart,
     first_epoch,
 )
-from pdserve.wire.hashing import GRAIN_TOKENS, block_hash, grain_hashes, root_hash
-from pdserve.wire.ids import Incarnation
+from pdserve.wire.ids import GRAIN_TOKENS, Incarnation, block_hash, grain_hashes, root_hash
 from tests.stateful.reaching import in_ci
 
 BLOCK = 128

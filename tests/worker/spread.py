@@ -39,9 +39,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.parallel.group import World
-    from pdserve.wire.outputs import TokenLogprobs
     from pdserve.wire.request import EngineOutput
-    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.sampling import SamplingParams, TokenLogprobs
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorReport
     from pdserve.worker.info import WorkerInfo

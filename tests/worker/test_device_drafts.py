@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.wire.ids import RequestId
-    from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.sampling import SamplingParams, TokenLogprobs
 
 pytestmark = pytest.mark.slow
 

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.sampling import SamplingParams, TokenLogprobs
     from pdserve.worker.model_runner import ModelRunner
 
 VOCAB = TINY["vocab_size"]

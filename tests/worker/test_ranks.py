@@ -25,7 +25,7 @@ from tests.worker.spread import Outcome, Requests, config_of, serve
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import TokenLogprobs
 
 pytestmark = pytest.mark.slow
 

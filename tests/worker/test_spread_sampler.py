@@ -18,8 +18,7 @@ from tests.ranks import run_ranks
 from tests.worker.driver import GREEDY, params
 
 if TYPE_CHECKING:
-    from pdserve.wire.outputs import TokenLogprobs
-    from pdserve.wire.sampling import SamplingParams
+    from pdserve.wire.sampling import SamplingParams, TokenLogprobs
 
 pytestmark = pytest.mark.slow
 

@@ -47,8 +47,9 @@ def _look(request_id: str) -> None:
 
 def _is_on_its_way(each: object) -> bool:
     """A value that cannot change is a message, or a part of one."""
-    config = getattr(each, "__struct_config__", None)
-    return isinstance(each, tuple) or (config is not None and config.frozen)
+    struct = getattr(each, "__struct_config__", None)
+    data = getattr(each, "__dataclass_params__", None)
+    return isinstance(each, tuple) or any(kind and kind.frozen for kind in (struct, data))
 
 
 def _names(value: object, names: set[str], depth: int = 0) -> bool:

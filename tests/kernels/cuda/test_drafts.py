@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.config.speculative import SpeculativeConfig
-    from pdserve.wire.outputs import TokenLogprobs
+    from pdserve.wire.sampling import TokenLogprobs
 
 NUM_OUTPUTS = 7
 ASKED = {
