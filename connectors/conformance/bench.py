@@ -72,13 +72,13 @@ class Bench:
                 )
         return self.new("P"), self.new("D")
 
-    def needs_push(self) -> None:
-        """Skip a test if the connector does not push."""
+    def ticket(self, p: Engine, d: Engine, **changes: Any) -> PushTicket:
+        """A ticket for a push from one to the other, as a proxy draws it.
+
+        A test that asks for one is skipped if the connector does not push.
+        """
         if not self.connector.capabilities.push:
             raise unittest.SkipTest("its capabilities do not name push")
-
-    def ticket(self, p: Engine, d: Engine, **changes: Any) -> PushTicket:
-        """A ticket for a push from one to the other, as a proxy draws it."""
         self._num_tickets += 1
         ticket = PushTicket(nonce=f"ticket {self._num_tickets}", prefill=p.ref, decode=d.ref)
         return msgspec.structs.replace(ticket, **changes)

@@ -121,26 +121,14 @@ class Rank:
         self.endpoint: Endpoint | None = self.worker.register_kv_caches(self.kv, layout)
 
     def write(
-        self,
-        blocks: Sequence[int],
-        seed: int,
-        first: int,
-        end: int,
-        *,
-        layers: slice = _ALL_LAYERS,
+        self, blocks: Sequence[int], seed: int, first: int, end: int, *, layers: slice = _ALL_LAYERS
     ) -> None:
         """Write the tokens `first` to `end` of a table as `seed` would."""
         values = self.share.values(seed, range(first, end), self._context.layout.dtype)
         write_tokens(self.kv[:, layers], blocks, self._context.shape, first, values[:, layers])
 
     def holds(
-        self,
-        blocks: Sequence[int],
-        seed: int,
-        first: int,
-        end: int,
-        *,
-        layers: slice = _ALL_LAYERS,
+        self, blocks: Sequence[int], seed: int, first: int, end: int, *, layers: slice = _ALL_LAYERS
     ) -> bool:
         """Whether the tokens `first` to `end` of a table are what `seed` would have written."""
         found = by_token(self.kv[:, layers], blocks, self._context.shape)[first:end]
@@ -369,9 +357,19 @@ class Engine:
         )
 
     def compute(
-        self, request: KitRequest, blocks: Sequence[int], first: int, end: int, *, seed: int = 1
+        self,
+        request: KitRequest,
+        blocks: Sequence[int],
+        first: int,
+        end: int,
+        *,
+        seed: int = 1,
+        loaded: tuple[int, int] = (0, 0),
     ) -> None:
-        """At P: one step, which computes the tokens `first` to `end`."""
+        """One step, which computes the tokens `first` to `end`, each layer once it was waited for.
+
+        By then it must have the tokens `loaded`, as `seed` would have written them.
+        """
         scheduled = ScheduledRequest(
             request, [BlockId(block) for block in blocks], [1] * len(blocks), first, end
         )
@@ -379,12 +377,15 @@ class Engine:
         metadata = self.scheduler.build_connector_meta(step)
         for rank in self.ranks:
             is_layerwise = metadata is not None and rank.worker.start_load_kv(metadata)
-            rank.write(blocks, seed, first, end)
-            if is_layerwise:
-                for layer in range(len(rank.share.layers)):
-                    rank.worker.wait_for_layer_load(layer)
-                    rank.worker.save_kv_layer(layer)
-            rank.worker.wait_for_save()
+            for index in range(len(rank.share.layers)):
+                layer = slice(index, index + 1)
+                if is_layerwise:
+                    rank.worker.wait_for_layer_load(index)
+                assert rank.holds(blocks, seed, *loaded, layers=layer), f"layer {index} lacks KV"
+                rank.write(blocks, seed, first, end, layers=layer)
+                if is_layerwise:
+                    rank.worker.save_kv_layer(index)
+            assert not rank.worker.wait_for_save()
         self.step()
 
     def finish(self, request: KitRequest, blocks: Sequence[int]) -> KVHandoff:

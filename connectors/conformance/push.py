@@ -24,7 +24,6 @@ class PushConformance(Bench):
     """D reserves and registers, P writes as it computes, D checks and releases."""
 
     def test_the_tokens_arrive_with_the_handoff_and_the_lease_settles_as_read(self) -> None:
-        self.needs_push()
         p, d = self.pair()
         ours, theirs = self._registered(p, d)
         others = [b for b in range(d.context.shape.num_blocks) if b not in self.d_blocks(0)]
@@ -47,11 +46,8 @@ class PushConformance(Bench):
         assert [request_id for request_id, _ in p.ready] == [ours.request_id]
 
     def test_p_waits_until_every_rank_of_d_has_registered(self) -> None:
-        self.needs_push()
         p, d = self.pair()
-        ticket = self.ticket(p, d)
-        ours = p.take(p.new_request(PROMPT, remote_decode=True, ticket=ticket))
-        theirs = d.take(d.new_request(PROMPT, ticket=ticket))
+        ours, theirs = self._queued(p, d)
         for _ in range(5):
             p.step()
             assert p.is_asked_to_wait(ours)
@@ -60,7 +56,6 @@ class PushConformance(Bench):
         assert [request_id for request_id, _ in p.ready] == [ours.request_id]
 
     def test_a_registration_that_comes_before_p_expects_it_counts(self) -> None:
-        self.needs_push()
         p, d = self.pair()
         ticket = self.ticket(p, d)
         theirs = d.take(d.new_request(PROMPT, ticket=ticket))
@@ -76,7 +71,6 @@ class PushConformance(Bench):
         assert d.holds(self.d_blocks(0), 1, 0, NUM_TOKENS)
 
     def test_what_d_has_already_is_not_written(self) -> None:
-        self.needs_push()
         p, d = self.pair()
         first = d.block_size * ((NUM_TOKENS - 1) // d.block_size)
         # Other KV than P's shows that nothing was moved; but digests are of whole blocks of P.
@@ -89,7 +83,6 @@ class PushConformance(Bench):
         assert d.holds(self.d_blocks(0), 1, first, NUM_TOKENS)
 
     def test_many_pushes_at_once_all_arrive_and_each_is_reported_once(self) -> None:
-        self.needs_push()
         num_jobs = 16
         p, d = self.pair(num_jobs=num_jobs)
         jobs = [self._registered(p, d, job=job)[0] for job in range(num_jobs)]
@@ -105,7 +98,6 @@ class PushConformance(Bench):
     # --- given up
 
     def test_an_abort_at_d_before_p_begins_withdraws_the_push(self) -> None:
-        self.needs_push()
         p, d = self.pair()
         ours, theirs = self._registered(p, d)
         d.abort(theirs)
@@ -118,11 +110,9 @@ class PushConformance(Bench):
         assert not d.received
 
     def test_an_abort_at_d_during_the_write_ends_in_one_report_and_no_later_write(self) -> None:
-        self.needs_push()
         p, d = self.pair()
         ours, theirs = self._registered(p, d)
-        blocks = self.p_blocks(0)
-        p.start(ours, blocks)
+        blocks = self._start(p, ours)
         p.compute(ours, blocks, 0, _CHUNK)
         d.abort(theirs)
         d.step()
@@ -137,11 +127,9 @@ class PushConformance(Bench):
         assert not d.received
 
     def test_an_abort_at_p_is_settled_and_d_is_told(self) -> None:
-        self.needs_push()
         p, d = self.pair()
         ours, _ = self._registered(p, d)
-        blocks = self.p_blocks(0)
-        p.start(ours, blocks)
+        blocks = self._start(p, ours)
         p.compute(ours, blocks, 0, _CHUNK)
         assert p.abort(ours), "P's blocks must be kept until nothing is written from them"
         p.step()
@@ -158,11 +146,8 @@ class PushConformance(Bench):
         assert len(d.failed) == 1
 
     def test_an_abort_at_p_before_d_registers_ends_ds_reservation(self) -> None:
-        self.needs_push()
         p, d = self.pair()
-        ticket = self.ticket(p, d)
-        ours = p.take(p.new_request(PROMPT, remote_decode=True, ticket=ticket))
-        theirs = d.take(d.new_request(PROMPT, ticket=ticket))
+        ours, theirs = self._queued(p, d)
         p.abort(ours)
         p.step()
         d.load(theirs, self.d_blocks(0))
@@ -170,7 +155,6 @@ class PushConformance(Bench):
         assert {each.reason for each in d.failed} == {LoadFailure.WITHDRAWN}
 
     def test_a_d_that_is_gone_is_noticed_and_p_goes_on(self) -> None:
-        self.needs_push()
         p, d = self.new("P", lease_s=2.0), self.new("D", lease_s=2.0)
         ours, _ = self._registered(p, d)
         d.close()
@@ -178,7 +162,6 @@ class PushConformance(Bench):
         self._still_goes_on(p, ours)
 
     def test_a_d_that_never_comes_is_waited_for_no_longer_than_a_lease(self) -> None:
-        self.needs_push()
         p, d = self.new("P", lease_s=1.0), self.new("D", lease_s=1.0)
         ticket = self.ticket(p, d)
         ours = p.take(p.new_request(PROMPT, remote_decode=True, ticket=ticket))
@@ -187,7 +170,6 @@ class PushConformance(Bench):
         self._still_goes_on(p, ours)
 
     def test_a_p_that_is_gone_is_noticed_and_the_load_has_failed(self) -> None:
-        self.needs_push()
         p, d = self.new("P", lease_s=1.0), self.new("D", lease_s=1.0)
         self._registered(p, d)
         p.close()
@@ -195,7 +177,6 @@ class PushConformance(Bench):
         assert not d.received
 
     def test_a_p_that_never_hears_of_the_request_fails_it_at_d(self) -> None:
-        self.needs_push()
         p, d = self.new("P", lease_s=0.3), self.new("D", lease_s=0.3)
         theirs = d.take(d.new_request(PROMPT, ticket=self.ticket(p, d)))
         d.load(theirs, self.d_blocks(0))
@@ -211,7 +192,6 @@ class PushConformance(Bench):
     # --- tickets that are not to be believed
 
     def test_a_ticket_serves_one_push(self) -> None:
-        self.needs_push()
         p, d = self.pair()
         ours, theirs = self._registered(p, d)
         self._prefill(p, ours)
@@ -225,7 +205,6 @@ class PushConformance(Bench):
         assert len(p.settled) == 1
 
     def test_a_ticket_for_another_life_is_refused(self) -> None:
-        self.needs_push()
         p, d = self.pair()
         for side, engine in (("prefill", p), ("decode", d)):
             former = msgspec.structs.replace(engine.ref, incarnation=Incarnation("former"))
@@ -237,13 +216,11 @@ class PushConformance(Bench):
 
     def test_a_block_that_is_not_what_its_digest_was_taken_of_is_never_received(self) -> None:
         """Two requests share a prefix, whose digests are known; its KV at P rots in between."""
-        self.needs_push()
         p, d = self.pair(num_jobs=2)
         self._prefill(p, self._registered(p, d)[0])
         d.until(lambda: d.received, others=[p])
         ours, theirs = self._registered(p, d, job=1)
-        blocks = self.p_blocks(0)
-        p.start(ours, blocks)
+        blocks = self._start(p, ours)
         p.compute(ours, blocks, 0, NUM_TOKENS, seed=9)
         p.finish(ours, blocks)
         d.until(lambda: d.failed or len(d.received) > 1, others=[p])
@@ -256,11 +233,9 @@ class PushConformance(Bench):
     def test_what_was_to_be_loaded_and_has_not_come_is_not_written_but_what_is_computed_then(
         self,
     ) -> None:
-        self.needs_push()
         p, d = self.pair()
         ours, _ = self._registered(p, d)
-        blocks = self.p_blocks(0)
-        p.start(ours, blocks)
+        blocks = self._start(p, ours)
         ours.is_unproven = True
         p.compute(ours, blocks, 0, NUM_TOKENS, seed=9)
         self._let_pass(p, d)
@@ -273,11 +248,9 @@ class PushConformance(Bench):
         assert d.holds(self.d_blocks(0), 1, 0, NUM_TOKENS)
 
     def test_what_was_loaded_in_the_only_step_of_a_prompt_is_written_once_it_has_come(self) -> None:
-        self.needs_push()
         p, d = self.pair()
         ours, _ = self._registered(p, d)
-        blocks = self.p_blocks(0)
-        p.start(ours, blocks)
+        blocks = self._start(p, ours)
         ours.is_unproven = True
         p.compute(ours, blocks, 0, NUM_TOKENS)
         self._let_pass(p, d)
@@ -290,21 +263,30 @@ class PushConformance(Bench):
 
     # --- parts
 
+    def _queued(self, p: Engine, d: Engine) -> tuple[KitRequest, KitRequest]:
+        """P's and D's request, under one ticket."""
+        ticket = self.ticket(p, d)
+        ours = p.take(p.new_request(PROMPT, remote_decode=True, ticket=ticket))
+        return ours, d.take(d.new_request(PROMPT, ticket=ticket))
+
     def _registered(
         self, p: Engine, d: Engine, *, job: int = 0, num_computed: int = 0
     ) -> tuple[KitRequest, KitRequest]:
         """P's and D's request, up to the registration."""
-        ticket = self.ticket(p, d)
-        ours = p.take(p.new_request(PROMPT, remote_decode=True, ticket=ticket))
-        theirs = d.take(d.new_request(PROMPT, ticket=ticket))
+        ours, theirs = self._queued(p, d)
         d.load(theirs, self.d_blocks(job), num_computed=num_computed)
         p.until(lambda: not p.is_asked_to_wait(ours), others=[d])
         return ours, theirs
 
-    def _prefill(self, p: Engine, ours: KitRequest, *, job: int = 0, seed: int = 1) -> None:
-        """All of P's steps."""
+    def _start(self, p: Engine, ours: KitRequest, *, job: int = 0) -> list[int]:
+        """Give P's request its blocks; return them."""
         blocks = self.p_blocks(job)
         p.start(ours, blocks)
+        return blocks
+
+    def _prefill(self, p: Engine, ours: KitRequest, *, job: int = 0, seed: int = 1) -> None:
+        """All of P's steps."""
+        blocks = self._start(p, ours, job=job)
         for first in range(0, NUM_TOKENS, _CHUNK):
             p.compute(ours, blocks, first, min(first + _CHUNK, NUM_TOKENS), seed=seed)
         p.finish(ours, blocks)
@@ -312,8 +294,7 @@ class PushConformance(Bench):
     def _still_goes_on(self, p: Engine, ours: KitRequest) -> None:
         """A request whose push was withdrawn is computed all the same, and may be pulled."""
         assert not p.is_asked_to_wait(ours)
-        blocks = self.p_blocks(0)
-        p.start(ours, blocks)
+        blocks = self._start(p, ours)
         p.compute(ours, blocks, 0, NUM_TOKENS)
         handoff = p.finish(ours, blocks)
         d = self.new("D-other")

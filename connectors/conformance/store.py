@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.conformance.bench import Bench
 from pdserve.connectors.conformance.engines import FIRST_TOKEN, prompt_of
-from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.connectors.base import Hold, Match
+    from pdserve.connectors.base import Match
     from pdserve.connectors.conformance.engines import Engine, KitRequest
 
 _NUM_TOKENS = 40
@@ -31,11 +30,8 @@ class StoreConformance(Bench):
     def test_what_a_prompt_left_is_loaded_and_no_layer_is_read_before_it_is_there(self) -> None:
         p = self.new("P")
         self._save(p)
-        request, blocks = self._arrive(p), self.p_blocks(1)
-        p.fill(blocks, _OTHER)
         num_whole = _NUM_TOKENS - _NUM_TOKENS % p.block_size
-        assert self._load(p, request, blocks) == num_whole
-        assert p.holds(blocks, _SEED, 0, num_whole)
+        assert self._load_what_was_saved(p) == num_whole
 
     def test_only_what_is_not_here_is_loaded(self) -> None:
         p = self.new("P")
@@ -70,11 +66,12 @@ class StoreConformance(Bench):
 
     # --- steps
 
-    def _load_what_was_saved(self, engine: Engine) -> None:
+    def _load_what_was_saved(self, engine: Engine) -> int:
         request, blocks = self._arrive(engine), self.p_blocks(1)
         engine.fill(blocks, _OTHER)
         num_tokens = self._load(engine, request, blocks)
         assert engine.holds(blocks, _SEED, 0, num_tokens)
+        return num_tokens
 
     def _arrive(self, engine: Engine) -> KitRequest:
         request = engine.new_request(_PROMPT)
@@ -97,17 +94,15 @@ class StoreConformance(Bench):
         table, generations = self.ids(blocks), [1] * len(blocks)
         engine.scheduler.update_state_after_alloc(request, table, 0, generations=generations)
         for start, end in ((0, 24), (24, _NUM_TOKENS)):
-            self._step(engine, request, blocks, start, end)
+            engine.compute(request, blocks, start, end, seed=_SEED)
         request.output_token_ids.append(FIRST_TOKEN)
         request.finish_reason = ending
         scheduler = engine.scheduler
         let_go = scheduler.preempted if ending is None else scheduler.request_finished
-        self._wait(engine, let_go(request, table, generations))
-        engine.fill(blocks, _OTHER)
-
-    def _wait(self, engine: Engine, hold: Hold | None) -> None:
+        hold = let_go(request, table, generations)
         if hold is not None:
             engine.until(lambda: hold.hold_id in [each.nonce for each in engine.settled])
+        engine.fill(blocks, _OTHER)
 
     def _load(
         self, engine: Engine, request: KitRequest, blocks: Sequence[int], num_computed: int = 0
@@ -123,32 +118,6 @@ class StoreConformance(Bench):
             assert engine.holds(blocks, _SEED, num_computed, end)
         else:
             start = min(end, _NUM_TOKENS - 1)
-            self._step(engine, request, blocks, start, _NUM_TOKENS, loaded=(num_computed, end))
+            loaded = num_computed, end
+            engine.compute(request, blocks, start, _NUM_TOKENS, seed=_SEED, loaded=loaded)
         return match.num_tokens
-
-    def _step(
-        self,
-        engine: Engine,
-        request: KitRequest,
-        blocks: Sequence[int],
-        start: int,
-        end: int,
-        *,
-        loaded: tuple[int, int] = (0, 0),
-    ) -> None:
-        """Compute the tokens `start` to `end`, each layer only after it was waited for."""
-        scheduled = ScheduledRequest(request, self.ids(blocks), [1] * len(blocks), start, end)
-        step = StepView({request.request_id: end - start}, lambda _: scheduled)
-        metadata = engine.scheduler.build_connector_meta(step)
-        for rank in engine.ranks:
-            is_layerwise = metadata is not None and rank.worker.start_load_kv(metadata)
-            for index in range(len(rank.share.layers)):
-                layer = slice(index, index + 1)
-                if is_layerwise:
-                    rank.worker.wait_for_layer_load(index)
-                assert rank.holds(blocks, _SEED, *loaded, layers=layer), f"layer {index} lacks KV"
-                rank.write(blocks, _SEED, start, end, layers=layer)
-                if is_layerwise:
-                    rank.worker.save_kv_layer(index)
-            assert not rank.worker.wait_for_save()
-        engine.step()
