@@ -120,7 +120,7 @@ class Proxy:
         self.metrics = Metrics()
         headers = engine_headers(config.api_keys, {})
         self.breakers = Breakers(config, self._clock, self.metrics)
-        self.backends = Backends(config, self._clock, self.breakers)
+        self.backends = Backends(config, self._clock, self.breakers, on_gone=self._gone)
         self.admission = AdmissionQueue(
             config.max_concurrent_requests, config.queue_size, config.queue_timeout_s
         )
@@ -305,6 +305,11 @@ class Proxy:
         """Take what an engine says that its steps take."""
         if self.pairing is not None:
             self.pairing.model.hear(url, learned)
+
+    def _gone(self, url: str) -> None:
+        """Forget what an engine had to do that has left for good."""
+        if self.pairing is not None:
+            self.pairing.ledger.forget(url)
 
     def build_app(self) -> web.Application:
         """Return the application, not running yet."""

@@ -22,7 +22,7 @@ from pdserve.wire.seal import PROTOCOL
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
@@ -45,10 +45,22 @@ that it is one without such engines."""
 
 
 class Backends:
-    """All engines this proxy knows of."""
+    """All engines this proxy knows of.
 
-    def __init__(self, config: ProxyConfig, clock: Clock, breakers: Breakers) -> None:
+    Args:
+        on_gone: Told the URL of an engine that is forgotten.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        clock: Clock,
+        breakers: Breakers,
+        *,
+        on_gone: Callable[[str], None] = lambda url: None,
+    ) -> None:
         self._clock = clock
+        self._on_gone = on_gone
         self._breakers = breakers
         self._backends: dict[str, Backend] = {}
         self._by_id: dict[str, Backend] = {}
@@ -150,6 +162,7 @@ class Backends:
         self._pools.clear()
         backend.is_gone = True
         self._breakers.forget_pairs(backend.url)
+        self._on_gone(backend.url)
         if not any(other.role is backend.role for other in self):
             self._gone_s[backend.role] = self._clock.monotonic_s()
 

@@ -26,8 +26,8 @@ from pdserve.proxy.bodies import UNREADABLE
 from pdserve.proxy.boundary import engine_headers
 from pdserve.proxy.brain.decision import BIAS, decide
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN
+from pdserve.proxy.brain.question import ServiceObjectives
 from pdserve.proxy.brain.rejection import rejection
-from pdserve.proxy.brain.slo import ServiceObjectives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,7 +18,7 @@ from pdserve.commands.exit_codes import EXIT_DONE
 from pdserve.config.kv_events_reader import KVEventsReaderConfig
 from pdserve.config.load import build
 from pdserve.errors import ConfigError, PeerError
-from pdserve.proxy.brain.subscription import CoreSubscription
+from pdserve.proxy.brain.feed import CoreSubscription
 from pdserve.wire.event_reader import GrainSet, ReaderState
 from pdserve.wire.events import HASH_VERSION, EventEndpoint
 from pdserve.wire.hop import INFO_PATH, EngineReport

@@ -18,9 +18,8 @@ from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
 from pdserve.config.load import build
 from pdserve.config.route import RouteConfig
 from pdserve.errors import ConfigError, PdserveError, PeerError
-from pdserve.proxy.brain.counterfactual import chosen_by
 from pdserve.proxy.brain.decision import repeated
-from pdserve.proxy.brain.record import DecisionsShown
+from pdserve.proxy.brain.record import DecisionsShown, chosen_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

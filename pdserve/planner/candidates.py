@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.planner.work import FleetLayout
 from pdserve.proxy.brain.roles import Demand, HomeBounds, load_of
-from pdserve.proxy.brain.times import ServiceTimes
+from pdserve.proxy.brain.work import ServiceTimes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

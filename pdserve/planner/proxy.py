@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.brain.index import PrefixIndex
     from pdserve.proxy.brain.ledger import LedgerEntry
-    from pdserve.proxy.brain.times import ServiceTimes
+    from pdserve.proxy.brain.work import ServiceTimes
     from pdserve.wire.event_reader import ReaderState
     from pdserve.wire.request import EngineOutput
 

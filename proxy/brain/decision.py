@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pdserve.proxy.brain.question import PairCandidate, RouteQuestion
-    from pdserve.proxy.brain.times import ServiceTimes
+    from pdserve.proxy.brain.work import ServiceTimes
 
 BIAS: Final = 0.15
 MARGIN: Final = 0.05
@@ -28,17 +28,10 @@ _MAX_MARGIN: Final = 0.3
 """In overload costs are large, and so are their errors: a split must still be possible."""
 _TRIED: Final = 4
 """Of the best for either part, whose pairs are looked at."""
-MIN_TTFT_SLO_S: Final = 1.0
-_TTFT_RATIO: Final = 3.0
 _HOP_S: Final = 0.002
 _MOSTLY: Final = 0.3
 _SHORT_TOKENS: Final = 512
 _MAX_BUSY: Final = 0.9
-
-
-def default_ttft_slo_s(times: ServiceTimes, num_tokens: int) -> float:
-    """The objective of who names none: a second, or three times what the prompt takes alone."""
-    return max(MIN_TTFT_SLO_S, _TTFT_RATIO * times.prompt_s(num_tokens, 0))
 
 
 def decide(question: RouteQuestion, may_pair: Callable[[str, str], bool]) -> PairDecision | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from pdserve.proxy.brain.work import EngineWork, PromptWork, prompt_work
@@ -35,18 +35,18 @@ class LedgerEntry:
     """
 
     def __init__(
-        self, ledger: WorkLedger, url: str, kind: str, num_tokens: int, num_cached: int
+        self, ledger: WorkLedger, engine: _Engine, kind: str, num_tokens: int, num_cached: int
     ) -> None:
         self._ledger = ledger
-        self._url = url
-        self._work = work = ledger.of(url)
+        self._engine = engine
+        work = engine.work
         self._streams_on = kind == "local"
         self._num_tokens = num_tokens
         self._is_pending = self._is_streaming = False
         self._own = prompt_work(num_tokens, num_cached)
-        there = ledger.at(url)
+        there = work.plus(ledger.others_of(engine))
         self.before = there.prompts
-        self.begun_s = ledger.begun_s(url)
+        self.begun_s = ledger.now_s() - work.since_s if work.num_prompts else 0.0
         self.beside = PromptWork()
         self.streams_before, self.kv_before = there.num_streams, there.kv_tokens
         if kind == "decode":
@@ -59,11 +59,6 @@ class LedgerEntry:
             work.prompt_tokens += self._own.tokens
             work.prompt_pairs += self._own.pairs
             ledger.note(self._own)
-
-    @property
-    def _done(self) -> PromptWork:
-        """What its engine has computed so far."""
-        return self._ledger.done.get(self._url, PromptWork())
 
     def computed(self) -> None:
         """The prompt is computed: the first token is there. Said again, it means nothing."""
@@ -79,25 +74,26 @@ class LedgerEntry:
             self._settle()
         if self._is_streaming:
             self._is_streaming = False
-            self.beside = self._done.minus(self._done_before)
-            self._work.num_streams -= 1
-            self._work.kv_tokens -= self._num_tokens
+            self.beside = self._engine.done.minus(self._done_before)
+            self._engine.work.num_streams -= 1
+            self._engine.work.kv_tokens -= self._num_tokens
         self._ledger.on_change()
 
     def _settle(self) -> None:
         self._is_pending = False
-        self._work.since_s = self._ledger.now_s()
-        self._work.num_prompts -= 1
-        self._work.prompt_tokens -= self._own.tokens
-        self._work.prompt_pairs -= self._own.pairs
-        self._ledger.done[self._url] = self._done.plus(self._own)
-        self._ledger.was_busy(self._url, self._own)
+        work = self._engine.work
+        work.since_s = self._ledger.now_s()
+        work.num_prompts -= 1
+        work.prompt_tokens -= self._own.tokens
+        work.prompt_pairs -= self._own.pairs
+        self._engine.done = self._engine.done.plus(self._own)
+        self._ledger.was_busy(self._engine, self._own)
 
     def _stream(self) -> None:
         self._is_streaming = True
-        self._done_before = self._done
-        self._work.num_streams += 1
-        self._work.kv_tokens += self._num_tokens
+        self._done_before = self._engine.done
+        self._engine.work.num_streams += 1
+        self._engine.work.kv_tokens += self._num_tokens
         self._ledger.kv_of_stream.add(self._num_tokens)
 
 
@@ -111,7 +107,6 @@ class WorkLedger:
 
     Attributes:
         asked: Prompts that engines were sent, of all time.
-        done: Those that they have computed, by URL.
         kv_of_stream: Tokens of a stream's KV, as it begins.
     """
 
@@ -125,20 +120,28 @@ class WorkLedger:
         self._seconds_of = seconds_of
         self.on_change = on_change
         self.asked = PromptWork()
-        self.done: dict[str, PromptWork] = {}
         self.kv_of_stream = _Typical()
         self._tokens_of_prompt, self._pairs_of_prompt = _Typical(), _Typical()
-        self._work: dict[str, EngineWork] = {}
-        self._others: dict[str, _Others] = {}
-        self._busy: dict[str, tuple[float, float]] = {}
+        self._engines: dict[str, _Engine] = {}
+
+    def _of(self, url: str) -> _Engine:
+        return self._engines.setdefault(url, _Engine())
+
+    def forget(self, url: str) -> None:
+        """Forget an engine that has gone; what runs there ends by itself."""
+        self._engines.pop(url, None)
 
     def of(self, url: str) -> EngineWork:
         """What one engine has of this proxy; it goes on changing."""
-        return self._work.setdefault(url, EngineWork())
+        return self._of(url).work
 
     def of_others(self, url: str) -> EngineWork:
         """What it has of others, as far as is known: prompts are computed since it said so."""
-        others = self._others.get(url)
+        return self.others_of(self._of(url))
+
+    def others_of(self, engine: _Engine) -> EngineWork:
+        """The same of an engine that is at hand."""
+        others = engine.others
         if others is None or self.now_s() - others.at_s > STALE_AFTER_S:
             return _NOTHING
         work = others.work
@@ -165,17 +168,20 @@ class WorkLedger:
 
     def untold_s(self, url: str) -> float:
         """For how long others' prompts may be computed before it says so; 0: it has none."""
-        others = self._others.get(url)
+        others = self._of(url).others
         return others.every_s if others is not None and self.of_others(url).num_prompts else 0.0
 
     def busy_s(self, url: str) -> float:
         """Seconds that it has had for prompts, as they count in `RECENT_S`."""
-        seconds, at_s = self._busy.get(url, (0.0, 0.0))
+        return self._busy_s(self._of(url))
+
+    def _busy_s(self, engine: _Engine) -> float:
+        seconds, at_s = engine.busy
         return seconds * math.exp((at_s - self.now_s()) / RECENT_S) if seconds else 0.0
 
-    def was_busy(self, url: str, prompts: PromptWork) -> None:
+    def was_busy(self, engine: _Engine, prompts: PromptWork) -> None:
         """Take note of prompts that it has computed."""
-        self._busy[url] = self.busy_s(url) + self._seconds_of(prompts), self.now_s()
+        engine.busy = self._busy_s(engine) + self._seconds_of(prompts), self.now_s()
 
     def note(self, prompt: PromptWork) -> None:
         """Count a prompt that an engine is sent."""
@@ -188,9 +194,9 @@ class WorkLedger:
 
         Those beyond this proxy's are others'. How long they are is not said: as its own are.
         """
-        own = self.of(url)
-        num_prompts = max(0, num_prompts - own.num_prompts)
-        num_streams = max(0, num_streams - own.num_streams)
+        engine = self._of(url)
+        num_prompts = max(0, num_prompts - engine.work.num_prompts)
+        num_streams = max(0, num_streams - engine.work.num_streams)
         work = EngineWork(
             num_prompts=num_prompts,
             prompt_tokens=round(num_prompts * self._tokens_of_prompt.mean),
@@ -198,23 +204,27 @@ class WorkLedger:
             num_streams=num_streams,
             kv_tokens=round(num_streams * self.kv_of_stream.mean),
         )
-        now_s, before = self.now_s(), self._others.get(url)
+        now_s, before = self.now_s(), engine.others
         if before is not None and before.work.num_prompts:
-            self.was_busy(url, before.work.prompts.minus(self.of_others(url).prompts))
+            self.was_busy(engine, before.work.prompts.minus(self.others_of(engine).prompts))
         every_s = 0.0 if before is None else min(_MAX_UNTOLD_S, now_s - before.at_s)
-        self._others[url] = _Others(work, now_s, every_s)
+        engine.others = _Others(work, now_s, every_s)
         self.on_change()
 
     @contextmanager
-    def hold(self, url: str, kind: str, num_tokens: int, num_cached: int) -> Iterator[LedgerEntry]:
+    def hold(
+        self, url: str | None, kind: str, num_tokens: int, num_cached: int
+    ) -> Iterator[LedgerEntry]:
         """Count a leg for as long as the block runs.
 
         Args:
+            url: None for an engine that has gone: nothing is kept of it.
             kind: prefill, decode or local.
             num_tokens: Of the prompt.
             num_cached: Of those, what the engine has.
         """
-        entry = LedgerEntry(self, url, kind, num_tokens, num_cached)
+        engine = _Engine() if url is None else self._of(url)
+        entry = LedgerEntry(self, engine, kind, num_tokens, num_cached)
         try:
             yield entry
         finally:
@@ -232,6 +242,22 @@ class _Others:
     work: EngineWork
     at_s: float
     every_s: float
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What is known of one engine.
+
+    Attributes:
+        work: That this proxy has there.
+        done: Prompts of this proxy that it has computed.
+        busy: Seconds that it had for prompts as they counted at a time, and that time.
+    """
+
+    work: EngineWork = field(default_factory=EngineWork)
+    done: PromptWork = field(default_factory=PromptWork)
+    others: _Others | None = None
+    busy: tuple[float, float] = (0.0, 0.0)
 
 
 class _Typical:

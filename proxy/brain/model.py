@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pdserve.observe.linear_fit import LinearFit
-from pdserve.proxy.brain.times import ServiceTimes
+from pdserve.proxy.brain.work import ServiceTimes
 from pdserve.wire.learned import learned_by_all, learned_by_cores
 
 if TYPE_CHECKING:

@@ -7,17 +7,17 @@ Until enough is known, the other policies decide.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from pdserve.config.policies import SHADOW
 from pdserve.proxy.brain.decision import decide
 from pdserve.proxy.brain.ledger import WorkLedger
 from pdserve.proxy.brain.model import ServiceModel
-from pdserve.proxy.brain.question import PairCandidate, RouteQuestion
+from pdserve.proxy.brain.question import PairCandidate, RouteQuestion, ServiceObjectives
 from pdserve.proxy.brain.record import DecisionLog, DecisionsShown, FitShown, ServedTimes
-from pdserve.proxy.brain.sessions import Sessions, preference
-from pdserve.proxy.brain.slo import ServiceObjectives
 from pdserve.proxy.brain.work import prompt_work
 from pdserve.proxy.story import Mode
 
@@ -38,10 +38,40 @@ if TYPE_CHECKING:
     from pdserve.proxy.story import Story
     from pdserve.wire.events import RoutingLoad
 
+DWELL_S: Final = 30.0
+MAX_SESSIONS: Final = 100_000
 _MIN_GAPS: Final = 4
 _NAMING_GRAINS: Final = 2
 """Prompts that have these in common go to one engine while none has them: a system prompt, and the
 beginning of what is said."""
+
+
+class Sessions:
+    """What became of the last request of each session; the newest ones, if there are too many.
+
+    Who says that requests belong together (`X-Session-Id`, or `session_id` in the body) has them
+    served alike while the alternatives are close, so that one that flickers does not move KV to
+    and fro.
+    """
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, tuple[bool, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def was_split(self, name: str, now_s: float) -> bool | None:
+        """Whether a session's last request was split; None if there was none of late."""
+        last = self._last.get(name)
+        return last[0] if last is not None and now_s - last[1] <= DWELL_S else None
+
+    def note(self, name: str, *, is_split: bool, now_s: float) -> None:
+        """Keep what becomes of a request."""
+        if name:
+            self._last[name] = is_split, now_s
+            self._last.move_to_end(name)
+            if len(self._last) > MAX_SESSIONS:
+                self._last.popitem(last=False)
 
 
 class Pairing:
@@ -140,16 +170,18 @@ class Pairing:
         )
 
     def heard(self, engine: Backend, load: RoutingLoad) -> None:
-        """Take what an engine says that it has to do."""
+        """Take what an engine says that it has to do, unless it has gone."""
         prompts = load.num_prompts
         num_streams = load.num_requests - prompts
-        self.ledger.heard(engine.url, num_prompts=prompts, num_streams=num_streams)
+        if not engine.is_gone:
+            self.ledger.heard(engine.url, num_prompts=prompts, num_streams=num_streams)
 
     def hold(
         self, engine: Backend, kind: str, prompt: RoutePrompt, num_cached: int
     ) -> AbstractContextManager[LedgerEntry]:
         """Count a leg as work of its engine while the block runs; see `WorkLedger.hold`."""
-        return self.ledger.hold(engine.url, kind, prompt.num_tokens, num_cached)
+        url = None if engine.is_gone else engine.url
+        return self.ledger.hold(url, kind, prompt.num_tokens, num_cached)
 
     def learn(self, story: Story) -> None:
         """Take what was measured of a request that has ended well."""
@@ -261,3 +293,11 @@ def _gap_s(story: Story) -> float | None:
     if not is_split or first_s is None or num <= _MIN_GAPS:
         return None
     return (story.clock.monotonic_s() - first_s) / (num - 1)
+
+
+def preference(name: str, url: str) -> bytes:
+    """How much a session likes an engine, in an order of its own that every proxy finds alike.
+
+    Rendezvous hashing: an engine that comes or goes moves only what it takes or leaves.
+    """
+    return hashlib.blake2b(f"{name}\0{url}".encode(), digest_size=8).digest()

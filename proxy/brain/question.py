@@ -1,13 +1,20 @@
-"""What a choice of a pair is asked, and what it answers: values that can be kept and sent."""
+"""What a choice of a pair is asked, and what it answers: values that can be kept and sent.
+
+Also what a request is to keep, which is a part of the question.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pdserve.proxy.brain.times import ServiceTimes
-from pdserve.proxy.brain.work import EngineWork
+from pdserve.config.objectives import ModelObjectives, objectives_by_model
+from pdserve.proxy.brain.work import EngineWork, ServiceTimes
+
+if TYPE_CHECKING:
+    from pdserve.config.http import ProxyConfig
+    from pdserve.proxy.brain.prompt import RoutePrompt
 
 REASONS: Final = (
     *("shorter_queue", "warm_prefill", "protects_streams"),
@@ -17,6 +24,11 @@ REASONS: Final = (
 """Why a request is split (the first three), why it is not, and why it is either: engines away from
 their roles would be needed; no two engines can share it; its session's former requests were; the
 engine that tokens would come from soonest has no room for its KV."""
+
+
+MIN_TTFT_SLO_S: Final = 1.0
+_TTFT_RATIO: Final = 3.0
+_NONE: Final = ModelObjectives()
 
 
 class PairCandidate(msgspec.Struct, frozen=True):
@@ -172,3 +184,33 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
             off = served_s / max(1e-6, judged.ttft_s) - 1
             told += f", was {served_s * 1e3:.1f} ({off:+.0%})"
         return told
+
+
+def default_ttft_slo_s(times: ServiceTimes, num_tokens: int) -> float:
+    """The objective of who names none: a second, or three times what the prompt takes alone."""
+    return max(MIN_TTFT_SLO_S, _TTFT_RATIO * times.prompt_s(num_tokens, 0))
+
+
+class ServiceObjectives:
+    """What a request is to keep: what it says itself, else what its model's are to, else all."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._ttft_s, self._itl_s = config.ttft_slo_s, config.itl_slo_s
+        self._by_model = objectives_by_model(config.model_slo)
+
+    def ttft_s(self, prompt: RoutePrompt, times: ServiceTimes | None) -> float:
+        """Seconds to the first token.
+
+        Args:
+            times: What the default follows from; None: nothing is known.
+        """
+        model_s = self._by_model.get(prompt.model, _NONE).ttft_s
+        slo_s = prompt.ttft_slo_s or model_s or self._ttft_s
+        if not slo_s and times is not None:
+            slo_s = default_ttft_slo_s(times, prompt.num_tokens)
+        return slo_s or MIN_TTFT_SLO_S
+
+    def itl_s(self, prompt: RoutePrompt) -> float:
+        """Seconds between two tokens."""
+        model_s = self._by_model.get(prompt.model, _NONE).itl_s
+        return prompt.itl_slo_s or model_s or self._itl_s

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from pdserve.proxy.brain.decision import default_ttft_slo_s
+from pdserve.proxy.brain.question import default_ttft_slo_s
 
 if TYPE_CHECKING:
     from pdserve.proxy.brain.question import PairCandidate, PairCost, RouteQuestion

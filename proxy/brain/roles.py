@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 if TYPE_CHECKING:
-    from pdserve.proxy.brain.times import ServiceTimes
+    from pdserve.proxy.brain.work import ServiceTimes
 
 INTERVAL_S: Final = 10.0
 DWELL_S: Final = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from benchmarks.routing import figures, settings_of
@@ -11,8 +12,12 @@ from pdserve.planner.fleet import Fleet
 from pdserve.planner.work import least_computed, parse_layout
 from pdserve.proxy.brain.decision import repeated
 from pdserve.proxy.brain.ledger import WorkLedger
+from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.brain.work import EngineWork
 from pdserve.proxy.policies.least_loaded import STALE_AFTER_S
+from pdserve.wire.events import RoutingLoad
+from pdserve.wire.hop import Registration
+from pdserve.wire.request import EngineInfo
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine
 from tests.proxy.test_pairing import learned
@@ -69,6 +74,24 @@ async def test_an_engine_that_others_keep_busy_is_passed_by_and_the_record_says_
         question = record.decision.question
         assert {each.url: each.num_others for each in question.candidates}[busy.url] == 3
         assert repeated(record.decision) == record.decision
+
+
+async def test_an_engine_that_has_left_for_good_is_forgotten_whatever_still_runs_there(make_stack):
+    engine = ScriptedEngine("both")
+    stack = await make_stack([engine], [engine], split_policy="predicted")
+    pairing, url, prompt = stack.proxy.pairing, "http://gone:1", RoutePrompt(0, 1000)
+    info = msgspec.convert(ScriptedEngine("decode").info(), EngineInfo)
+    registration = Registration(url=url, role="decode", engine=info, lease_s=30.0)
+    backend = stack.proxy.backends.register(registration)
+    with pairing.hold(backend, "local", prompt, 0) as entry:
+        entry.computed()
+        pairing.heard(backend, RoutingLoad(num_requests=3))
+        assert pairing.ledger.at(url).num_streams == 3
+        stack.proxy.backends.deregister(url)
+        pairing.heard(backend, RoutingLoad(num_requests=3))  # a check was under way
+        with pairing.hold(backend, "local", prompt, 0):  # and a leg
+            assert pairing.ledger.at(url) == EngineWork()
+    assert (pairing.ledger.at(url), pairing.ledger.busy_s(url)) == (EngineWork(), 0.0)
 
 
 @pytest.mark.matrix

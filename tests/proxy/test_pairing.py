@@ -15,10 +15,15 @@ from benchmarks.routing_work import conversations
 from pdserve.observe.clock import ManualClock
 from pdserve.planner.fleet import Fleet
 from pdserve.planner.work import FleetCosts, least_computed, parse_layout
-from pdserve.proxy.brain.decision import BIAS, PairCosts, decide, default_ttft_slo_s, repeated
+from pdserve.proxy.brain.decision import (
+    BIAS,
+    PairCosts,
+    decide,
+    repeated,
+)
 from pdserve.proxy.brain.ledger import RECENT_S, WorkLedger
 from pdserve.proxy.brain.model import ServiceModel
-from pdserve.proxy.brain.question import REASONS, PairCandidate, RouteQuestion
+from pdserve.proxy.brain.question import REASONS, PairCandidate, RouteQuestion, default_ttft_slo_s
 from pdserve.proxy.brain.work import EngineWork, prompt_work
 from tests.proxy.scripted import ScriptedEngine, text_of
 

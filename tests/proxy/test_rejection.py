@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.proxy.brain import rejection as rejections
-from pdserve.proxy.brain.decision import decide, default_ttft_slo_s
-from pdserve.proxy.brain.question import RouteQuestion
+from pdserve.proxy.brain.decision import decide
+from pdserve.proxy.brain.question import RouteQuestion, default_ttft_slo_s
 from tests.proxy.scripted import ScriptedEngine
 from tests.proxy.test_pairing import MODEL, engine, fleets, learned
 

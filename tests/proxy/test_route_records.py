@@ -14,16 +14,15 @@ from pdserve.commands.route import compared, explained
 from pdserve.config.http import ProxyConfig
 from pdserve.config.policies import POLICIES, SPLIT_POLICIES
 from pdserve.errors import ConfigError
-from pdserve.proxy.brain.counterfactual import chosen_by
 from pdserve.proxy.brain.decision import MARGIN, repeated
-from pdserve.proxy.brain.question import PairDecision
-from pdserve.proxy.brain.record import NUM_KEPT, DecisionLog
-from pdserve.proxy.brain.sessions import (
+from pdserve.proxy.brain.pairing import (
     DWELL_S,
     MAX_SESSIONS,
     Sessions,
     preference,
 )
+from pdserve.proxy.brain.question import PairDecision
+from pdserve.proxy.brain.record import NUM_KEPT, DecisionLog, chosen_by
 from tests.proxy.scripted import ScriptedEngine
 from tests.proxy.test_pairing import are_unlike, choose, engine, fleets, learned
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.proxy.brain.index import Holder, PrefixIndex
-from pdserve.proxy.brain.routed import RoutedPrefixes
+from pdserve.proxy.brain.prefixes import RoutedPrefixes
 from pdserve.wire.event_reader import EventReader
 from pdserve.wire.event_stream import GrainStream
 from pdserve.wire.events import Batch, GrainsCleared, GrainsRemoved, GrainsStored
