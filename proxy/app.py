@@ -1,7 +1,7 @@
 """The proxy's process: its parts, its background work, its start and its shutdown.
 
-Each part declares its own paths (`generation`, `status`, `debug`, `dashboard`, `draining`,
-`registration`); every request passes through the middleware in `boundary`. The proxy is stateless:
+Each part declares its own paths (`generation`, `status`, `dashboard`, `draining`,
+`registration`); every request passes through the middleware in `delivery`. The proxy is stateless:
 after a restart it learns its engines again from its command line and from their registrations.
 """
 
@@ -18,6 +18,7 @@ from aiohttp import web
 from pdserve.config.policies import PREDICTED, SHADOW
 from pdserve.errors import ConfigError
 from pdserve.http import openapi
+from pdserve.http.access import engine_headers
 from pdserve.http.bodies import Bodies
 from pdserve.http.connection import HttpListener
 from pdserve.http.cors import let_pages_ask
@@ -31,7 +32,6 @@ from pdserve.observe.metrics import measure_loop_lag
 from pdserve.observe.stats_log import log_stats
 from pdserve.proxy.admission import AdmissionQueue
 from pdserve.proxy.backends import Backends
-from pdserve.proxy.boundary import Boundary, engine_headers
 from pdserve.proxy.brain.homes import HomeRoles
 from pdserve.proxy.brain.pairing import Pairing
 from pdserve.proxy.brain.prefixes import make_prefixes
@@ -39,7 +39,7 @@ from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.checks import HealthChecks
 from pdserve.proxy.client import EngineHttp
 from pdserve.proxy.dashboard.handlers import Dashboard
-from pdserve.proxy.debug import Debug
+from pdserve.proxy.delivery import Boundary
 from pdserve.proxy.draining import Drains
 from pdserve.proxy.gate import Gate
 from pdserve.proxy.generation import Generation
@@ -48,7 +48,7 @@ from pdserve.proxy.metrics import Metrics
 from pdserve.proxy.registration import Registrations
 from pdserve.proxy.routing import Router
 from pdserve.proxy.services import Services
-from pdserve.proxy.status import Status
+from pdserve.proxy.status import Debug, Status
 from pdserve.wire.hop import PARAMS
 
 if TYPE_CHECKING:

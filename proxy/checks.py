@@ -19,13 +19,13 @@ from pdserve.errors import HandshakeError
 from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Health
 from pdserve.proxy.errors import WorkerError
-from pdserve.proxy.reach import Reach
-from pdserve.wire.hop import INFO_PATH, EngineReport
+from pdserve.wire.hop import INFO_PATH, REACH_PATH, EngineReport, ReachReport, ReachRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pdserve.config.http import ProxyConfig
+    from pdserve.config.schema import Role
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.totals import Totals
     from pdserve.wire.events import RoutingLoad
     from pdserve.wire.request import EngineInfo
+    from pdserve.wire.transfer import Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,10 @@ sooner that one has died, and what this proxy has sent is known without asking."
 _STOPPED_S = 1.0
 _REMIND_S = 60.0
 """How often it is said again that an engine is away."""
+_REACH_TIMEOUT_S = 1.5
+_MAX_PEERS = 8
+"""Of the counterparts that are asked: the ways to further ones are like theirs, and after a proxy's
+restart a large fleet comes at once."""
 LOOK_AGAIN_S = 0.25
 """How long an engine that is looked at out of turn may take to say that it is ready."""
 
@@ -312,3 +317,61 @@ def _report_in(backend: Backend, body: bytes) -> EngineReport:
 
 def _tell_failure(url: str, error: BaseException) -> None:
     log_event(log, "health check failed", level=logging.ERROR, exc_info=error, url=url)
+
+
+class Reach:
+    """Has engines find out whether they reach one another's side channels.
+
+    Asked of the engines themselves, for they and not the proxy are to connect, and once per pair of
+    lives: when the later one registers.
+    """
+
+    def __init__(self, backends: Backends, http: EngineHttp) -> None:
+        self._backends = backends
+        self._http = http
+
+    async def require(self, url: str, role: Role, engine: EngineInfo) -> None:
+        """Refuse an engine that one of its counterparts cannot reach, or that cannot reach one.
+
+        An engine that does not answer, having ended or being of another make, proves nothing.
+
+        Raises:
+            HandshakeError: The message names both, the address and the remedy.
+        """
+        peers = [
+            (other.url, other.info)
+            for other in self._backends.counterparts(url, role)
+            if other.info is not None and other.info.endpoints
+        ][:_MAX_PEERS]
+        if not peers or not engine.endpoints:
+            return
+        theirs = [info.endpoints[0] for _, info in peers]
+        ours, *answers = await asyncio.gather(
+            self._ask(url, theirs),
+            *(self._ask(peer, engine.endpoints[:1]) for peer, _ in peers),
+        )
+        for (peer, _), endpoint, answer, reason in zip(
+            peers, theirs, answers, ours or [None] * len(peers), strict=True
+        ):
+            if answer is not None and answer[0] is not None:
+                raise HandshakeError(_cannot_reach(peer, url, engine.endpoints[0], answer[0]))
+            if answer is not None and reason is not None:  # who answers is alive
+                raise HandshakeError(_cannot_reach(url, peer, endpoint, reason))
+
+    async def _ask(self, url: str, endpoints: Sequence[Endpoint]) -> list[str | None] | None:
+        """Return why the engine at `url` cannot reach each endpoint; None if it does not say."""
+        body = ReachRequest(endpoints=list(endpoints))
+        try:
+            status, answer = await self._http.order(url, REACH_PATH, body, _REACH_TIMEOUT_S)
+            reasons = msgspec.json.decode(answer, type=ReachReport).reasons
+        except (WorkerError, msgspec.MsgspecError, ValueError):
+            return None
+        return reasons if status == 200 and len(reasons) == len(endpoints) else None
+
+
+def _cannot_reach(who: str, whom: str, endpoint: Endpoint, reason: str) -> str:
+    return (
+        f"{who} cannot reach the address for KV of {whom}, {endpoint.host}:{endpoint.port} "
+        f"({reason}): start {whom} with --kv-transfer-config.host and an address that other hosts "
+        "reach (left out, it follows --host), and let nothing between them refuse its ports"
+    )

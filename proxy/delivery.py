@@ -1,31 +1,116 @@
-"""The client's side of a request: an answer in one piece, or a stream that can be resumed.
+"""The client's side: the middleware of every request, and the way of an answer back.
 
-Knows the client's connection and what went over it; knows no engine.
+The middleware gives a request an id, checks its key, and shapes its errors: whatever a handler
+raises is answered there, in the shape that the clients of its path expect. An answer is one piece,
+or a stream that can be resumed. Knows the client's connection and what went over it; knows no
+engine, and no path's handler.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+import uuid
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from pdserve.http.answers import StreamAnswer, error_body, error_headers
-from pdserve.proxy.boundary import REQUEST_ID_KEY
+from pdserve.dialects.paths import error_of
+from pdserve.errors import PdserveError
+from pdserve.http.access import Access
+from pdserve.http.answers import (
+    IS_TOLD,
+    StreamAnswer,
+    error_answer,
+    error_body,
+    error_headers,
+    is_work,
+    refusal_of,
+)
+from pdserve.observe.log import log_event
+from pdserve.observe.request_log import log_refusal
 from pdserve.proxy.errors import ClientGoneError, error_event
 from pdserve.proxy.relay import SseParser
 from pdserve.proxy.replay import Replay, Transcript
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
+    from pdserve.config.http import ProxyConfig
     from pdserve.dialects.answer import Dialect
-    from pdserve.errors import PdserveError
+    from pdserve.http.bodies import Bodies
     from pdserve.proxy.errors import RefusedError
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 2.0
 """How long a client may take to read why its stream ends; it may read nothing at all."""
+REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
+"""Where handlers find the id of the request that they serve."""
+_GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Boundary:
+    """The one middleware of a proxy.
+
+    Args:
+        bodies: Freed of a request's body when it is over.
+    """
+
+    def __init__(self, config: ProxyConfig, bodies: Bodies) -> None:
+        self._access = Access(config.api_keys, config.operator_keys)
+        self._bodies = bodies
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Give a request an id, check its key, and give every error OpenAI's shape."""
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+        request[REQUEST_ID_KEY] = request_id
+        try:
+            self._access.check(request)
+            response = await handler(request)
+        except PdserveError as error:
+            response = _refuse(request, error)
+        except web.HTTPException as error:
+            response = _refuse(request, refusal_of(error, request))
+        except ClientGoneError:
+            response = web.Response(status=499)  # written to nobody
+        except Exception as error:  # noqa: BLE001 - the top of a request: the proxy goes on
+            log_event(
+                log,
+                "request failed",
+                level=logging.ERROR,
+                exc_info=error,
+                request=request_id,
+                endpoint=request.path,
+            )
+            failed = "the proxy failed; its log says why, under this request's id"
+            response = error_answer(PdserveError(failed))
+        finally:
+            self._bodies.free(request)
+        if not response.prepared:
+            if isinstance(response, web.Response) and response.status >= 400:
+                _shape(request, response)
+            response.headers[REQUEST_ID_HEADER] = request_id
+        return response
+
+
+def _shape(request: web.Request, refusal: web.Response) -> None:
+    """Say what is wrong as the clients of this path expect it."""
+    if isinstance(body := refusal.body, bytes):
+        refusal.body = error_of(request.path, refusal.status, body)
+
+
+def _refuse(request: web.Request, error: PdserveError) -> web.Response:
+    """Answer with an error; a request to the API that has no line yet gets one."""
+    if is_work(request) and IS_TOLD not in request:
+        log_refusal(request[REQUEST_ID_KEY], request.path, error)
+    return error_answer(error)
 
 
 class Delivery:
@@ -44,7 +129,7 @@ class Delivery:
         self._request = request
         self._dialect = dialect
         self._response: web.StreamResponse | None = None
-        self._transcript = Transcript()
+        self._transcript: Transcript | None = None
         self._replay: Replay | None = None
         self.layout: str | None = None
         self.num_swallowed = 0
@@ -60,7 +145,7 @@ class Delivery:
         Raises:
             DivergedError: What it has cannot be compared with anything.
         """
-        self._replay = Replay(self._transcript) if self.has_begun else None
+        self._replay = None if self._transcript is None else Replay(self._transcript)
 
     async def send(self, data: bytes) -> bool:
         """Send whole events; tell whether any of it was left to send.
@@ -74,9 +159,8 @@ class Delivery:
             if not data:
                 return False
         try:
-            if self._response is None:
-                await self._begin()
-            assert self._response is not None
+            if self._response is None or self._transcript is None:
+                self._response, self._transcript = await self._begun(), Transcript()
             # Noted first: whoever is cancelled while the client is slow to read has sent it.
             self._transcript.add(data)
             if self._dialect is not None:
@@ -142,10 +226,10 @@ class Delivery:
                 transport.abort()
             raise ClientGoneError from None
 
-    async def _begin(self) -> None:
+    async def _begun(self) -> web.StreamResponse:
         response = StreamAnswer({REQUEST_ID_HEADER: self._request[REQUEST_ID_KEY]})
         await response.prepare(self._request)
-        self._response = response
+        return response
 
     def _unsent(self, replay: Replay, data: bytes) -> bytes:
         unsent = [replay.feed(event) for event in SseParser().feed(data)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -15,6 +14,7 @@ from aiohttp import hdrs
 
 from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, OverloadedError
+from pdserve.http.access import engine_headers
 from pdserve.http.protocol import Objectives
 from pdserve.proxy.admission import (
     OUTPUT_WEIGHT,
@@ -23,9 +23,8 @@ from pdserve.proxy.admission import (
     band_of,
 )
 from pdserve.proxy.bodies import UNREADABLE
-from pdserve.proxy.boundary import engine_headers
 from pdserve.proxy.brain.decision import BIAS, decide
-from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN
+from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
 from pdserve.proxy.brain.question import ServiceObjectives
 from pdserve.proxy.brain.rejection import rejection
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
-    from pdserve.proxy.brain.prompt import RoutePrompt
     from pdserve.proxy.brain.question import PairCost, RouteQuestion
     from pdserve.proxy.metrics import GateMetrics
     from pdserve.proxy.routing import Router
@@ -73,18 +71,20 @@ def tenant_of(config: ProxyConfig, headers: Mapping[str, str]) -> str:
 
 
 def as_asked(
-    prompt: RoutePrompt, body: ClientBody, headers: Mapping[str, str], request_id: str
+    body: ClientBody, headers: Mapping[str, str], *, request_id: str, tenant: str
 ) -> RoutePrompt:
-    """Return a prompt with what its client says: session, priority, objectives, limits.
+    """Return a request as it asks to be treated: session, priority, objectives, limits.
 
     Raises:
         BadRequestError: What it says is no objective.
     """
     slo = _decoded(body, "slo", Objectives | None) or Objectives()
     session = headers.get(SESSION_HEADER) or _decoded(body, "session_id", str | None) or ""
-    return replace(
-        prompt,
+    return RoutePrompt(
+        body.num_bytes,
+        needs_equal_text=body.needs_equal_text(),
         request_id=request_id,
+        tenant=tenant,
         priority=_decoded(body, "priority", int | None) or 0,
         session=session[:_MAX_NAME_CHARS],
         ttft_slo_s=None if slo.ttft_ms is None else slo.ttft_ms * _MS,
@@ -154,7 +154,7 @@ class Gate:
         """
         waiting_s = self._waiting_s(prompt)
         if waiting_s and self._is_obeyed and self._places.is_held_back(prompt.tenant):
-            held = replace(prompt, held_s=waiting_s)
+            held = msgspec.structs.replace(prompt, held_s=waiting_s)
             outlook = self._outlook(held)
             if outlook is not None and not outlook[1].ttft["held"] and outlook[1].total < _HARMLESS:
                 return held

@@ -6,7 +6,6 @@ Reads a request and accounts for how it ended; `flow` serves it.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -18,6 +17,7 @@ from pdserve.errors import (
     InternalError,
     PdserveError,
 )
+from pdserve.http.access import engine_headers
 from pdserve.http.answers import IS_TOLD
 from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
 from pdserve.http.ignored import note_ignored
@@ -32,8 +32,7 @@ from pdserve.http.protocol import (
 )
 from pdserve.observe.request_log import CLIENT_LEFT, outcome_of
 from pdserve.proxy.bodies import ClientBody
-from pdserve.proxy.boundary import REQUEST_ID_KEY, engine_headers
-from pdserve.proxy.delivery import Delivery
+from pdserve.proxy.delivery import REQUEST_ID_KEY, Delivery
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
 from pdserve.proxy.gate import as_asked, tenant_of
@@ -121,8 +120,9 @@ class Generation:
                     STAGES_HEADER: "1",
                 },
             )
-            prompt = as_asked(legs.prompt, body, request.headers, story.request_id)
-            legs.prompt = replace(prompt, tenant=tenant)
+            legs.prompt = as_asked(
+                body, request.headers, request_id=story.request_id, tenant=tenant
+            )
             flow = Flow(self._services, legs)
             response = await flow.run()
             outcome, story.status = flow.outcome, response.status

@@ -77,7 +77,7 @@ class Legs:
         self.delivery = delivery
         self.story = story
         self.until_s = until_s
-        self.prompt = RoutePrompt(body.num_bytes, needs_equal_text=body.needs_equal_text())
+        self.prompt = RoutePrompt(body.num_bytes)
         self._entry: LedgerEntry | None = None
         self._path = path
         self._headers = headers

@@ -22,9 +22,11 @@ from pdserve.config.checks import is_loopback
 from pdserve.errors import ForbiddenError, UnauthorizedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aiohttp import web
+
+    from pdserve.config.http import ProxyConfig
 
 _CLIENTS: Final = ("/v1/", "/tokenize", "/detokenize")
 _OPERATORS: Final = ("/debug/", "/dashboard", "/reset_prefix_cache", "/drain")
@@ -85,6 +87,22 @@ class Access:
                 "host may ask; start the server with one (PDSERVE_OPERATOR_KEY), and send it as "
                 "`Authorization: Bearer KEY`"
             )
+
+
+def engine_headers(keys: Sequence[str], client: Mapping[str, str]) -> dict[str, str]:
+    """Return the header that engines want: with the first of `keys`, or the client's own key."""
+    if keys:
+        return {hdrs.AUTHORIZATION: f"Bearer {keys[0]}"}
+    given = client.get(hdrs.AUTHORIZATION)
+    if given is None and API_KEY_HEADER in client:
+        given = f"Bearer {client[API_KEY_HEADER]}"
+    # One that is not ASCII is no key, and could not be sent on.
+    return {hdrs.AUTHORIZATION: given} if given is not None and given.isascii() else {}
+
+
+def operator_headers(config: ProxyConfig, client: Mapping[str, str]) -> dict[str, str]:
+    """The same for what only operators may ask."""
+    return engine_headers(config.operator_keys or config.api_keys, client)
 
 
 def is_clients(path: str) -> bool:

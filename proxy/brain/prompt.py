@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,8 +16,7 @@ UNREAD: Final = ("no tokenizer", "no chat template", "fields", "refused", "long"
 """Why prompts are named by their bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoutePrompt:
+class RoutePrompt(msgspec.Struct, frozen=True):
     """A prompt as routing sees it.
 
     Attributes:
@@ -52,7 +53,9 @@ class RoutePrompt:
 
     def named_as(self, read: RoutePrompt) -> RoutePrompt:
         """Return the same request with the length and the names of a prompt that was read."""
-        return replace(self, num_tokens=read.num_tokens, grains=read.grains, unread=read.unread)
+        return msgspec.structs.replace(
+            self, num_tokens=read.num_tokens, grains=read.grains, unread=read.unread
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING
 from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
 from pdserve.proxy.backend import Health
-from pdserve.proxy.dashboard.banner import Banner, Felt, banner
+from pdserve.proxy.dashboard.banner import (
+    Banner,
+    Felt,
+    Minute,
+    Tally,
+    Waits,
+    banner,
+    by_labels,
+)
 from pdserve.proxy.dashboard.journal import EngineSight, Journal, Sight
-from pdserve.proxy.dashboard.minute import Minute, Tally, Waits, by_labels
 
 if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend

@@ -1,17 +1,19 @@
 """Reads the engines' `/metrics` once a second while somebody looks at the dashboard.
 
 While no dashboard is open, nothing is asked and nothing is kept. Knows how to ask, and when it was
-answered; what the series mean is the page's business.
+answered, and reads Prometheus' text format, the one source of every figure that the dashboard
+shows; what the series mean is the page's business.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.proxy.dashboard.series import SHOWN_OF_ENGINES, series_in
 from pdserve.proxy.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -27,6 +29,40 @@ READ_TIMEOUT_S = 0.8
 WATCHED_S = 5.0
 """How long after the last question somebody counts as looking."""
 _FIRST_ROUND_S = 1.0
+
+
+SHOWN_OF_ENGINES = frozenset(
+    {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting_by_reason",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:num_preemptions_total",
+        "pdserve_engine_steps_total",
+        "pdserve_kv_blocks",
+        "pdserve_kv_loads_total",
+        "pdserve_kv_transfer_bytes_total",
+        "pdserve_kv_transfer_failures_total",
+        "pdserve_kv_lease_expired_total",
+        "pdserve_recompute_tokens_total",
+        "vllm:external_prefix_cache_queries_total",
+        "vllm:external_prefix_cache_hits_total",
+        "pdserve_kv_tier_loaded_bytes_total",
+        "pdserve_kv_tier_load_seconds_total",
+        "pdserve_kv_tier_saved_bytes_total",
+        "pdserve_kv_tier_dropped_saves_total",
+        "pdserve_kv_tier_digest_mismatches_total",
+        "pdserve_kv_tier_lookup_timeouts_total",
+        "pdserve_kv_tier_server_up",
+    }
+)
+"""Names; an engine has several hundred series, of which its card draws these."""
+
+
+SHOWN_OF_PROXY = re.compile(r"pdserve_|vllm:(?:prompt|generation)_tokens_total")
+"""How names begin; what else it says of HTTP, itself and under vLLM's names is for Prometheus."""
 
 
 @dataclass(slots=True)
@@ -124,3 +160,29 @@ class EngineWatch:
             return
         reading.series = series_in(body.decode(errors="replace"), SHOWN_OF_ENGINES)
         reading.at_s, reading.failure = self._clock.monotonic_s(), ""
+
+
+def series_in(text: str, names: frozenset[str] | re.Pattern[str]) -> dict[str, float]:
+    """Return the value of every series by its name with its labels, as they stand in `text`.
+
+    Left out are those that have no finite value, which JSON cannot carry.
+
+    Args:
+        names: Only series of these names, labels apart, or whose names begin so.
+    """
+    found = {}
+    for line in text.splitlines():
+        if not line or line[0] == "#":
+            continue
+        series, _, value = line.rpartition(" ")
+        name = series.partition("{")[0]
+        is_shown = name in names if isinstance(names, frozenset) else names.match(name)
+        if not is_shown:
+            continue
+        try:
+            number = float(value)
+        except ValueError:
+            continue  # an engine of another make may say more than we read
+        if math.isfinite(number):
+            found[series] = number
+    return found

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs
 from multidict import CIMultiDict
+from prometheus_client import Counter, Histogram
 
 from pdserve.dialects.paths import error_of
 from pdserve.errors import PdserveError, UnavailableError
@@ -39,11 +40,17 @@ from pdserve.wire.hop import (
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-    from pdserve.proxy.epp.metrics import EppMetrics
+    from prometheus_client import CollectorRegistry
+
     from pdserve.proxy.epp.picking import Pick, Picker
     from pdserve.proxy.services import Services
 
 log = logging.getLogger(__name__)
+
+
+_OUTCOMES = ("pair", "one", "client_error", "shed", "unavailable", "error")
+_OF_STATUS = {429: "shed", 503: "unavailable"}
+_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
 
 
 class GatewayExchange:
@@ -183,3 +190,33 @@ class GatewayExchange:
         told = {hdrs.CONTENT_TYPE.lower(): "application/json"}
         told |= {name.lower(): value for name, value in error_headers(error).items()}
         return refuse(error.status, told, body, f"pdserve_{error.error_code}")
+
+
+class EppMetrics:
+    """Series that exist where gateways are answered."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        picks = Counter(
+            "pdserve_epp_picks",
+            "Requests of gateways: engines picked (pair: two; one), or refused, and why.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._picks = {outcome: picks.labels(outcome) for outcome in _OUTCOMES}
+        self._seconds = Histogram(
+            "pdserve_epp_pick_seconds",
+            "From the end of a request's body to the choice of its engines, the wait for a place "
+            "included.",
+            buckets=_BUCKETS_S,
+            registry=registry,
+        )
+
+    def picked(self, pick: Pick, seconds: float) -> None:
+        """A request got its engines."""
+        self._picks["one" if pick.prefill is None else "pair"].inc()
+        self._seconds.observe(seconds)
+
+    def refused(self, error: PdserveError) -> None:
+        """A request got none."""
+        other = "error" if error.status >= 500 else "client_error"
+        self._picks[_OF_STATUS.get(error.status, other)].inc()

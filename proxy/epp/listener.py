@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError
 from pdserve.observe.log import log_event
-from pdserve.proxy.epp.exchange import GatewayExchange
+from pdserve.proxy.epp.exchange import EppMetrics, GatewayExchange
 from pdserve.proxy.epp.messages import event_of
-from pdserve.proxy.epp.metrics import EppMetrics
 from pdserve.proxy.epp.picking import Picker
 from pdserve.proxy.epp.protobuf import WireFormatError, fields_of, varint_field
 

@@ -9,7 +9,7 @@ the same prefill engine. Knows no gRPC.
 from __future__ import annotations
 
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -114,9 +114,8 @@ class Picker:
         tenant = tenant_of(services.config, request.headers)
         services.admission.require_room(tenant)
         body = self._body_of(request)
-        prompt = RoutePrompt(len(request.body), needs_equal_text=body.needs_equal_text())
         request_id = request.headers.get(REQUEST_ID_HEADER, "")
-        prompt = replace(as_asked(prompt, body, request.headers, request_id), tenant=tenant)
+        prompt = as_asked(body, request.headers, request_id=request_id, tenant=tenant)
         is_whole = request.path in POOLING or body.ends_with_first_token()
         if services.prefixes is not None and not is_whole:
             prompt = prompt.named_as(await services.prefixes.read(body))

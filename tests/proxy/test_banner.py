@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from pdserve.proxy.dashboard.banner import Felt, banner
-from pdserve.proxy.dashboard.minute import SPAN_S, Minute, Tally, Waits
+from pdserve.proxy.dashboard.banner import (
+    SPAN_S,
+    Felt,
+    Minute,
+    Tally,
+    Waits,
+    banner,
+)
 
 BOUNDS = (0.01, 0.1, 1.0)
 

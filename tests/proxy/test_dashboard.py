@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.proxy.backend import Health
 from pdserve.proxy.dashboard import watch
-from pdserve.proxy.dashboard.page import PAGE, POLICY
-from pdserve.proxy.dashboard.series import SHOWN_OF_ENGINES, SHOWN_OF_PROXY, series_in
+from pdserve.proxy.dashboard.handlers import PAGE, POLICY
+from pdserve.proxy.dashboard.watch import SHOWN_OF_ENGINES, SHOWN_OF_PROXY, series_in
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine
 
