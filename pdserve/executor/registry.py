@@ -37,10 +37,8 @@ def make_executor(
         with large_imports():
             from pdserve.executor.inline import InlineExecutor
 
-        return InlineExecutor(
-            config, core=core, engine_id=engine_id, incarnation=incarnation, progress=progress
-        )
-    if config.parallel.executor_backend == "ray":
+        make: Callable[..., Executor] = InlineExecutor
+    elif config.parallel.executor_backend == "ray":
         try:
             from pdserve.executor.ray import RayExecutor
         except ImportError as error:
@@ -50,11 +48,9 @@ def make_executor(
                 param="distributed-executor-backend",
             ) from None
 
-        return RayExecutor(
-            config, core=core, engine_id=engine_id, incarnation=incarnation, progress=progress
-        )
-    from pdserve.executor.multiprocess import MultiprocessExecutor
+        make = RayExecutor
+    else:
+        from pdserve.executor.multiprocess import MultiprocessExecutor
 
-    return MultiprocessExecutor(
-        config, core=core, engine_id=engine_id, incarnation=incarnation, progress=progress
-    )
+        make = MultiprocessExecutor
+    return make(config, core=core, engine_id=engine_id, incarnation=incarnation, progress=progress)

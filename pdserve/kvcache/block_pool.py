@@ -1,6 +1,7 @@
 """Reference-counted pool of fixed-size KV blocks, findable by the prefix they hold.
 
-Knows ids, references and hashes. Does not know requests, tokens or memory.
+What it gains and loses is noted for who listens. Knows ids, references and hashes. Does not know
+requests, tokens or memory.
 """
 
 from __future__ import annotations
@@ -9,16 +10,48 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InternalError
+from pdserve.wire.events import BlocksCleared, BlocksRemoved
 from pdserve.wire.ids import BlockHash, BlockId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pdserve.kvcache.events import EventLog
+    from pdserve.wire.events import BlocksStored, KVEvent
 
 
 class OutOfBlocksError(Exception):
     """The pool has fewer free blocks than asked for; nothing was taken."""
+
+
+class EventLog:
+    """What can be found since the last `drain`, and what no more, in order. One thread, no I/O."""
+
+    def __init__(self) -> None:
+        self._events: list[KVEvent] = []
+        self._removed: list[BlockHash] | None = None
+
+    def stored(self, event: BlocksStored) -> None:
+        """Note blocks that can be found from now on."""
+        self._events.append(event)
+        self._removed = None
+
+    def removed(self, name: BlockHash) -> None:
+        """Note a block that cannot be found any more. Those in a row are one event."""
+        if self._removed is None:
+            self._removed = []
+            self._events.append(BlocksRemoved(self._removed))
+        self._removed.append(name)
+
+    def cleared(self) -> None:
+        """Note that nothing can be found any more."""
+        self._events.append(BlocksCleared())
+        self._removed = None
+
+    def drain(self) -> list[KVEvent]:
+        """Return what was noted, and begin again."""
+        events, self._events = self._events, []
+        self._removed = None
+        return events
 
 
 class BlockPool:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.kvcache.block_pool import BlockPool
-from pdserve.kvcache.events import EventLog
+from pdserve.kvcache.block_pool import BlockPool, EventLog
 from pdserve.kvcache.lease import Holding, Ledger
 from pdserve.wire.events import BlocksStored, Grain
 from pdserve.wire.ids import GRAIN_TOKENS, block_hash, grain_hashes, root_hash

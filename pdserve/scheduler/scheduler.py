@@ -247,7 +247,7 @@ class Scheduler:
         for request_id in result.unready_ids:
             request = running.get(request_id)
             if request is not None:
-                self._counters.sat_out += 1
+                self._counters.num_sat_out += 1
                 self.state.steps.take_back(request)
         for request_id, why in result.dead_ends.items():
             request = running.get(request_id)
@@ -401,7 +401,7 @@ class Scheduler:
         A cached block may be at fault, so the cache forgets the blocks that it used.
         """
         assert request.holding is not None
-        self._counters.corrupted += 1
+        self._counters.num_corrupted += 1
         self.kv.pool.forget(request.holding.blocks)
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         self._outputs.error(

@@ -128,6 +128,8 @@ class Telemetry:
         """Return a snapshot."""
         state = self._state
         counters = state.counters
+        counts = counters.copied()
+        counts["kv_faults"] = dict(counters.kv_faults + Counter(state.connector.faults))
         return EngineStats(
             num_running=len(state.running),
             num_waiting=len(state.waiting),
@@ -135,35 +137,13 @@ class Telemetry:
             num_prompts=len(state.prompts),
             blocks=state.kv.ledger.blocks_by_state(),
             num_blocks=state.kv.pool.num_blocks,
-            num_preemptions=counters.preemptions,
             num_steps=state.steps.num_built,
             prefix_cache_queries=counters.prompt_tokens,
             prefix_cache_hits=counters.local_cache_hit_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            local_compute_tokens=counters.local_compute_tokens,
-            local_cache_hit_tokens=counters.local_cache_hit_tokens,
-            external_kv_tokens=counters.external_kv_tokens,
-            kv_bytes_received=counters.kv_bytes,
-            kv_descriptors=counters.kv_descriptors,
-            kv_load_failures=dict(counters.load_failures),
-            kv_faults=dict(counters.faults + Counter(state.connector.faults)),
-            lease_ends=dict(counters.lease_ends),
-            forward_s=counters.forward_s,
             experts=self._experts,
-            kv_loads=dict(counters.loads),
-            kv_ladder=dict(counters.ladder),
-            recompute_tokens=counters.recompute_tokens,
-            kv_seconds=counters.kv_seconds,
             kv_store=copy.copy(state.connector.store_stats),
             kv_source_tokens=dict(state.connector.num_loaded),
-            steps_by_tokens=list(counters.steps_by_tokens),
-            num_step_tokens=counters.step_tokens,
-            num_corrupted=counters.corrupted,
-            num_drafts=counters.drafts,
-            num_draft_tokens=counters.draft_tokens,
-            accepted_by_position=list(counters.accepted_by_position),
-            num_sat_out=counters.sat_out,
+            **counts,
         )
 
     def learned(self, now_s: float) -> LearnedTimes | None:

@@ -273,7 +273,7 @@ class Transfers:
 
     def apply_report(self, report: ConnectorReport, now_s: float) -> None:
         """Take what the workers' connector halves saw. Unknown ids are ignored."""
-        self._counters.faults.update(report.faults)
+        self._counters.kv_faults.update(report.faults)
         for fact, single in report.one_by_one():
             news = guarded(partial(self._connector.update_connector_output, single))
             if isinstance(news, Exception):

@@ -28,16 +28,14 @@ from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.device_sampler import DeviceSampler
-from pdserve.worker.drafting.costs import measure_rows
-from pdserve.worker.drafting.drafts import drafts_of
+from pdserve.worker.drafting.drafts import drafts_of, measure_rows
 from pdserve.worker.drafting.forced import ForcedTokens
 from pdserve.worker.drafting.loading import drafter_of
 from pdserve.worker.drafting.model import FirstRanksDrafts
 from pdserve.worker.expert_steps import ExpertSteps
 from pdserve.worker.final_states import PromptLogprobs, PromptPooler, not_a_number, not_finite
-from pdserve.worker.graphs import num_graph_rows
+from pdserve.worker.graphs import num_graph_rows, rehearse, rehearsed_steps
 from pdserve.worker.input_batch import InputBatch
-from pdserve.worker.rehearsal import rehearse, rehearsed_steps
 from pdserve.worker.replays import ReplayedSteps
 from pdserve.worker.step import LaunchedStep, PreparedStep, StepAhead
 from pdserve.worker.step_buffers import StepBuffers

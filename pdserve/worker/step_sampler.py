@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from pdserve.worker.device_sampler import DeviceSampler
 from pdserve.worker.sampler import Sampler
-from pdserve.worker.spread_sampler import SpreadSampler
 from pdserve.worker.verifying import DraftedRows, single, verify
+from pdserve.worker.vocabulary import SpreadSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable

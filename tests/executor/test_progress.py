@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.executor.progress import StartProgress
+from pdserve.executor.ranked import StartProgress
 from pdserve.observe.clock import ManualClock
 
 

@@ -25,8 +25,7 @@ from pdserve.parallel.place import RankPlace
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
 from pdserve.wire.sampling import Grammar
 from pdserve.wire.step import NewRequest
-from pdserve.worker.drafting.costs import measure_rows
-from pdserve.worker.drafting.drafts import Drafts
+from pdserve.worker.drafting.drafts import Drafts, measure_rows
 from pdserve.worker.drafting.ngram import NgramDrafter
 from pdserve.worker.drafting.suffix import SuffixDrafter
 from pdserve.worker.sampler import Sampler

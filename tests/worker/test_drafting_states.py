@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pdserve.wire.sampling import SamplingParams
     from pdserve.wire.step import NewRequest
-    from pdserve.worker.drafting.states import StepStates
+    from pdserve.worker.drafting.drafter import StepStates
     from tests.worker.driver import Driver
 
 VOCAB = TINY["vocab_size"]

@@ -25,9 +25,8 @@ from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
 from pdserve.worker.device import CudaDevice, HostDevice
 from pdserve.worker.drafting.loading import load_draft, load_medusa, needs_draft
-from pdserve.worker.graphs import StepGraphs, graph_sizes
+from pdserve.worker.graphs import StepGraphs, graph_sizes, rehearsed_steps
 from pdserve.worker.model_runner import ModelRunner
-from pdserve.worker.rehearsal import rehearsed_steps
 from pdserve.worker.step_buffers import StepBuffers
 from tests.worker.capturable import CAPTURABLE
 from tests.worker.driver import TINY, Driver, params

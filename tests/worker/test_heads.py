@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pdserve.worker.drafting.states import StepStates
+    from pdserve.worker.drafting.drafter import StepStates
 
 SIZE, HEADS, KV_HEADS = TINY["hidden_size"], 4, TINY["num_key_value_heads"]
 HEAD_DIM = SIZE // HEADS

@@ -12,8 +12,7 @@ from pdserve.errors import InternalError
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
 from pdserve.worker.sampler import Sampler
-from pdserve.worker.spread_sampler import SpreadSampler
-from pdserve.worker.vocabulary import SpreadVocabulary
+from pdserve.worker.vocabulary import SpreadSampler, SpreadVocabulary
 from tests.ranks import run_ranks
 from tests.worker.driver import GREEDY, params
 

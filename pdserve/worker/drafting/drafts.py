@@ -11,17 +11,18 @@ propose anything.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Final
 
+from pdserve.worker.drafting.drafter import states_of
 from pdserve.worker.drafting.forced import told_by
 from pdserve.worker.drafting.heads import HeadDrafter
 from pdserve.worker.drafting.medusa import MedusaDrafter
 from pdserve.worker.drafting.ngram import NgramDrafter
-from pdserve.worker.drafting.states import states_of
 from pdserve.worker.drafting.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from pdserve.worker.step import PreparedStep
 
     _Seen = tuple[PreparedStep, Tensor, Sequence[Tensor], Sequence[list[int]]]
+
+_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+_NUM_ROUNDS: Final = 5
+"""Of all numbers of rows, so that what else runs for a moment is in no row's best time alone."""
 
 
 class Drafts:
@@ -253,3 +258,17 @@ def drafts_of(
         reader=by_model if isinstance(by_model, HeadDrafter | MedusaDrafter) else None,
         stages=stages,
     )
+
+
+def measure_rows(product: Callable[[int], object]) -> tuple[tuple[int, float], ...]:
+    """Return the seconds of one product for a few numbers of rows, the best of some rounds."""
+    for rows in _ROWS:
+        product(rows)
+    rounds = [[_seconds(product, rows) for rows in _ROWS] for _ in range(_NUM_ROUNDS)]
+    return tuple(zip(_ROWS, map(min, zip(*rounds, strict=True)), strict=True))
+
+
+def _seconds(product: Callable[[int], object], rows: int) -> float:
+    start_s = time.perf_counter()
+    product(rows)
+    return time.perf_counter() - start_s

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pdserve.parallel.group import Group
     from pdserve.wire.step import NewRequest
     from pdserve.worker.device import Device
-    from pdserve.worker.drafting.states import StepStates
+    from pdserve.worker.drafting.drafter import StepStates
     from pdserve.worker.input_batch import InputBatch
 
 _MAX_KEPT: Final = 64

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pdserve.models.medusa import MedusaHeads
     from pdserve.wire.step import NewRequest
-    from pdserve.worker.drafting.states import StepStates
+    from pdserve.worker.drafting.drafter import StepStates
 
 
 _MOST_KEPT: Final = 8
