@@ -212,7 +212,7 @@ class Batcher:
         blocks = request.holding.blocks
         generations = self._kv.pool.generations_of(blocks)
         hold = self._state.connector.preempted(request, blocks, generations)
-        self._state.counters.num_preemptions += 1
+        self._state.counters.count_preemption()
         if hold is None:
             self._state.free(request)
         else:

@@ -227,6 +227,10 @@ class Counters:
         self.kv_seconds["transfer"] += received.transfer_s
         self.kv_seconds["digest"] += received.digest_s
 
+    def count_preemption(self) -> None:
+        """Count a request that has lost its blocks."""
+        self.num_preemptions += 1
+
     def count_failure(self, reason: LoadFailure) -> None:
         """Count a load that failed."""
         self.kv_load_failures[reason.value] += 1
