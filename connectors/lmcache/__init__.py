@@ -26,7 +26,7 @@ class LMCacheConnector(KVConnectorBase, frozen=True, kw_only=True):
     """See `KVConnectorBase`.
 
     Attributes:
-        checks_digests: See `loading.LoadingThread`.
+        checks_digests: See `moving.LoadingThread`.
     """
 
     name: str = "lmcache"

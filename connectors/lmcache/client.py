@@ -216,7 +216,7 @@ class StoreClient:
 
     def lookup(self, chunks: ChunkRange) -> PendingLookup:
         """Begin to look for the leading chunks of a prompt, and to bring them into memory."""
-        return PendingLookup(self, self.keys(chunks, self._session(chunks)))
+        return PendingLookup(self._client, PromptKeys(self, chunks, self._session(chunks)))
 
     def release(self, chunks: ChunkRange, *, is_last: bool) -> list[Any]:
         """Give up the read locks of a lookup on some chunks, and perhaps its session.
@@ -226,7 +226,7 @@ class StoreClient:
         """
         session, told = self._session(chunks), []
         if chunks.first < chunks.end:
-            locked = self.keys(chunks, session).of(None)
+            locked = PromptKeys(self, chunks, session).of(None)
             told.append(self._client.free_lookup_locks(locked, 1))
         if is_last:
             told.append(self._client.end_session(session))
@@ -241,7 +241,7 @@ class StoreClient:
             StoreGoneError: The server does not answer.
             StoreMissError: It has not got them.
         """
-        keys = self.keys(chunks, self._session(chunks))
+        keys = PromptKeys(self, chunks, self._session(chunks))
         asked = [self._client.prepare_retrieve(keys.of(u), self._instance_id) for u in units]
         deadline_s = time.monotonic() + self._timeout_s
         told = [self._answer(future, "prepare_retrieve", deadline_s) for future in asked]
@@ -254,7 +254,7 @@ class StoreClient:
 
     def unlock(self, chunks: ChunkRange, units: Sequence[int]) -> None:
         """The chunks were read."""
-        keys = self.keys(chunks, self._session(chunks))
+        keys = PromptKeys(self, chunks, self._session(chunks))
         for unit in units:
             self._client.commit_retrieve(keys.of(unit), self._instance_id)
 
@@ -264,7 +264,7 @@ class StoreClient:
         Raises:
             StoreGoneError: The server does not answer.
         """
-        keys = self.keys(chunks, self._save_session(chunks))
+        keys = PromptKeys(self, chunks, self._save_session(chunks))
         asked = [self._client.prepare_store(keys.of(u), self._instance_id) for u in units]
         deadline_s = time.monotonic() + self._timeout_s
         starts = np.full((chunks.end - chunks.first, len(units)), -1, np.int64)
@@ -281,7 +281,7 @@ class StoreClient:
         Raises:
             StoreGoneError: The server does not answer, or knows nothing of it.
         """
-        keys = self.keys(chunks, self._save_session(chunks))
+        keys = PromptKeys(self, chunks, self._save_session(chunks))
         asked = [self._client.commit_store(keys.of(u), self._instance_id, b"") for u in units]
         deadline_s = time.monotonic() + self._timeout_s
         for future in asked:
@@ -292,7 +292,7 @@ class StoreClient:
         """Have chunks dropped, so that they can be saved anew, if the server has an HTTP side."""
         if not self._http.url:
             return
-        keys = self.keys(chunks, self._save_session(chunks))
+        keys = PromptKeys(self, chunks, self._save_session(chunks))
         self._http.drop([each for unit in units for each in keys.encoded(unit)])
 
     def end_save(self, chunks: ChunkRange) -> None:
@@ -301,18 +301,9 @@ class StoreClient:
 
     # --- its terms
 
-    def keys(self, chunks: ChunkRange, session: str) -> PromptKeys:
-        """Name chunks as the server does."""
-        return PromptKeys(self, chunks, session)
-
     def make_key(self, **fields: Any) -> Any:
         """The server's own key."""
         return self._make_key(**self._key_fields, **fields)
-
-    @property
-    def calls(self) -> Any:
-        """The server's calls; each returns a future."""
-        return self._client
 
     def _session(self, chunks: ChunkRange) -> str:
         return f"{self._engine}-{chunks.session}"
@@ -391,15 +382,18 @@ class PromptKeys:
 class PendingLookup:
     """A look for the leading chunks of a prompt, which has begun. For one thread.
 
+    Args:
+        calls: The server's, each of which returns a future.
+
     Attributes:
         num_chunks: That were found, and are locked; None = not known yet.
         has_answered: The server has said anything at all.
     """
 
-    def __init__(self, client: StoreClient, keys: PromptKeys) -> None:
+    def __init__(self, calls: Any, keys: PromptKeys) -> None:
         self.num_chunks: int | None = None
         self.has_answered = False
-        self._calls = client.calls
+        self._calls = calls
         self._session = keys.session
         self._asked = self._calls.lookup(keys.of(None), 1)
         self._is_asking_how_far = False

@@ -9,19 +9,25 @@ The bytes are the same whatever the TP size and block size of who wrote them. A 
 the very bytes that are copied, as they pass, on the way in and on the way out: what is loaded was
 read once. A slot that was begun and not finished has no magic.
 
+A CUDA device reaches the server's memory as it is: kernels read and write it by themselves, at the
+addresses that the host has. It is locked for that, and known to the driver, as long as anybody has
+the mapping.
+
 Knows memory and shapes; no server, and not when what is copied.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Final, NamedTuple
+import weakref
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from pdserve.connectors.digests import beside_steps, byte_grid
 from pdserve.connectors.slicing import shard_of
+from pdserve.errors import ConfigError
 from pdserve.kernels.digest import place_keys, word_constants
 
 if TYPE_CHECKING:
@@ -43,6 +49,9 @@ _MAGIC: Final = b"pdserve1"
 _DIGESTS_AT: Final = 40
 _ALIGN: Final = 64
 _WORD_BYTES: Final = 4
+# Of CUDA's `cudaHostRegister`.
+_PORTABLE: Final = 1
+_MAPPED: Final = 2
 
 
 class Slots(NamedTuple):
@@ -228,3 +237,36 @@ class ChunkMemory:
 
 def _num_leading(is_good: npt.NDArray[np.bool_]) -> int:
     return len(is_good) if is_good.all() else int(is_good.argmin())
+
+
+def reach_from(device: torch.device, pool: Pool) -> None:
+    """Have a device reach a mapping.
+
+    Raises:
+        ConfigError: See `lock`.
+    """
+    with torch.cuda.device(device):
+        lock(pool, torch.cuda.cudart())  # type: ignore[no-untyped-call]
+
+
+def lock(pool: Pool, runtime: Any) -> None:
+    """Register a mapping with the driver, until it is collected.
+
+    Args:
+        runtime: CUDA's, as `torch.cuda.cudart` returns it.
+
+    Raises:
+        ConfigError: The driver does not lock so much.
+    """
+    address = pool.ctypes.data
+    status = runtime.cudaHostRegister(address, pool.nbytes, _PORTABLE | _MAPPED)
+    if int(status):
+        raise ConfigError(
+            f"CUDA cannot lock the LMCache server's memory, {pool.nbytes / (1 << 30):.1f} GiB "
+            f"({runtime.cudaGetErrorString(status)}): raise the limit of locked memory (`ulimit -l "
+            "unlimited`, `docker run --ulimit memlock=-1`), or give the server less (--kv-tiers "
+            "cpu:SIZE)",
+            param="kv-transfer-config.lmcache.url",
+        )
+    end = weakref.finalize(pool, runtime.cudaHostUnregister, address)
+    end.atexit = False  # it ends with the process

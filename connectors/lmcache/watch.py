@@ -21,8 +21,8 @@ from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
     from pdserve.connectors.lmcache.client import PendingLookup
-    from pdserve.connectors.lmcache.link import StoreLink
     from pdserve.connectors.lmcache.messages import ChunkRange, StoreInstructions
+    from pdserve.connectors.lmcache.moving import StoreLink
     from pdserve.connectors.lmcache.settings import LMCacheSettings
 
 _log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """LMCache's worker half: three threads of one rank beside its steps.
 
-`watch` asks the server and sees whether it is there, `loading` brings layers into blocks while the
-step waits for each, `saving` takes what was computed out of them.
+`watch` has the one that asks the server and sees whether it is there, `moving` the two that bring
+layers into blocks, while the step waits for each, and take what was computed out of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import KVConnectorWorker
 from pdserve.connectors.lmcache.client import StoreClient
-from pdserve.connectors.lmcache.link import StoreLink
-from pdserve.connectors.lmcache.loading import LayerwiseLoad, LoadingThread
-from pdserve.connectors.lmcache.locked import reach_from
 from pdserve.connectors.lmcache.messages import read_instructions, read_loads
-from pdserve.connectors.lmcache.saving import SavingThread
-from pdserve.connectors.lmcache.slots import ChunkMemory, StoreLayout
+from pdserve.connectors.lmcache.moving import (
+    LayerwiseLoad,
+    LoadingThread,
+    SavingThread,
+    StoreLink,
+)
+from pdserve.connectors.lmcache.slots import ChunkMemory, StoreLayout, reach_from
 from pdserve.connectors.lmcache.watch import StoreWatch
 from pdserve.errors import ConfigError, InternalError
 from pdserve.kernels.registry import kernels_on

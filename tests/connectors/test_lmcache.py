@@ -14,9 +14,8 @@ from pdserve.connectors.conformance.pull import PullConformance
 from pdserve.connectors.conformance.store import StoreConformance
 from pdserve.connectors.lmcache import LMCacheConnector
 from pdserve.connectors.lmcache.client import StoreClient
-from pdserve.connectors.lmcache.locked import lock
 from pdserve.connectors.lmcache.settings import LMCacheSettings
-from pdserve.connectors.lmcache.slots import StoreLayout
+from pdserve.connectors.lmcache.slots import StoreLayout, lock
 from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.errors import ConfigError

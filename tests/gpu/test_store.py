@@ -12,7 +12,7 @@ import torch
 
 from pdserve.config.boxed import boxed_model_dir
 from pdserve.connectors.digests import beside_steps
-from pdserve.connectors.lmcache.locked import reach_from
+from pdserve.connectors.lmcache.slots import reach_from
 from pdserve.kernels.digest import place_keys, word_constants
 from pdserve.kernels.registry import kernels_on
 from tests.e2e.deployment import Deployment

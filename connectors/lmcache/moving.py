@@ -1,0 +1,378 @@
+"""The two threads of a rank that move chunks between its blocks and the store, beside its steps.
+
+`LoadingThread` brings layers in while the step waits for each, `SavingThread` takes out what was
+computed. They share a `StoreLink` with the thread that looks after the server (`watch`).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from pdserve.connectors.lmcache.client import StoreGoneError, StoreMissError
+from pdserve.connectors.lmcache.messages import ChunkSave, LoadDone, RankProgress
+from pdserve.connectors.lmcache.slots import Slots
+from pdserve.observe.log import log_event
+from pdserve.wire.request import KVStoreStats
+from pdserve.wire.transfer import ConnectorReport, Failed, LeaseEnd, LoadFailure, Settled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.connectors.lmcache.client import StoreClient
+    from pdserve.connectors.lmcache.messages import ChunkLoad, SaveBarrier, StoreNews
+    from pdserve.connectors.lmcache.slots import ChunkMemory, StoreLayout
+
+_log = logging.getLogger(__name__)
+
+_GIVE_WAY_S = 0.05
+
+
+class StoreLink:
+    """What the threads of a rank share: its connection, and its news. Thread-safe.
+
+    Args:
+        make_memory: From the tokens of a chunk.
+        wake: Called when `take_report` has something.
+
+    Attributes:
+        memory: Once the server was there.
+        is_up: The server answered last; whoever finds that it does not says so by `lost`.
+        was_lost: Set by `lost`; for the thread that looks after the server.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        make_memory: Callable[[int], ChunkMemory],
+        *,
+        rank: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self.client = client
+        self.memory: ChunkMemory | None = None
+        self.is_up = False
+        self._make_memory = make_memory
+        self.was_lost = threading.Event()
+        self._rank = rank
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._stats = KVStoreStats()
+        self._saved_up_to = self._told_up_to = 0
+        self._news: list[bytes] = []
+        self._settled: list[Settled] = []
+
+    def found(self) -> None:
+        """The server answers, and knows us."""
+        if self.memory is None:
+            self.memory = self._make_memory(self.client.chunk_tokens)
+        self.is_up = True
+        self.was_lost.clear()
+
+    def lost(self, error: Exception) -> None:
+        """The server does not answer: it is asked for nothing until it is back."""
+        with self._lock:
+            was_up, self.is_up = self.is_up, False
+        if was_up:
+            what = "the KV store is gone: prompts are computed, and nothing is saved"
+            log_event(_log, what, level=logging.WARNING, why=str(error))
+            self.was_lost.set()
+
+    def count(self, **added: float) -> None:
+        """Add to counters of `KVStoreStats`, by name."""
+        with self._lock:
+            for name, value in added.items():
+                setattr(self._stats, name, getattr(self._stats, name) + value)
+
+    def tell(self, news: StoreNews) -> None:
+        """Report something to the scheduler half."""
+        with self._lock:
+            self._news.append(msgspec.msgpack.encode(news))
+        self._wake()
+
+    def saved(self, session: int) -> None:
+        """All saves up to this session are over."""
+        with self._lock:
+            self._saved_up_to = session
+        self._wake()
+
+    def settle(self, barrier: SaveBarrier) -> None:
+        """All saves that a hold waits for are over."""
+        settled = Settled(request_id=barrier.request_id, end=LeaseEnd.READ, nonce=barrier.hold_id)
+        with self._lock:
+            self._settled.append(settled)
+        self._wake()
+
+    def take_report(self) -> ConnectorReport:
+        """What happened since the last call."""
+        with self._lock:
+            payloads, self._news = self._news, []
+            settled, self._settled = self._settled, []
+            if self._saved_up_to > self._told_up_to or self._stats != KVStoreStats():
+                stats, self._stats = self._stats, KVStoreStats()
+                self._told_up_to = self._saved_up_to
+                progress = RankProgress(self._rank, self._saved_up_to, stats)
+                payloads.append(msgspec.msgpack.encode(progress))
+        return ConnectorReport(payloads=payloads, settled=settled)
+
+
+class LayerwiseLoad:
+    """One load: the loading thread goes from layer to layer, the step's thread waits for each.
+
+    Attributes:
+        copying: Held while blocks are written; whoever holds it may cancel.
+        is_cancelled: Nothing more is written.
+        num_chunks: Leading chunks of the prompt that are good so far.
+        reason: Why the others are not.
+    """
+
+    def __init__(self, load: ChunkLoad, num_layers: int) -> None:
+        self.load = load
+        self.copying = threading.Lock()
+        self.is_cancelled = False
+        self.num_chunks = load.chunks.end
+        self.reason = LoadFailure.TIMEOUT
+        self.num_bytes = 0
+        self._num_layers = num_layers
+        self._layers_done = 0
+        self._changed = threading.Condition()
+
+    def layers_are_done(self, num_layers: int) -> None:
+        """So many may be read."""
+        with self._changed:
+            self._layers_done = num_layers
+            self._changed.notify_all()
+
+    def keep(self, num_chunks: int, reason: LoadFailure) -> None:
+        """Only so many leading chunks are good."""
+        if not self.is_cancelled:
+            self.num_chunks, self.reason = num_chunks, reason
+
+    def over(self) -> None:
+        """There will be no more."""
+        self.layers_are_done(self._num_layers)
+
+    def wait_for(self, layer: int, timeout_s: float) -> None:
+        """Return once a layer is there, or will not come."""
+        if self._layers_done > layer:
+            return
+        with self._changed:
+            if self._changed.wait_for(lambda: self._layers_done > layer, timeout_s):
+                return
+        self.cancel()
+
+    def cancel(self) -> None:
+        """When this returns, nothing writes the blocks any more."""
+        with self.copying:
+            if self._layers_done < self._num_layers:
+                self.keep(self.load.chunks.first, LoadFailure.TIMEOUT)
+                self.is_cancelled = True
+        self.over()
+
+    def outcome(self, chunk_tokens: int) -> Failed | None:
+        """What has failed of it, once it is over."""
+        chunks = self.load.chunks
+        if self.num_chunks == chunks.end:
+            return None
+        return Failed(
+            request_id=chunks.request_id,
+            reason=self.reason,
+            detail=f"of the store's chunks {chunks.first} to {chunks.end} (without the last) the "
+            f"first bad one is {self.num_chunks}",
+            num_valid_tokens=max(self.load.first_token, self.num_chunks * chunk_tokens),
+        )
+
+
+class LoadingThread(threading.Thread):
+    """Brings chunks from the store into blocks, layer by layer, beside a step.
+
+    Args:
+        checks_digests: False only in tests that show what the digests are for.
+
+    Attributes:
+        is_idle: Set while nothing is to be loaded; others may have the memory's bandwidth.
+    """
+
+    def __init__(self, link: StoreLink, layout: StoreLayout, *, checks_digests: bool) -> None:
+        super().__init__(name="lmcache-load", daemon=True)
+        self._link = link
+        self._layout = layout
+        self._checks_digests = checks_digests
+        self._inbox: queue.SimpleQueue[LayerwiseLoad | None] = queue.SimpleQueue()
+        self.is_idle = threading.Event()
+        self.is_idle.set()
+
+    def put(self, job: LayerwiseLoad) -> None:
+        """Begin a load."""
+        self.is_idle.clear()
+        self._inbox.put(job)
+
+    def close(self) -> None:
+        """End the thread, if it runs."""
+        self._inbox.put(None)
+        if self.ident is not None:
+            self.join()
+
+    def run(self) -> None:
+        """Load until closed."""
+        while (job := self._inbox.get()) is not None:
+            began_s = time.monotonic()
+            try:
+                self._load(job)
+            except Exception:  # noqa: BLE001 - a load that is broken has failed
+                _log.exception("a load from the store is broken")
+                job.cancel()
+            # Told before the step can end: what it has computed may be void.
+            self._tell(job, time.monotonic() - began_s)
+            job.over()
+            if self._inbox.empty():
+                self.is_idle.set()
+
+    def _tell(self, job: LayerwiseLoad, seconds: float) -> None:
+        chunks, link = job.load.chunks, self._link
+        is_whole = job.num_chunks == chunks.end
+        link.count(
+            num_loads=1,
+            num_failed_loads=not is_whole,
+            num_wrong_chunks=not is_whole and job.reason is LoadFailure.DIGEST,
+            loaded_bytes=job.num_bytes,
+            load_s=seconds,
+        )
+        link.tell(LoadDone(chunks.session, chunks.first, job.num_chunks, job.num_bytes, seconds))
+
+    def _load(self, job: LayerwiseLoad) -> None:
+        chunks, client, units = job.load.chunks, self._link.client, self._layout.units
+        try:
+            slots = client.locked(chunks, units)
+        except StoreGoneError as error:
+            self._link.lost(error)
+            job.keep(chunks.first, LoadFailure.PEER_LOST)
+            return
+        except StoreMissError:
+            job.keep(chunks.first, LoadFailure.PEER_LOST)
+            return
+        try:
+            self._copy(job, slots)
+        finally:
+            client.unlock(chunks, units)
+
+    def _copy(self, job: LayerwiseLoad, slots: Slots) -> None:
+        """Copy what is right."""
+        memory, load = self._link.memory, job.load
+        assert memory is not None
+        chunks, size = load.chunks, memory.chunk_tokens
+        with job.copying:
+            there, saved = memory.check(slots, self._layout.prefixes(chunks, size))
+            self._keep(job, there)
+        blocks = memory.blocks_of(load.block_ids, chunks)
+        blocks[0, : (load.first_token - chunks.first * size) // memory.block_size] = -1
+        for layer in range(memory.num_layers):
+            with job.copying:
+                if job.is_cancelled:
+                    return
+                good = slice(job.num_chunks - chunks.first)
+                part = Slots(slots.pool, slots.starts[good])
+                self._keep(job, memory.load_layer(blocks[good], part, layer, saved[good]))
+            if layer + 1 < memory.num_layers:
+                job.layers_are_done(layer + 1)
+        num_good = job.num_chunks - chunks.first
+        job.num_bytes = num_good * memory.bytes_per_chunk * len(self._layout.units)
+
+    def _keep(self, job: LayerwiseLoad, num_right: int) -> None:
+        """What is behind so many chunks is not what was saved: it does not count as loaded."""
+        end = job.load.chunks.first + num_right
+        if self._checks_digests and end < job.num_chunks:
+            job.keep(end, LoadFailure.DIGEST)
+
+
+class SavingThread(threading.Thread):
+    """Brings chunks from blocks to the store, beside the steps.
+
+    In the order in which it is told; a barrier settles once it is reached.
+
+    Args:
+        may_go_on: Clear while a load is under way, to which a save gives way for a moment.
+    """
+
+    def __init__(
+        self,
+        link: StoreLink,
+        layout: StoreLayout,
+        may_go_on: threading.Event,
+    ) -> None:
+        super().__init__(name="lmcache-save", daemon=True)
+        self._link = link
+        self._layout = layout
+        self._may_go_on = may_go_on
+        self._inbox: queue.SimpleQueue[ChunkSave | SaveBarrier | None] = queue.SimpleQueue()
+        self._is_closed = False
+
+    def put(self, told: ChunkSave | SaveBarrier) -> None:
+        """Save, or settle behind what is saved."""
+        self._inbox.put(told)
+
+    def close(self) -> None:
+        """End the thread, if it runs; what is not saved by then is dropped."""
+        self._is_closed = True
+        self._inbox.put(None)
+        if self.ident is not None:
+            self.join()
+
+    def run(self) -> None:
+        """Save until closed."""
+        while (told := self._inbox.get()) is not None:
+            if not isinstance(told, ChunkSave):
+                self._link.settle(told)
+                continue
+            try:
+                self._save(told)
+            except StoreGoneError as error:
+                self._link.lost(error)
+                self._drop(told)
+            except Exception:  # noqa: BLE001 - the store lacks it then
+                _log.exception("a save is broken")
+                self._drop(told)
+            self._link.saved(told.chunks.session)
+
+    def _drop(self, save: ChunkSave) -> None:
+        num_chunks = save.chunks.end - save.chunks.first
+        self._link.count(num_dropped_chunks=num_chunks * len(self._layout.written))
+
+    def _save(self, save: ChunkSave) -> None:
+        link, chunks, units = self._link, save.chunks, self._layout.written
+        memory = link.memory
+        if not units:
+            return
+        if not link.is_up or self._is_closed or memory is None:
+            self._drop(save)
+            return
+        began_s = time.monotonic()
+        for bad in save.replaced:
+            wrong = msgspec.structs.replace(chunks, first=bad, end=bad + 1)
+            link.client.forget(wrong, units)
+        slots = link.client.reserve(chunks, units)
+        is_wanted = slots.starts >= 0
+        blocks = memory.blocks_of(save.block_ids, chunks)
+        num_bytes = 0
+        for index, prefix in enumerate(self._layout.prefixes(chunks, memory.chunk_tokens)):
+            if is_wanted[index].any():
+                self._may_go_on.wait(_GIVE_WAY_S)
+                one = slice(index, index + 1)
+                num_bytes += memory.save(blocks[one], Slots(slots.pool, slots.starts[one]), prefix)
+        link.client.commit(chunks, [units[i] for i in np.flatnonzero(np.any(is_wanted, axis=0))])
+        link.client.end_save(chunks)
+        link.count(
+            num_saved_chunks=int(is_wanted.sum()),
+            num_refused_chunks=int((~is_wanted).sum()),
+            num_replaced_chunks=sum(
+                bool(is_wanted[bad - chunks.first].any()) for bad in save.replaced
+            ),
+            saved_bytes=num_bytes,
+            save_s=time.monotonic() - began_s,
+        )
