@@ -19,8 +19,7 @@ import timeit
 from typing import TYPE_CHECKING, Any
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from pdserve.connectors.base import KVConnectorScheduler
-from pdserve.connectors.null import NullConnector
+from pdserve.connectors.base import KVConnectorScheduler, NullConnector
 from pdserve.engine.core import EngineCore
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.trace import CLOCK_ID, Recorder

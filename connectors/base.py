@@ -430,3 +430,9 @@ class KVConnectorBase(msgspec.Struct, frozen=True, kw_only=True):
     def make_worker(self, context: ConnectorContext, wake: Callable[[], None]) -> KVConnectorWorker:
         """Make the worker half; it calls `wake` from any thread when `get_finished` has news."""
         return KVConnectorWorker()
+
+
+class NullConnector(KVConnectorBase, frozen=True, kw_only=True):
+    """The connector of an engine that exchanges KV with nobody. It stages and reports nothing."""
+
+    name: str = "null"

@@ -17,8 +17,8 @@ from pdserve.config.schema import (
     SchedulerConfig,
 )
 from pdserve.config.speculative import SpeculativeConfig
+from pdserve.connectors.base import NullConnector
 from pdserve.connectors.memory import MemoryConnector
-from pdserve.connectors.null import NullConnector
 from pdserve.engine.core import EngineCore
 from pdserve.engine.loading import start_engine
 from pdserve.observe.clock import ManualClock

@@ -68,7 +68,6 @@ class LeaseTable:
             is not valid either. Counted from the last time that this table was told.
 
     Attributes:
-        num_regrants: Grants of a nonce that was granted before; ignored.
         num_reused: Leases that were live when one of their blocks turned up in another
             generation; they are lost. The engine is to free no block before its lease has
             settled, so this stays 0.
@@ -86,7 +85,6 @@ class LeaseTable:
         self._released_early: Remembered[LeaseEnd] = Remembered()
         self._settled: list[Settled] = []
         self._due_s = float("inf")
-        self.num_regrants = 0
         self.num_reused = 0
 
     def __len__(self) -> int:
@@ -114,7 +112,6 @@ class LeaseTable:
         """
         self._seen_s = now_s
         if nonce in self._leases or nonce in self._ended:
-            self.num_regrants += 1
             return False
         self.hand_out(block_ids, generations)
         lease = self._add(nonce, request_id, now_s)

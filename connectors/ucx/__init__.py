@@ -6,10 +6,13 @@ through buffers on both sides (`messages`), so only `mover` ever writes to KV bl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
 
 from pdserve.connectors.transfer_thread import TransferConnector
-from pdserve.connectors.ucx.settings import UcxSettings
+from pdserve.errors import ConfigError
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -18,6 +21,22 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext, KVLayout
     from pdserve.connectors.side_channel.reactor import Reactor
     from pdserve.connectors.ucx.mover import UcxMover
+
+
+class UcxSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What only UCX is told, by `--kv-transfer-config.ucx.*`."""
+
+    tls: Annotated[
+        str, Meta(description="UCX transports, in UCX_TLS's form, as tcp or rc,cuda; empty is all")
+    ] = ""
+    messages: Annotated[
+        int, Meta(description="messages of 8 MiB in flight at most, each way, a quarter per peer")
+    ] = 16
+
+    def __post_init__(self) -> None:
+        if self.messages < 4:
+            flag = "kv-transfer-config.ucx.messages"
+            raise ConfigError(f"--{flag} is {self.messages}: it must be at least 4", param=flag)
 
 
 class UcxConnector(TransferConnector, frozen=True, kw_only=True):
@@ -38,5 +57,6 @@ class UcxConnector(TransferConnector, frozen=True, kw_only=True):
             host=host,
             watch=reactor.watch,
             clock=SystemClock(),
-            settings=self.settings,
+            tls=self.settings.tls,
+            max_messages=self.settings.messages,
         )

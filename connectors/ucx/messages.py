@@ -149,11 +149,6 @@ class Messages:
         # Neither another life's nor an earlier message's: it is never drawn again.
         self._next_tag = secrets.randbits(62)
 
-    @property
-    def num_stranded(self) -> int:
-        """Messages that UCX has not given back though their connection is gone."""
-        return len(self._stranded)
-
     def new_tag(self) -> int:
         """Draw a tag that no message to this rank ever had."""
         self._next_tag += 1

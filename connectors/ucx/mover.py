@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import KVLayout
     from pdserve.connectors.transfer.protocol import Region
     from pdserve.connectors.transfer.seams import Job, MoverLink
-    from pdserve.connectors.ucx.settings import UcxSettings
     from pdserve.observe.clock import Clock
 
 _NEVER = float("inf")
@@ -82,6 +81,8 @@ class UcxMover:
         kv: This rank's KV memory, contiguous.
         host: Where the side channel listens.
         watch: Has the thread's event loop wake up when a descriptor is readable.
+        tls: UCX's transports; empty is all.
+        max_messages: In flight, each way.
     """
 
     num_lanes: ClassVar[int] = 1
@@ -96,7 +97,8 @@ class UcxMover:
         host: str,
         watch: Callable[[int], None],
         clock: Clock,
-        settings: UcxSettings,
+        tls: str,
+        max_messages: int,
     ) -> None:
         self._kv = kv
         self._staging = Staging(kv)
@@ -104,7 +106,8 @@ class UcxMover:
         self._host = host
         self._watch = watch
         self._clock = clock
-        self._settings = settings
+        self._tls = tls
+        self._max_messages = max_messages
         self._worker: UcxWorker
         self._messages: Messages
         self.processes = HostProcesses(is_direct=False)
@@ -129,10 +132,9 @@ class UcxMover:
         """See `ThreadMover`."""
         if self._kv.is_cuda:
             torch.cuda.set_device(self._kv.device)  # UCX uses the calling thread's context
-        devices, tls = net_devices(self._host), self._settings.tls
-        options = {"NET_DEVICES": devices, "TLS": tls or None}
+        options = {"NET_DEVICES": net_devices(self._host), "TLS": self._tls or None}
         self._worker = UcxWorker({name: value for name, value in options.items() if value})
-        self._messages = Messages(self._worker, self._staging, self._settings.messages)
+        self._messages = Messages(self._worker, self._staging, self._max_messages)
         self._watch(self._worker.descriptor)
 
     def tick(self) -> None:

@@ -22,7 +22,7 @@ from pdserve.config.setting import Setting, canonical
 from pdserve.errors import ConfigError
 
 BUILT_IN: Final = {
-    "null": "pdserve.connectors.null:NullConnector",
+    "null": "pdserve.connectors.base:NullConnector",
     "memory": "pdserve.connectors.memory:MemoryConnector",
     "nixl": "pdserve.connectors.nixl:NixlConnector",
     "ucx": "pdserve.connectors.ucx:UcxConnector",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.connectors.ucx.settings import UcxSettings
+from pdserve.connectors.ucx import UcxSettings
 from pdserve.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from pdserve.connectors.base import KVConnectorWorker
-from pdserve.connectors.null import NullConnector
+from pdserve.connectors.base import KVConnectorWorker, NullConnector
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.transfer import BlockOrder

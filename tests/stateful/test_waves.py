@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.connectors.base import KVConnectorScheduler
-from pdserve.connectors.null import NullConnector
+from pdserve.connectors.base import KVConnectorScheduler, NullConnector
 from pdserve.engine.coordinator import Coordinator, StartWave, Wish
 from pdserve.engine.core import EngineCore
 from pdserve.observe.clock import ManualClock

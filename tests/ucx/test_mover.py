@@ -24,7 +24,6 @@ from pdserve.connectors.ucx.frames import (
     encode,
 )
 from pdserve.connectors.ucx.mover import UcxMover
-from pdserve.connectors.ucx.settings import UcxSettings
 from pdserve.connectors.ucx.staging import Staging
 from pdserve.observe.clock import SystemClock
 from pdserve.wire.ids import BlockId
@@ -55,7 +54,8 @@ class Side:
             host="127.0.0.1",
             watch=lambda descriptor: None,
             clock=SystemClock(),
-            settings=UcxSettings(messages=4),
+            tls="",
+            max_messages=4,
         )
         self.mover.start()
         self.inbox: deque[bytes] = deque()
