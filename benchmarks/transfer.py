@@ -58,6 +58,7 @@ from benchmarks.kv_engines import (
 from pdserve.connectors.digests import digests_of
 from pdserve.connectors.nixl.agent import NixlAgent, TransferState
 from pdserve.connectors.slicing import routes
+from pdserve.connectors.transfer.seams import Direction
 from pdserve.kernels.registry import kernels_on
 from pdserve.wire.ids import BlockId
 from pdserve.wire.transfer import Received
@@ -108,16 +109,16 @@ class BareReader:
         self._pair = pair
         self._agent = NixlAgent("bare-D-" + os.urandom(8).hex(), ["UCX"])
         self._agent.register(pair.d.region())
-        self._local = self._agent.prepare_local(pair.d.region())
+        self._local = self._agent.prepare(pair.d.region())
         self._name = self._agent.add_peer(pair.bare_metadata)
-        self._remote = self._agent.prepare_remote(self._name, pair.bare_region)
+        self._remote = self._agent.prepare(pair.bare_region, self._name)
         self.read(np.arange(1, dtype=np.int32))
 
     def read(self, units: npt.NDArray[np.int32]) -> float:
         """Seconds to read these blocks."""
         self._pair.drive_bare(True)
         started_s = time.perf_counter()
-        transfer, state = self._agent.read(self._local, units, self._remote, units)
+        transfer, state = self._agent.post(Direction.READ, self._local, units, self._remote, units)
         while state is TransferState.IN_PROGRESS:
             time.sleep(0.0003)
             state = self._agent.poll(transfer)

@@ -6,10 +6,13 @@ are moved by `mover`: by `lanes`, each a thread with an `agent` of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from pdserve.connectors.nixl.settings import NixlSettings
+import msgspec
+from msgspec import Meta
+
 from pdserve.connectors.transfer_thread import TransferConnector
+from pdserve.errors import ConfigError
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -18,6 +21,20 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext, KVLayout
     from pdserve.connectors.nixl.mover import NixlMover
     from pdserve.connectors.side_channel.reactor import Reactor
+
+
+class NixlSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What only NIXL is told, by `--kv-transfer-config.nixl.*`."""
+
+    lanes: Annotated[
+        int, Meta(description="threads that post transfers, each with a NIXL agent of its own")
+    ] = 2
+    backends: Annotated[tuple[str, ...], Meta(description="NIXL backends, in order")] = ("UCX",)
+
+    def __post_init__(self) -> None:
+        if self.lanes < 1:
+            flag = "kv-transfer-config.nixl.lanes"
+            raise ConfigError(f"--{flag} is {self.lanes}: it must be at least 1", param=flag)
 
 
 class NixlConnector(TransferConnector, frozen=True, kw_only=True):
@@ -38,5 +55,6 @@ class NixlConnector(TransferConnector, frozen=True, kw_only=True):
             host=host,
             wake=reactor.wake,
             clock=SystemClock(),
-            settings=self.settings,
+            num_lanes=self.settings.lanes,
+            backends=self.settings.backends,
         )

@@ -1,4 +1,6 @@
-"""NIXL behind typed values: the only module that imports it, and it does so lazily.
+"""NIXL behind typed values, and what an agent of it knows of peers.
+
+This is the only module that imports NIXL, and it does so lazily.
 
 Choices made here, with their reasons:
 - No NIXL progress thread. Its own loop spins a core or, with a delay, costs 1.5 to 2 % of
@@ -16,21 +18,33 @@ It knows nothing of blocks, leases or peers' messages.
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
+import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NewType
 
+import msgspec
 import numpy as np
 
-from pdserve.connectors.nixl.gentle_close import close_gently
+from pdserve.connectors.nixl.descriptors import close_gently
 from pdserve.connectors.transfer.protocol import Region
+from pdserve.connectors.transfer.seams import Direction
 from pdserve.errors import ConfigError, PeerError
+from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
+
+    from pdserve.connectors.transfer.seams import Remote
+    from pdserve.observe.clock import Clock
+
+_log = logging.getLogger(__name__)
 
 # UCX notices a silent partition after about 5 s with the first three, and not at all without.
 # Without the last it connects inside `add_peer` and waits there, for minutes if nobody answers.
@@ -58,22 +72,11 @@ class TransferState(enum.Enum):
     DONE = "done"
 
 
-class Prepared:
-    """A region that was prepared for transfers; see `NixlAgent.prepare`."""
+Prepared = NewType("Prepared", int)
+"""A region that was prepared for transfers; see `NixlAgent.prepare`."""
 
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-
-class Transfer:
-    """One posted READ or WRITE; see `NixlAgent.read`."""
-
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
+Transfer = NewType("Transfer", int)
+"""A posted READ or WRITE; see `NixlAgent.post`."""
 
 
 class NixlAgent:
@@ -115,7 +118,7 @@ class NixlAgent:
             for error in dir(nixl)
             if error.startswith("nixl") and error.endswith("Error")
         )
-        with _Typed(self._errors, "create_agent"):
+        with self._typed("create_agent"):
             self._agent: Any = nixl.nixlAgent(name, config)
         available = self._agent.getAvailPlugins()
         for backend in backends:
@@ -132,17 +135,13 @@ class NixlAgent:
         """Make local memory usable; it must outlive the agent."""
         end = (region.address, region.num_bytes, region.device, "")
         descriptors = self._nixl.nixlRegDList(self._memory(region), [end])
-        with _Typed(self._errors, "register_memory"):
+        with self._typed("register_memory"):
             self._agent.registerMem(descriptors, self._backends)
         self._registered.append(descriptors)
 
     def metadata(self) -> bytes:
         """What a peer needs to read the registered memory."""
         return bytes(self._agent.getLocalMD())
-
-    def prepare_local(self, region: Region) -> Prepared:
-        """Prepare registered memory as this side of transfers, unit by unit."""
-        return self._prepare(self._nixl.NIXL_INIT_AGENT, region)
 
     def add_peer(self, metadata: bytes) -> str:
         """Learn a peer's memory; return the name of its agent.
@@ -151,32 +150,41 @@ class NixlAgent:
             AgentError: No transport reaches it, or this is no such metadata.
         """
         devices = os.environ.get(_NET_DEVICES, "all")
-        with _Typed(self._errors, f"add_remote_agent (over the devices {devices} here)"):
+        with self._typed(f"add_remote_agent (over the devices {devices} here)"):
             name: bytes | str = self._agent.loadRemoteMD(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
-    def prepare_remote(self, peer: str, region: Region) -> Prepared:
-        """Prepare a peer's memory as the other side, unit by unit."""
-        return self._prepare(peer, region)
+    def prepare(self, region: Region, peer: str | None = None) -> Prepared:
+        """Prepare memory for transfers, unit by unit: what is registered here, or a peer's."""
+        stride = region.stride_bytes
+        rows = np.array(
+            [[region.address, stride, region.device, stride, region.num_units]], dtype=np.uint64
+        )
+        owner = self._nixl.NIXL_INIT_AGENT if peer is None else peer
+        with self._typed("prep_xfer_dlist"):
+            return Prepared(
+                self._agent.prepXferDlist(owner, self._memory(region), rows, self._backends)
+            )
 
     def unprepare(self, prepared: Prepared) -> None:
         """Forget a prepared region that no transfer uses any more."""
-        with _Typed(self._errors, "release_dlist_handle"):
-            self._agent.releasedDlistH(prepared.handle)
+        with self._typed("release_dlist_handle"):
+            self._agent.releasedDlistH(prepared)
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer after its transfers and prepared regions."""
-        with _Typed(self._errors, "remove_remote_agent"):
+        with self._typed("remove_remote_agent"):
             self._agent.invalidateRemoteMD(peer)
 
-    def read(
+    def post(
         self,
+        direction: Direction,
         local: Prepared,
         local_units: npt.NDArray[np.int32],
         remote: Prepared,
         remote_units: npt.NDArray[np.int32],
     ) -> tuple[Transfer, TransferState]:
-        """Post a READ of `remote_units` into `local_units`, pair by pair.
+        """Post a READ of `remote_units` into `local_units`, pair by pair, or a WRITE.
 
         On one host it often returns DONE: the copy was made inside this call, without the
         interpreter lock.
@@ -184,17 +192,13 @@ class NixlAgent:
         Raises:
             AgentError: It could not be posted; nothing is in flight.
         """
-        return self._post_prepared(self._nixl.NIXL_READ, local, local_units, remote, remote_units)
-
-    def write(
-        self,
-        local: Prepared,
-        local_units: npt.NDArray[np.int32],
-        remote: Prepared,
-        remote_units: npt.NDArray[np.int32],
-    ) -> tuple[Transfer, TransferState]:
-        """Post a WRITE of `local_units` into `remote_units`, pair by pair; else as `read`."""
-        return self._post_prepared(self._nixl.NIXL_WRITE, local, local_units, remote, remote_units)
+        nixl = self._nixl
+        operation = nixl.NIXL_READ if direction is Direction.READ else nixl.NIXL_WRITE
+        with self._typed("make_prepped_xfer"):
+            handle = self._agent.makeXferReq(
+                operation, local, local_units, remote, remote_units, "", self._backends
+            )
+        return self._post(handle)
 
     def read_once(
         self, local: Region, peer: str, remote: Region, num_bytes: int
@@ -209,7 +213,7 @@ class NixlAgent:
             nixl.nixlXferDList(self._memory(region), [(region.address, num_bytes, region.device)])
             for region in (local, remote)
         ]
-        with _Typed(self._errors, "create_xfer_req"):
+        with self._typed("create_xfer_req"):
             handle = self._agent.createXferReq(nixl.NIXL_READ, *sides, peer, "", self._backends)
         return self._post(handle)
 
@@ -219,13 +223,13 @@ class NixlAgent:
         Raises:
             AgentError: It failed, perhaps after part of the bytes; it writes no more.
         """
-        with _Typed(self._errors, "check_xfer_state"):
-            return self._state(self._agent.getXferStatus(transfer.handle))
+        with self._typed("check_xfer_state"):
+            return self._state(self._agent.getXferStatus(transfer))
 
     def release(self, transfer: Transfer) -> None:
         """Forget a transfer that is done or failed. For one in flight this is no barrier."""
         try:
-            self._agent.releaseXferReq(transfer.handle)
+            self._agent.releaseXferReq(transfer)
         except self._errors:
             # A failed transfer may refuse to be released while its peer's endpoint closes;
             # its handle then goes with the agent.
@@ -237,14 +241,14 @@ class NixlAgent:
         Raises:
             AgentError: Something a peer began has failed; others are not affected.
         """
-        with _Typed(self._errors, "get_new_notifs"):
+        with self._typed("get_new_notifs"):
             self._agent.getNotifs({}, self._backends)
 
     def close(self, *, is_reading: bool = False) -> None:
         """Destroy the agent: nothing it posted moves afterwards.
 
         Args:
-            is_reading: A READ is in flight; its peer is to survive this (see `gentle_close`).
+            is_reading: A READ is in flight; its peer is to survive this (see `close_gently`).
         """
         for descriptors in self._registered:
             try:
@@ -261,48 +265,26 @@ class NixlAgent:
         self._agent = None
 
     def _create_backend(self, backend: str) -> int:
-        with _Typed(self._errors, f"create_backend({backend})"):
+        with self._typed(f"create_backend({backend})"):
             handle: int = self._agent.createBackend(backend, {})
         return handle
-
-    def _post_prepared(
-        self,
-        operation: object,
-        local: Prepared,
-        local_units: npt.NDArray[np.int32],
-        remote: Prepared,
-        remote_units: npt.NDArray[np.int32],
-    ) -> tuple[Transfer, TransferState]:
-        with _Typed(self._errors, "make_prepped_xfer"):
-            handle = self._agent.makeXferReq(
-                operation,
-                local.handle,
-                local_units,
-                remote.handle,
-                remote_units,
-                "",
-                self._backends,
-            )
-        return self._post(handle)
 
     def _post(self, handle: int) -> tuple[Transfer, TransferState]:
         transfer = Transfer(handle)
         try:
-            with _Typed(self._errors, "transfer"):
+            with self._typed("transfer"):
                 return transfer, self._state(self._agent.postXferReq(handle, ""))
         except AgentError:
             self.release(transfer)
             raise
 
-    def _prepare(self, owner: str, region: Region) -> Prepared:
-        stride = region.stride_bytes
-        rows = np.array(
-            [[region.address, stride, region.device, stride, region.num_units]], dtype=np.uint64
-        )
-        with _Typed(self._errors, "prep_xfer_dlist"):
-            return Prepared(
-                self._agent.prepXferDlist(owner, self._memory(region), rows, self._backends)
-            )
+    @contextmanager
+    def _typed(self, call: str) -> Iterator[None]:
+        """Turn NIXL's exceptions inside a `with` into `AgentError`."""
+        try:
+            yield
+        except self._errors as error:
+            raise AgentError(f"NIXL {call}: {type(error).__name__}: {error}") from None
 
     def _memory(self, region: Region) -> Any:
         return self._nixl.VRAM_SEG if region.memory == "VRAM" else self._nixl.DRAM_SEG
@@ -315,19 +297,130 @@ class NixlAgent:
         raise AgentError(f"NIXL reports {status}")
 
 
-class _Typed:
-    """Turns NIXL's exceptions inside a `with` into `AgentError`."""
+# A peer that fails again within the one rests for the other: each try leaks descriptors in UCX.
+_SOON_S = 1.0
+REST_S = 0.2
 
-    def __init__(self, errors: tuple[type[Exception], ...], call: str) -> None:
-        self._errors = errors
-        self._call = call
 
-    def __enter__(self) -> None:
-        return None
+@dataclass(slots=True)
+class _Known:
+    """What an agent has learned of a peer.
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is not None and issubclass(kind, self._errors):
-            raise AgentError(f"NIXL {self._call}: {kind.__name__}: {error}") from None
+    Attributes:
+        pool: Prepared, by size of a unit.
+    """
+
+    name: str
+    pool: dict[int, Prepared] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """How a peer has failed last.
+
+    Attributes:
+        is_over: It was learned again since.
+    """
+
+    error: AgentError
+    since_s: float
+    rests_until_s: float
+    is_over: bool = False
+
+
+class KnownPeers:
+    """What one agent knows of peers: learned once, learned again after trouble.
+
+    Args:
+        has_posted: Whether something of a peer is in flight on the agent.
+    """
+
+    def __init__(
+        self, agent: NixlAgent, has_posted: Callable[[Remote], bool], clock: Clock
+    ) -> None:
+        self._agent = agent
+        self._has_posted = has_posted
+        self._clock = clock
+        self._known: dict[Remote, _Known] = {}
+        self._troubles: dict[Remote, _Trouble] = {}
+
+    def prepared(self, remote: Remote, unit_bytes: int) -> Prepared:
+        """The peer's pool, unit by unit, ready for transfers.
+
+        Raises:
+            AgentError: It cannot be learned, or rests.
+        """
+        known = self.learn(remote)
+        prepared = known.pool.get(unit_bytes)
+        if prepared is None:
+            prepared = self._agent.prepare(in_units(remote.pool, unit_bytes), known.name)
+            known.pool[unit_bytes] = prepared
+        return prepared
+
+    def learn(self, remote: Remote) -> _Known:
+        """What the agent knows of a peer; one that has failed is learned again.
+
+        Raises:
+            AgentError: It cannot be learned, or rests.
+        """
+        trouble = self._troubles.get(remote)
+        if trouble is not None and not trouble.is_over:
+            if self._clock.monotonic_s() < trouble.rests_until_s:
+                raise trouble.error
+            if not self._has_posted(remote):
+                trouble.is_over = True
+                self._unlearn(remote)
+        known = self._known.get(remote)
+        if known is None:
+            known = self._known[remote] = _Known(self._agent.add_peer(remote.metadata))
+        return known
+
+    def note_trouble(self, remote: Remote, error: AgentError) -> None:
+        """Something has failed with this peer."""
+        now_s = self._clock.monotonic_s()
+        before = self._troubles.get(remote)
+        if before is not None and not before.is_over:
+            return
+        rest_s = REST_S if before is not None and now_s - before.since_s < _SOON_S else 0.0
+        self._troubles[remote] = _Trouble(error, since_s=now_s, rests_until_s=now_s + rest_s)
+
+    def forget(self, remote: Remote) -> None:
+        """Nobody will ask for it again."""
+        self._troubles.pop(remote, None)
+        self._unlearn(remote)
+
+    def _unlearn(self, remote: Remote) -> None:
+        """In the order NIXL needs: prepared regions, the agent.
+
+        A step that is refused stops none after it: an agent that is not removed could never
+        be met again.
+        """
+        known = self._known.pop(remote, None)
+        if known is None:
+            return
+        for forget in (
+            *(functools.partial(self._agent.unprepare, each) for each in known.pool.values()),
+            functools.partial(self._agent.remove_peer, known.name),
+        ):
+            try:
+                forget()
+            except AgentError as error:
+                log_event(
+                    _log,
+                    "kv peer not forgotten",
+                    level=logging.WARNING,
+                    peer=known.name,
+                    reason=error,
+                )
+
+
+def in_units(pool: Region, unit_bytes: int) -> Region:
+    """The same memory as a row of units of another size."""
+    if pool.num_bytes % unit_bytes:
+        raise AgentError(f"units of {unit_bytes} bytes do not fill {pool}")
+    return msgspec.structs.replace(
+        pool, stride_bytes=unit_bytes, num_units=pool.num_bytes // unit_bytes
+    )
 
 
 def _import_bindings() -> Any:

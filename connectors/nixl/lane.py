@@ -8,10 +8,15 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol
 
-from pdserve.connectors.nixl.agent import AgentError, TransferState
-from pdserve.connectors.nixl.known_peers import REST_S, KnownPeers, in_units
+from pdserve.connectors.nixl.agent import (
+    REST_S,
+    AgentError,
+    KnownPeers,
+    TransferState,
+    in_units,
+)
 from pdserve.connectors.pieces import count_runs
 from pdserve.connectors.transfer.seams import Direction, Job, JobEnd
 from pdserve.errors import InternalError
@@ -129,11 +134,11 @@ class Lane:
         self._quarantine_s = quarantine_s
         self._roused = threading.Condition(dispatcher.lock)
         self._agent: NixlAgent | None = None
+        self._peers: KnownPeers
         self._why_broken: AgentError | None = None
         self._rests_until_s = 0.0
         self._posted: list[_Posted] = []
         self._local: dict[int, Prepared] = {}
-        self._peers = KnownPeers(self._live_agent, self._has_posted, clock)
 
     def rouse(self) -> None:
         """Under the lock: have it look at what there is to do."""
@@ -178,7 +183,8 @@ class Lane:
         if why_renew and self._agent is not None:
             self._reset(why_renew)
         for remote in to_forget:
-            self._peers.forget(remote)
+            if self._agent is not None:
+                self._peers.forget(remote)
         for warm_up in to_warm_up:
             self._warm_up(warm_up)
         if job is not None:
@@ -217,7 +223,8 @@ class Lane:
         if self._agent is not None or self._clock.monotonic_s() < self._rests_until_s:
             return
         try:
-            self._agent = self._make_agent()
+            self._agent = agent = self._make_agent()
+            self._peers = KnownPeers(agent, self._has_posted, self._clock)
         except AgentError as error:
             self._why_broken = error
             self._rests_until_s = self._clock.monotonic_s() + REST_S
@@ -239,14 +246,10 @@ class Lane:
         except AgentError as error:
             log_event(_log, "kv lane's peer failed", level=logging.WARNING, reason=error)
 
+    @property
     def _live_agent(self) -> NixlAgent:
-        """This lane's agent; there is one while anything is posted.
-
-        Raises:
-            AgentError: NIXL has made none.
-        """
-        if self._agent is None:
-            raise self._why_broken or AgentError("the lane has no agent")
+        """This lane's agent: there is one while anything is posted."""
+        assert self._agent is not None
         return self._agent
 
     # ---- transfers -------------------------------------------------------------------------
@@ -263,13 +266,9 @@ class Lane:
             self._check_bounds(job)
             local = self._prepare_local(job.unit_bytes)
             remote = self._peers.prepared(job.remote, job.unit_bytes)
-            match job.direction:
-                case Direction.READ:
-                    transfer, state = agent.read(local, job.local_units, remote, job.remote_units)
-                case Direction.WRITE:
-                    transfer, state = agent.write(local, job.local_units, remote, job.remote_units)
-                case _:
-                    assert_never(job.direction)
+            transfer, state = agent.post(
+                job.direction, local, job.local_units, remote, job.remote_units
+            )
         except AgentError as error:
             self._peers.note_trouble(job.remote, error)
             self._settle(job, str(error))
@@ -305,7 +304,7 @@ class Lane:
             self._end(posted, "it was given up")
             return
         try:
-            if self._live_agent().poll(posted.transfer) is TransferState.IN_PROGRESS:
+            if self._live_agent.poll(posted.transfer) is TransferState.IN_PROGRESS:
                 return
         except AgentError as error:
             self._peers.note_trouble(posted.what.remote, error)
@@ -316,14 +315,14 @@ class Lane:
     def _end(self, posted: _Posted, failure: str | None) -> None:
         """What was in flight is not any more."""
         self._posted.remove(posted)
-        self._live_agent().release(posted.transfer)
-        match posted.what:
-            case Job():
-                self._settle(posted.what, failure, posted.num_descriptors)
-            case WarmUp():
-                self._dispatcher.say_warm(posted.what, failure)
-            case _:
-                assert_never(posted.what)
+        self._live_agent.release(posted.transfer)
+        self._tell(posted, failure)
+
+    def _tell(self, posted: _Posted, failure: str | None) -> None:
+        if isinstance(posted.what, WarmUp):
+            self._dispatcher.say_warm(posted.what, failure)
+        else:
+            self._settle(posted.what, failure, posted.num_descriptors)
 
     def _settle(self, job: Job, failure: str | None, num_descriptors: int = 0) -> None:
         moved_s = self._clock.monotonic_s()
@@ -363,7 +362,7 @@ class Lane:
     def _prepare_local(self, unit_bytes: int) -> Prepared:
         prepared = self._local.get(unit_bytes)
         if prepared is None:
-            prepared = self._live_agent().prepare_local(in_units(self._pool, unit_bytes))
+            prepared = self._live_agent.prepare(in_units(self._pool, unit_bytes))
             self._local[unit_bytes] = prepared
         return prepared
 
@@ -397,17 +396,10 @@ class Lane:
             not isinstance(posted.what, Job) or posted.what.direction is Direction.READ
             for posted in self._posted
         )
-        self._live_agent().close(is_reading=is_reading)
+        self._live_agent.close(is_reading=is_reading)
         self._agent = None
         posted, self._posted = self._posted, []
         self._local.clear()
-        self._peers.clear()
         self._dispatcher.say_reset()
         for each in posted:
-            match each.what:
-                case Job():
-                    self._settle(each.what, reason, each.num_descriptors)
-                case WarmUp():
-                    self._dispatcher.say_warm(each.what, reason)
-                case _:
-                    assert_never(each.what)
+            self._tell(each, reason)

@@ -107,10 +107,7 @@ class Lanes(OneSided):
         return self._num_jobs
 
     def meet(self, metadata: bytes, pool: Region) -> Remote:
-        """Learn a peer's agent and the memory it may be asked for. Nothing is sent.
-
-        The same agent may be met again once it was forgotten.
-        """
+        """See `Mover`: lanes begin with the first peer."""
         if not self._is_started:
             self._is_started = True
             for lane in self._lanes:
@@ -118,7 +115,7 @@ class Lanes(OneSided):
         return Remote(metadata, pool)
 
     def forget(self, remote: Remote) -> None:
-        """Drop a peer, whose jobs have all settled."""
+        """See `Mover`."""
         with self._lock:
             for lane in self._lanes:
                 lane.to_forget.append(remote)
@@ -132,11 +129,7 @@ class Lanes(OneSided):
         tag: Hashable,
         on_settled: Callable[[str | None], None],
     ) -> None:
-        """Have every lane read a little of `source` (the peer's), so that no request pays for it.
-
-        `on_settled` is called once, when that has ended on all lanes: with None, or with the
-        first failure. The peer's agent has to be driven until then.
-        """
+        """See `Mover`: once that has ended on all lanes, with the first failure."""
         warm_up = WarmUp(tag, remote, source, on_settled, len(self._lanes))
         self._num_jobs += 1
         with self._lock:
@@ -146,7 +139,7 @@ class Lanes(OneSided):
                 lane.rouse()
 
     def submit(self, job: Job) -> None:
-        """Post it as soon as a lane is free; jobs of one peer in their order, peers in turn."""
+        """See `Mover`: as soon as a lane is free; peers in turn."""
         self._num_jobs += 1
         with self._lock:
             self._queues.setdefault(job.remote, deque()).append(job)
@@ -156,14 +149,9 @@ class Lanes(OneSided):
                 min(idle, key=lambda lane: lane.is_broken).rouse()
 
     def abandon(self, tag: Hashable) -> int:
-        """Nobody wants the jobs of this tag any more.
+        """See `Mover`.
 
-        Those that were not posted never are, and are forgotten. Those in flight are told to
-        their `on_settled` once they have settled or been fenced. A warm-up ends at once: what
-        is still in flight of it can only land in the scratch memory.
-
-        Returns:
-            How many jobs will still be told to their `on_settled`.
+        What is still in flight of a warm-up that has ended can only land in the scratch memory.
         """
         now_s = self._clock.monotonic_s()
         with self._lock:

@@ -29,10 +29,9 @@ from pdserve.connectors.transfer_thread.host import HostProcesses, net_devices, 
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdserve.connectors.base import ConnectorContext
-    from pdserve.connectors.nixl.settings import NixlSettings
     from pdserve.observe.clock import Clock
 
 _log = logging.getLogger(__name__)
@@ -50,6 +49,7 @@ class NixlMover(Lanes):
         kv: This rank's KV memory, contiguous.
         host: Where the side channel listens.
         wake: Called from a lane when `deliver` has something to say.
+        num_lanes, backends: See `NixlSettings`.
 
     Attributes:
         faults: What should stay rare, by name, since whoever reports it last emptied this.
@@ -64,10 +64,11 @@ class NixlMover(Lanes):
         host: str,
         wake: Callable[[], None],
         clock: Clock,
-        settings: NixlSettings,
+        num_lanes: int,
+        backends: Sequence[str],
     ) -> None:
         self._context = context
-        self._backends = settings.backends
+        self._backends = backends
         self._kv = kv
         self._scratch = torch.zeros(
             _SCRATCH_UNITS * _SCRATCH_UNIT_BYTES, dtype=torch.uint8, device=kv.device
@@ -91,7 +92,7 @@ class NixlMover(Lanes):
             limit=max_descriptors,
         )
         super().__init__(
-            num_lanes=settings.lanes,
+            num_lanes=num_lanes,
             make_agent=self._make_lane_agent,
             pool=self._pool_region,
             scratch=self._scratch_region,

@@ -21,6 +21,7 @@ import numpy as np
 
 from pdserve.connectors.nixl.agent import NixlAgent, TransferState
 from pdserve.connectors.transfer.protocol import Region
+from pdserve.connectors.transfer.seams import Direction
 from pdserve.errors import PdserveError
 
 if TYPE_CHECKING:
@@ -126,12 +127,12 @@ def _reader(backends: Sequence[str], stdin: IO[bytes]) -> None:
     agent.register(region)
     peer = agent.add_peer(base64.b64decode(announcement["metadata"]))
     there = msgspec.structs.replace(region, address=announcement["address"])
-    local, remote = agent.prepare_local(region), agent.prepare_remote(peer, there)
+    local, remote = agent.prepare(region), agent.prepare(there, peer)
     units = np.arange(region.num_units, dtype=np.int32)
     best_s = memcpy_s = float("inf")
     for _ in range(_REPEATS):  # the first one makes the peers acquainted
         started_s = time.perf_counter()
-        transfer, state = agent.read(local, units, remote, units)
+        transfer, state = agent.post(Direction.READ, local, units, remote, units)
         while state is not TransferState.DONE:
             time.sleep(_POLL_S)
             state = agent.poll(transfer)

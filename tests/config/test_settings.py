@@ -26,7 +26,7 @@ from pdserve.config.settings import (
 )
 from pdserve.config.speculative import WITH_MODEL
 from pdserve.config.up import UpConfig
-from pdserve.connectors.nixl.settings import NixlSettings
+from pdserve.connectors.nixl import NixlSettings
 from pdserve.connectors.registry import find
 from pdserve.errors import ConfigError
 from pdserve.worker.kv_memory import block_size_on

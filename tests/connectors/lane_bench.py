@@ -58,9 +58,6 @@ class Agent:
         self._peers: dict[int, str] = {}
         self._is_closed = False
 
-    def prepare_local(self, region: Region) -> Prepared:
-        return Prepared(0)
-
     def add_peer(self, metadata: bytes) -> str:
         name = metadata.decode()
         if name in self._peers.values():
@@ -68,13 +65,15 @@ class Agent:
         self._world.added.append((self._lane, name))
         return name
 
-    def prepare_remote(self, peer: str, region: Region) -> Prepared:
+    def prepare(self, region: Region, peer: str | None = None) -> Prepared:
+        if peer is None:
+            return Prepared(0)
         handle = len(self._peers) + 1
         self._peers[handle] = peer
         return Prepared(handle)
 
     def unprepare(self, prepared: Prepared) -> None:
-        del self._peers[prepared.handle]
+        del self._peers[prepared]
 
     def remove_peer(self, peer: str) -> None:
         assert peer not in self._peers.values()
@@ -86,14 +85,15 @@ class Agent:
             TransferState.DONE
         )
 
-    def read(
+    def post(
         self,
+        direction: Direction,
         local: Prepared,
         local_units: npt.NDArray[np.int32],
         remote: Prepared,
         remote_units: npt.NDArray[np.int32],
     ) -> tuple[Transfer, TransferState]:
-        world, peer, first = self._world, self._peers[remote.handle], int(local_units[0])
+        world, peer, first = self._world, self._peers[remote], int(local_units[0])
         world.gate.wait(10.0)
         world.posted.append((self._lane, peer, first))
         if peer in world.broken:
@@ -101,11 +101,9 @@ class Agent:
         is_slow = world.is_slow or first in world.stuck
         return Transfer(first), TransferState.IN_PROGRESS if is_slow else TransferState.DONE
 
-    write = read
-
     def poll(self, transfer: Transfer) -> TransferState:
         assert not self._is_closed
-        is_stuck = transfer.handle in self._world.stuck or transfer.handle == -1
+        is_stuck = transfer in self._world.stuck or transfer == -1
         return TransferState.IN_PROGRESS if is_stuck else TransferState.DONE
 
     def release(self, transfer: Transfer) -> None:

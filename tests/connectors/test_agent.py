@@ -13,6 +13,7 @@ import pytest
 
 from pdserve.connectors.nixl.agent import NixlAgent, TransferState
 from pdserve.connectors.transfer.protocol import Region
+from pdserve.connectors.transfer.seams import Direction
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -63,10 +64,11 @@ def _read_from_nobody(answer: Connection) -> None:
         agent.register(_region(mine))
         peer = agent.add_peer(silent)
         units = np.arange(_NUM_UNITS, dtype=np.int32)
-        transfer, state = agent.read(
-            agent.prepare_local(_region(mine)),
+        transfer, state = agent.post(
+            Direction.READ,
+            agent.prepare(_region(mine)),
             units,
-            agent.prepare_remote(peer, _region(theirs)),
+            agent.prepare(_region(theirs), peer),
             units,
         )
         if state is TransferState.IN_PROGRESS:

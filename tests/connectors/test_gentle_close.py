@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.connectors.nixl.gentle_close import close_gently
+from pdserve.connectors.nixl.descriptors import close_gently
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,8 +28,7 @@ from pdserve.connectors.multi.messages import MultiInstructions
 from pdserve.connectors.multi.scheduler import MultiScheduler
 from pdserve.connectors.multi.sources import Costs, choose
 from pdserve.connectors.multi.worker import MultiWorker
-from pdserve.connectors.nixl import NixlConnector
-from pdserve.connectors.nixl.settings import NixlSettings
+from pdserve.connectors.nixl import NixlConnector, NixlSettings
 from pdserve.connectors.registry import find
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import ConfigError, HandoffRefusedError

@@ -13,8 +13,7 @@ from pdserve.connectors.conformance.values import make_shape
 from pdserve.connectors.handover.instructions import End, Instructions
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
-from pdserve.connectors.nixl import NixlConnector
-from pdserve.connectors.nixl.settings import NixlSettings
+from pdserve.connectors.nixl import NixlConnector, NixlSettings
 from pdserve.wire.transfer import BlockOrder, LeaseEnd, LoadFailure
 from tests.connectors.making import making
 

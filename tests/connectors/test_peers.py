@@ -23,7 +23,7 @@ from pdserve.connectors.side_channel.reactor import Reactor
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.machine import TransferMachine
 from pdserve.connectors.transfer.protocol import Refuse, RefuseReason, Region
-from pdserve.connectors.transfer.seams import ExposedMemory, Seams, UnreachableError
+from pdserve.connectors.transfer.seams import Direction, ExposedMemory, Seams, UnreachableError
 from pdserve.connectors.transfer_thread.host import HostProcesses
 from pdserve.connectors.transfer_thread.thread import PIECE_BYTES, BackgroundThread
 from pdserve.observe.clock import ManualClock
@@ -55,9 +55,6 @@ class ScriptedAgent:
         self.refuses_to_unprepare = False
         self.num_posted = 0
 
-    def prepare_local(self, region: Region) -> Prepared:
-        return Prepared(1)
-
     def add_peer(self, metadata: bytes) -> str:
         if metadata.decode() in self.known:
             raise AgentError("NIXL add_remote_agent: nixlNotAllowedError")
@@ -65,8 +62,8 @@ class ScriptedAgent:
         self.met.append(metadata.decode())
         return metadata.decode()
 
-    def prepare_remote(self, peer: str, region: Region) -> Prepared:
-        if self.refuses_to_prepare:
+    def prepare(self, region: Region, peer: str | None = None) -> Prepared:
+        if peer is not None and self.refuses_to_prepare:
             raise AgentError("NIXL prep_xfer_dlist: nixlInvalidParamError")
         return Prepared(1)
 
@@ -82,8 +79,9 @@ class ScriptedAgent:
     ) -> tuple[Transfer, TransferState]:
         return Transfer(0), TransferState.DONE
 
-    def read(
+    def post(
         self,
+        direction: Direction,
         local: Prepared,
         local_units: npt.NDArray[np.int32],
         remote: Prepared,

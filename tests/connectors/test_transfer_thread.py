@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from pdserve.connectors.conformance.engines import prompt_of
 from pdserve.connectors.handover.instructions import Instructions
-from pdserve.connectors.nixl import NixlConnector
+from pdserve.connectors.nixl import NixlConnector, NixlSettings
 from pdserve.connectors.nixl.agent import AgentError, NixlAgent
-from pdserve.connectors.nixl.settings import NixlSettings
 from pdserve.connectors.pieces import count_runs
 from pdserve.connectors.transfer_thread import thread
 from pdserve.errors import ConfigError, InternalError
