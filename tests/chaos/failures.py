@@ -429,7 +429,7 @@ _HEAD = (
     "Every row is played on real processes by a test of `tests/chaos` (`make chaos`; the most",
     "telling ones in `make test`), which asserts zero wrong tokens, zero blocks that are not free,",
     "and a bound on the time until both is so. What fails inside one side (a rank, an engine core)",
-    "is in `tests/e2e/test_kill.py` and `tests/e2e/test_rank_kill.py`.",
+    "is in `tests/e2e/test_rank_kill.py` and `tests/engine`.",
     "",
     "P, D: prefill and decode engine. The ladder, per request and bounded: the same P again,",
     "another D, another P, one engine computes it within its budget for that",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.conftest import pd_deployment
+from tests.e2e.streams import PROMPTS
 from tests.e2e.test_equality import complete_all
-from tests.e2e.test_kill import PROMPTS
 from tests.tiny_models import VOCAB_SIZE, write_tokenizer
 from tests.worker.draft_models import write_eagle, write_pair
 

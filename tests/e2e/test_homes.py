@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from tests.cli.test_up import Up
+from tests.e2e.streams import PROMPTS, begin_streams, stream_tokens
 from tests.e2e.test_equality import complete_all
-from tests.e2e.test_kill import PROMPTS, begin_streams, stream_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,8 +16,8 @@ import pytest
 
 from tests.cli.test_up import Up
 from tests.e2e.conftest import pd_deployment
+from tests.e2e.streams import PROMPTS, stream_tokens
 from tests.e2e.test_equality import complete, complete_all
-from tests.e2e.test_kill import PROMPTS, stream_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,8 +13,8 @@ import pytest
 
 from pdserve.config.boxed import boxed_model_dir
 from tests.e2e.conftest import pd_deployment
+from tests.e2e.streams import PROMPTS, kill_amid_requests, lines_of
 from tests.e2e.test_equality import complete_all
-from tests.e2e.test_kill import PROMPTS, kill_amid_requests, lines_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
