@@ -1,4 +1,4 @@
-"""An engine core with a tiny model whose connector is a store, turned by the test."""
+"""An engine core with a tiny model that has a store among its connectors, turned by the test."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ _TIMEOUT_S = 60.0
 
 
 class StoreEngine:
-    """Its own prefix cache is off, unless asked for: what is not computed came from the store.
+    """Its own prefix cache is off, unless asked for: what is not computed came from elsewhere.
 
     Args:
-        settings: Of the connector, by name.
+        server: Of the store, if it has one.
+        connector: The last one is the store.
+        settings: Of the store, by name.
     """
 
     def __init__(
         self,
         model: Path,
-        server: LMCacheServer,
+        server: LMCacheServer | None = None,
         *,
         connector: str = "lmcache",
         block_size: int = 16,
@@ -53,8 +55,10 @@ class StoreEngine:
         max_model_len: int = 256,
         **settings: Any,
     ) -> None:
-        at = {"url": server.url, "http_url": server.http_url}
-        told = {f"{connector}.{name}": value for name, value in {**at, **settings}.items()}
+        if server is not None:
+            settings = {"url": server.url, "http_url": server.http_url, **settings}
+        store = connector.rpartition(",")[2]
+        told = {f"{store}.{name}": value for name, value in settings.items()}
         config = EngineConfig(
             model=ModelConfig(model=str(model), dtype="float32", max_model_len=max_model_len),
             device="cpu",
@@ -67,14 +71,16 @@ class StoreEngine:
             parallel=ParallelConfig(tensor_parallel_size=tp),
             transfer=TransferConfig(kv_connector=connector, settings=told),
         )
-        self.core, _ = load_engine(
+        self.core, self.info = load_engine(
             config, place=CorePlace(), clock=SystemClock(), progress=lambda _: None
         )
         self.scheduler = self.core.scheduler
         self.outputs: list[EngineOutput] = []
         self._num_requests = 0
 
-    def add(self, prompt: list[int], *, salt: str = "", num_tokens: int = NUM_TOKENS) -> RequestId:
+    def add(
+        self, prompt: list[int], *, salt: str = "", num_tokens: int = NUM_TOKENS, **fields: Any
+    ) -> RequestId:
         """Give it a prompt."""
         self._num_requests += 1
         request_id = RequestId(f"request {self._num_requests}")
@@ -85,8 +91,9 @@ class StoreEngine:
                 sampling=SamplingParams(
                     temperature=0.0, seed=0, max_tokens=num_tokens, ignore_eos=True
                 ),
-                arrival_s=0.0,
+                arrival_s=time.monotonic(),
                 cache_salt=salt,
+                **fields,
             )
         )
         return request_id
