@@ -39,6 +39,12 @@ TCP = {"UCX_TLS": "tcp"}
 
 
 @pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this process talk over TCP."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@pytest.fixture
 def remote() -> Iterator[Callable[..., RemoteEngine]]:
     """Makes engines in child processes, and ends them."""
     with making(RemoteEngine) as make:
@@ -108,11 +114,8 @@ def test_kv_crosses_processes_and_a_killed_and_restarted_p_is_used_again_at_once
 
 
 def test_p_killed_in_mid_read_fails_the_load_within_a_bound(
-    remote: Callable[..., RemoteEngine],
-    local: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
+    over_tcp: None, remote: Callable[..., RemoteEngine], local: Callable[..., Engine]
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
     p, d = remote("P", environment=TCP, shape=BIG), local("D", shape=BIG)
     request = stop_in_mid_read(p, d)
     p.process.kill()
@@ -123,11 +126,8 @@ def test_p_killed_in_mid_read_fails_the_load_within_a_bound(
 
 
 def test_an_abort_in_mid_read_is_reported_once_nothing_can_land_any_more(
-    remote: Callable[..., RemoteEngine],
-    local: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
+    over_tcp: None, remote: Callable[..., RemoteEngine], local: Callable[..., Engine]
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
     p, d = remote("P", environment=TCP, shape=BIG), local("D", shape=BIG)
     request = stop_in_mid_read(p, d)
     try:
@@ -146,11 +146,8 @@ def test_an_abort_in_mid_read_is_reported_once_nothing_can_land_any_more(
 
 
 def test_a_hung_p_is_fenced_by_a_new_agent_and_other_peers_serve_on(
-    remote: Callable[..., RemoteEngine],
-    local: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
+    over_tcp: None, remote: Callable[..., RemoteEngine], local: Callable[..., Engine]
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
     p = remote("P", environment=TCP, shape=BIG)
     d = local("D", shape=BIG, quarantine_s=0.7, transfer_timeout_s=2.0)
     request = stop_in_mid_read(p, d)
@@ -177,11 +174,8 @@ def test_a_hung_p_is_fenced_by_a_new_agent_and_other_peers_serve_on(
 
 
 def test_a_p_that_slept_while_its_reader_gave_up_serves_on(
-    remote: Callable[..., RemoteEngine],
-    local: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
+    over_tcp: None, remote: Callable[..., RemoteEngine], local: Callable[..., Engine]
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
     p = remote("P", environment=TCP)
     d = local("D", quarantine_s=0.5, transfer_timeout_s=1.0)
     d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3]), "connects"), [1, 2, 3])
@@ -205,11 +199,8 @@ def test_a_p_that_slept_while_its_reader_gave_up_serves_on(
 
 
 def test_a_load_through_tcp_arrives_and_p_is_idle_again_afterwards(
-    remote: Callable[..., RemoteEngine],
-    local: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
+    over_tcp: None, remote: Callable[..., RemoteEngine], local: Callable[..., Engine]
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
     p, d = local("P", shape=BIG), remote("D", environment=TCP, shape=BIG)
     prompt = prompt_of(16 * 4)
     handoff = p.prefill(prompt, [3, 1, 2, 5])
@@ -235,11 +226,8 @@ def test_d_killed_before_it_confirmed_leaves_the_lease_to_another_d(
 
 
 def test_d_killed_in_mid_read_harms_neither_p_nor_another_d(
-    remote: Callable[..., RemoteEngine],
-    local: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
+    over_tcp: None, remote: Callable[..., RemoteEngine], local: Callable[..., Engine]
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
     p = local("P", shape=BIG, transfer_timeout_s=1.0)
     d = remote("D", environment=TCP, shape=BIG)
     handoff = p.prefill(BIG_PROMPT, range(12))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
 import pytest
@@ -67,6 +67,26 @@ def telling(engine: ScriptedEngine, life: str = LIFE):
         yield publisher
     finally:
         publisher.close(5.0)
+
+
+def engine_at(url: str, *endpoints: EventEndpoint) -> Backend:
+    """One whose cores tell their events there."""
+    backend = Backend(url, Role.DECODE, is_static=True, breaker=Breaker(ManualClock(), 3, 5.0))
+    info = {**ScriptedEngine("decode").info(), "incarnation": LIFE, "kv_events": endpoints}
+    backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
+    return backend
+
+
+@asynccontextmanager
+async def reading(*backends: Backend, index=None, clock=None, **more):
+    """A feed that reads what these engines tell."""
+    index = PrefixIndex() if index is None else index
+    feed = EventFeed(index, backends, clock or ManualClock(), secret=SECRET, **more)
+    feed.start()
+    try:
+        yield feed
+    finally:
+        await feed.stop()
 
 
 @pytest.fixture
@@ -188,15 +208,10 @@ async def test_an_engine_of_another_secret_is_known_by_what_was_sent_there(make_
 
 @pytest.mark.slow
 async def test_an_engine_that_falls_silent_is_not_believed_until_it_is_heard_again():
-    engine = ScriptedEngine("decode")
-    with telling(engine) as publisher:
+    with telling(ScriptedEngine("decode")) as publisher:
         clock, index = ManualClock(), PrefixIndex()
-        backend = Backend("http://e", Role.DECODE, is_static=True, breaker=Breaker(clock, 3, 5.0))
-        info = {**engine.info(), "kv_events": [publisher.endpoint]}
-        backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
-        feed = EventFeed(index, [backend], clock, secret=SECRET)
-        feed.start()
-        try:
+        engine = engine_at("http://e", publisher.endpoint)
+        async with reading(engine, index=index, clock=clock) as feed:
             await until(lambda: feed.exact("http://e"))
             publisher.publish(computed(prompt(1)))
             grains = tuple(grain_hashes(prompt(1), ""))
@@ -209,45 +224,25 @@ async def test_an_engine_that_falls_silent_is_not_believed_until_it_is_heard_aga
             clock.advance(0.2)
             await until(lambda: not feed.exact("http://e"))
             assert index.depths(grains, 0.0) == {}
-        finally:
-            await feed.stop()
 
 
 @pytest.mark.slow
 async def test_an_engine_that_is_said_to_be_live_is_believed():
     for _ in range(5):
         with telling(ScriptedEngine("decode")) as publisher:
-            clock, index = ManualClock(), PrefixIndex()
-            backend = Backend("http://e", Role.DECODE, is_static=True, breaker=Breaker(clock, 3, 5))
-            info = {**ScriptedEngine("decode").info(), "incarnation": LIFE}
-            info["kv_events"] = [publisher.endpoint]
-            backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
-            feed = EventFeed(index, [backend], clock, secret=SECRET)
-            feed.start()
-            try:
+            async with reading(engine_at("http://e", publisher.endpoint)) as feed:
                 await until(lambda feed=feed: feed.states() == [ReaderState.LIVE])
                 assert feed.exact("http://e")
-            finally:
-                await feed.stop()
 
 
 async def test_with_its_events_an_engine_says_how_much_all_its_cores_have_to_do():
     engine = ScriptedEngine("decode")
+    told: list[RoutingLoad] = []
     with telling(engine) as one, telling(engine) as other:
-        backend = Backend("http://e", Role.DECODE, is_static=True, breaker=Breaker(None, 3, 5.0))
-        info = {**ScriptedEngine("decode").info(), "incarnation": LIFE}
-        info["kv_events"] = [one.endpoint, other.endpoint]
-        backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
-        told: list[RoutingLoad] = []
-        feed = EventFeed(
-            PrefixIndex(),
-            [backend],
-            SystemClock(),
-            secret=SECRET,
-            on_load=lambda engine, load: told.append(load),
-        )
-        feed.start()
-        try:
+        backend = engine_at("http://e", one.endpoint, other.endpoint)
+        async with reading(
+            backend, clock=SystemClock(), on_load=lambda engine, load: told.append(load)
+        ):
             one.load, other.load = RoutingLoad(4, 1, 30, 100), RoutingLoad(2, 2, 10, 100)
             await until(lambda: told and told[-1] == RoutingLoad(6, 3, 40, 200))
             num_told = len(told)
@@ -257,8 +252,6 @@ async def test_with_its_events_an_engine_says_how_much_all_its_cores_have_to_do(
             num_told = len(told)
             await asyncio.sleep(2 * HEARTBEAT_S)
             assert len(told) == num_told
-        finally:
-            await feed.stop()
 
 
 def test_releases_without_loads_and_lessons_read_batches_with_them_and_the_other_way_round():
@@ -277,43 +270,23 @@ def test_releases_without_loads_and_lessons_read_batches_with_them_and_the_other
 
 
 async def test_the_events_of_more_engines_are_heard_than_zmq_has_sockets_for_by_itself():
-    clock, index = ManualClock(), PrefixIndex()
-    backends = []
-    for number in range(520):
-        place = EventEndpoint(host="127.0.0.1", port=1, snapshot_port=1)
-        backend = Backend(f"http://{number}", Role.DECODE, True, Breaker(clock, 3, 5.0))
-        info = {**ScriptedEngine("decode").info(), "incarnation": LIFE, "kv_events": [place]}
-        backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
-        backends.append(backend)
-    feed = EventFeed(index, backends, clock, secret=SECRET)
-    feed.start()
-    try:
+    place = EventEndpoint(host="127.0.0.1", port=1, snapshot_port=1)
+    backends = [engine_at(f"http://{number}", place) for number in range(520)]
+    async with reading(*backends) as feed:
         await until(lambda: len(feed.states()) == len(backends))
-    finally:
-        await feed.stop()
 
 
 @pytest.mark.slow
 async def test_an_engine_that_names_no_place_for_its_events_keeps_nobody_from_reading_others(
     logged,
 ):
+    nowhere = EventEndpoint(host="not a host", port=99999, snapshot_port=0)
     with telling(ScriptedEngine("decode")) as publisher:
-        clock, index = ManualClock(), PrefixIndex()
-        nowhere = EventEndpoint(host="not a host", port=99999, snapshot_port=0)
-        backends = []
-        for url, endpoint in (("http://nowhere", nowhere), ("http://e", publisher.endpoint)):
-            backend = Backend(url, Role.DECODE, is_static=True, breaker=Breaker(clock, 3, 5.0))
-            info = {**ScriptedEngine("decode").info(), "incarnation": LIFE, "kv_events": [endpoint]}
-            backend.info = msgspec.convert(msgspec.to_builtins(info), EngineInfo)
-            backends.append(backend)
-        feed = EventFeed(index, backends, clock, secret=SECRET)
-        feed.start()
-        try:
+        engines = engine_at("http://nowhere", nowhere), engine_at("http://e", publisher.endpoint)
+        async with reading(*engines) as feed:
             await until(lambda: feed.exact("http://e"))
             await asyncio.sleep(0.25)
             assert not feed.exact("http://nowhere")
-        finally:
-            await feed.stop()
     assert sum("its KV events are not read" in line for line in logged) == 1
 
 
