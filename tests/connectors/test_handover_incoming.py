@@ -106,21 +106,6 @@ def test_an_impossible_load_is_an_error_instead_of_a_write_elsewhere(
         d.update_state_after_alloc(request, blocks(*range(num_blocks)), num_external)
 
 
-def test_an_abort_before_the_load_releases_and_one_during_it_asks_to_stop() -> None:
-    d = scheduler("D")
-    request = queued(d)
-    staged(d)
-    aborted(d, request)
-    assert [r.nonce for r in staged(d).releases] == ["nonce-0"]
-
-    request = queued(d)
-    d.update_state_after_alloc(request, blocks(10, 11, 12), 40)
-    staged(d)
-    aborted(d, request)
-    todo = staged(d)
-    assert (todo.aborts, todo.releases) == ([request.request_id], [])
-
-
 def test_the_owner_of_a_load_is_the_life_that_made_the_handoff() -> None:
     d = scheduler("D")
     request = queued(d)
@@ -176,19 +161,6 @@ def test_a_load_that_would_fail_again_is_not_tried_again(reason: LoadFailure) ->
     assert staged(d).loads == []
 
 
-def test_a_load_that_was_aborted_or_is_unknown_is_not_tried_again() -> None:
-    d = scheduler("D")
-    request = queued(d)
-    d.update_state_after_alloc(request, blocks(10, 11, 12), 40)
-    (load,) = staged(d).loads
-    stale = msgspec.structs.replace(failure(load), load_id=load.load_id + 1)
-    assert not retries(d, stale)
-    aborted(d, request)
-    staged(d)
-    assert not retries(d, failure(load))
-    assert staged(d).loads == []
-
-
 def test_what_one_rank_has_given_up_the_others_stop_and_one_try_more_is_not_stopped() -> None:
     d = scheduler("D")
     load = loading(d)
@@ -201,16 +173,6 @@ def test_what_one_rank_has_given_up_the_others_stop_and_one_try_more_is_not_stop
     assert retries(d, failure(load))
     todo = staged(d)
     assert (todo.aborts, len(todo.loads)) == ([], 1)
-
-
-def test_reports_of_another_load_of_the_request_change_nothing() -> None:
-    d = scheduler("D")
-    load = loading(d)
-    stale = msgspec.structs.replace(failure(load), load_id=load.load_id + 7)
-    d.update_connector_output(ConnectorReport(failed=[stale]))
-    assert d.faults["report_unknown"] == 1
-    assert d.take_instructions() is None
-    assert retries(d, failure(load))
 
 
 def test_a_lease_is_released_as_read_once_the_load_is_complete() -> None:

@@ -287,33 +287,6 @@ def test_an_abort_of_a_push_that_never_was_has_nothing_to_settle() -> None:
     assert p.take_instructions() is None
 
 
-def test_a_settled_push_of_an_earlier_request_of_the_same_id_ends_no_lease() -> None:
-    p = scheduler()
-    first = prefill_of(ticket())
-    p.request_arrived(first)
-    assert not aborted(p, first)
-    handoff = handed_off(p)  # the same request id
-    staged(p)
-    settled = Settled(request_id=RequestId("p"), end=LeaseEnd.ABORTED, nonce="push")
-    p.update_connector_output(ConnectorReport(settled=[settled]))
-    give_up(p, handoff.nonce)
-    assert [end.nonce for end in staged(p).ends] == [handoff.nonce]
-
-
-def test_a_replayed_ticket_is_pulled_under_a_nonce_of_its_own() -> None:
-    p = scheduler()
-    registered(p)
-    again = prefill_of(ticket(), "again")
-    p.request_arrived(again)
-    assert p.take_instructions() is None
-    assert p.faults == Counter(ticket_replayed=1)
-    assert p.get_num_new_matched_tokens(again, 0) == NOTHING
-    again.output_token_ids = [7]
-    handoff = handed_over(p, again, blocks(6, 7, 8), [1] * 3)
-    assert handoff.nonce == "nonce-0"
-    assert chunks(p, ("again", 0, 40)) == []
-
-
 @pytest.mark.parametrize("ahead_s", [-300.0, 0.0, 300.0])
 def test_a_ticket_is_pushed_however_far_the_clocks_of_two_hosts_differ(ahead_s: float) -> None:
     p = scheduler(clock=ManualClock(1000.0, ahead_s=ahead_s))

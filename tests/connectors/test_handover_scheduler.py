@@ -113,13 +113,6 @@ def test_a_ticket_is_valid_for_some_time_and_not_for_ever(valid_s: float) -> Non
         assert "it is valid for" in refusal
 
 
-def test_a_request_that_is_not_for_another_engine_is_not_leased() -> None:
-    p = scheduler()
-    request = FakeRequest(RequestId("p"), PROMPT, output_token_ids=[7])
-    assert p.request_finished(request, blocks(3, 4, 5), [1] * 3) is None
-    assert p.take_instructions() is None
-
-
 @pytest.mark.parametrize(
     ("change", "both_values"),
     [

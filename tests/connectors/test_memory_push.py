@@ -235,27 +235,6 @@ def test_a_push_is_there_soon_after_the_last_chunk_with_its_first_token(
     assert not world.d.faults
 
 
-def test_bytes_of_an_aborted_reservation_land_until_it_is_reported_and_never_after(
-    world: World,
-) -> None:
-    world.reserve()
-    world.compute(40)
-    world.poll()
-    world.d.abort(world.at_d)
-    world.d.step()
-    assert not world.d.failed  # P may still write
-    before = world.d.snapshot(world.d_blocks)
-    world.p.step()
-    assert not all(map(equal, before, world.d.snapshot(world.d_blocks)))
-    while not world.d.failed:
-        world.poll()
-    assert [failed.reason for failed in world.d.failed] == [LoadFailure.ABORTED]
-    after = world.d.snapshot(world.d_blocks)
-    world.poll(5)
-    assert all(map(equal, after, world.d.snapshot(world.d_blocks)))
-    assert world.withdrawn
-
-
 def test_a_chunk_that_is_told_after_its_push_has_ended_is_not_written(world: World) -> None:
     """The engine had staged it before it heard."""
     world.reserve()
@@ -285,39 +264,6 @@ def test_a_registration_that_comes_twice_counts_once(world: World) -> None:
     world.poll(POLLS_ON_THE_WIRE + 1)
     assert world.d.received
     assert world.p.faults == {"push_repeated": 1}
-
-
-def test_blocks_of_an_aborted_request_are_held_until_nothing_is_read_from_them(
-    world: World,
-) -> None:
-    world.reserve()
-    world.compute(40)
-    assert world.p.abort(world.at_p)
-    for _ in range(POLLS_ON_THE_WIRE - 1):
-        world.p.step()
-        assert not world.p.settled
-        assert not world.d.failed
-    world.poll()
-    assert [(s.nonce, s.end) for s in world.p.settled] == [("push", LeaseEnd.ABORTED)]
-    world.poll()
-    assert [failed.reason for failed in world.d.failed] == [LoadFailure.WITHDRAWN]
-
-
-def test_a_push_is_withdrawn_when_nothing_is_written_any_more_and_leased_to_others(
-    world: World,
-) -> None:
-    world.reserve()
-    world.compute(40)
-    world.d.abort(world.at_d)
-    world.d.step()
-    world.p.step()  # two more polls are on the wire
-    assert not world.withdrawn
-    world.poll(POLLS_ON_THE_WIRE)
-    handoff = world.finish()
-    assert handoff.nonce != "push"
-    world.p.give_up(handoff.nonce)
-    world.p.step()
-    assert [(s.nonce, s.end) for s in world.p.settled] == [(handoff.nonce, LeaseEnd.RELEASED)]
 
 
 def test_what_one_rank_of_d_has_aborted_is_aborted_to_another_that_hears_of_it_from_p() -> None:
@@ -354,41 +300,6 @@ def test_blocks_are_held_until_d_has_found_them_good_although_their_lease_is_ove
     assert world.d.holds(world.d_blocks, SEED, 0, 40)
     assert world.d.faults == {"push_digest_mismatch": 1}
     assert [settled.end for settled in world.p.settled] == [LeaseEnd.RELEASED]
-
-
-def test_what_arrives_damaged_twice_has_failed_and_is_no_kv() -> None:
-    world = rotten(0, 1)
-    world.reserve()
-    world.compute(40)
-    world.finish()
-    world.poll(2 * POLLS_ON_THE_WIRE + 2)
-    assert not world.d.received
-    (failed,) = world.d.failed
-    assert failed.reason is LoadFailure.DIGEST
-    assert not world.p.settled  # its lease is for whoever pulls
-
-
-def test_p_forgets_the_memory_of_a_d_that_is_gone(world: World) -> None:
-    world.reserve()
-    world.compute(40)
-    world.finish()
-    world.poll(POLLS_ON_THE_WIRE + 2)
-    assert world.p.settled
-    memories = world.machine(world.p).server.pushing._destinations._memories
-    assert len(memories) == 1  # for the next push
-    world.d.close()
-    world.p.step()
-    assert not memories
-
-
-def test_a_p_that_dies_leaves_a_part_behind_and_d_learns_of_it(world: World) -> None:
-    world.reserve()
-    world.compute(40)
-    world.p.step()
-    world.p.close()
-    world.d.step()
-    assert [failed.reason for failed in world.d.failed] == [LoadFailure.PEER_LOST]
-    assert any(tensor.any() for tensor in world.d.snapshot(world.d_blocks))
 
 
 def test_a_p_whose_writes_no_fence_stops_is_asked_again_until_it_says_that_it_is_over() -> None:
@@ -435,24 +346,6 @@ def test_p_waits_for_d_as_long_as_it_says_that_it_has_the_request_queued(world: 
     world.p.step()
     assert world.withdrawn
     assert not world.registered
-
-
-def test_p_does_not_begin_before_every_rank_of_d_has_registered() -> None:
-    world = World((make_shape(), make_shape(tp=2)), OneAddress())
-    world.p.arrive(world.at_p)
-    world.d.arrive(world.at_d)
-    world.d.stage_load(world.at_d, world.d_blocks, num_computed=0)
-    metadata = world.d.scheduler.take_instructions()
-    assert metadata is not None
-    first, second = world.d.ranks
-    first.worker.post(metadata)
-    first.worker.get_finished()
-    world.p.step()
-    assert not world.registered
-    second.worker.post(metadata)
-    second.worker.get_finished()
-    world.p.step()
-    assert world.registered
 
 
 def test_a_push_that_a_rank_of_d_never_registers_is_withdrawn_after_a_lease() -> None:
@@ -703,17 +596,6 @@ def pulling(world: World) -> KitRequest:
     return request
 
 
-def test_a_pull_whose_last_block_is_damaged_is_read_again_from_there() -> None:
-    world = rotten(0)
-    pulling(world)
-    world.poll(POLLS_ON_THE_WIRE)
-    assert [failed.reason for failed in world.d.retried] == [LoadFailure.DIGEST]
-    assert world.d.retried[0].num_valid_tokens == 32
-    world.poll(POLLS_ON_THE_WIRE + 1)
-    assert world.d.received
-    assert world.d.holds(world.d_blocks, SEED, 0, 40)
-
-
 @pytest.mark.parametrize("is_pushed", [False, True])
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_what_d_has_in_other_bits_of_a_block_of_p_is_no_fault_of_the_rest(
@@ -742,18 +624,6 @@ def test_what_d_has_in_other_bits_of_a_block_of_p_is_no_fault_of_the_rest(
     assert [failed.reason for failed in world.d.failed] == [LoadFailure.DIGEST] * is_damaged
 
 
-def test_a_restarted_p_at_the_same_address_is_not_the_one_that_leased(world: World) -> None:
-    handoff = world.p.prefill(PROMPT, world.p_blocks, seed=SEED)
-    world.p.close()
-    reborn = world.engine("P", world.p.context.shape)
-    same_nonce = reborn.prefill(PROMPT, world.p_blocks, seed=SEED + 1)
-    assert same_nonce.nonce == handoff.nonce
-    world.d.load(world.d.queue(PROMPT, handoff), world.d_blocks)
-    world.d.step()
-    assert [failed.reason for failed in world.d.failed] == [LoadFailure.LEASE_LOST]
-    assert "incarnation" in world.d.failed[0].detail
-
-
 def test_heartbeats_for_a_lease_of_an_earlier_life_renew_none_of_this_one(world: World) -> None:
     handoff = world.p.prefill(PROMPT, world.p_blocks, seed=SEED)
     world.d.queue(PROMPT, handoff)
@@ -765,20 +635,6 @@ def test_heartbeats_for_a_lease_of_an_earlier_life_renew_none_of_this_one(world:
         world.d.step()
     reborn.step()
     assert [settled.end for settled in reborn.settled] == [LeaseEnd.EXPIRED]
-
-
-def test_a_lease_that_expires_under_a_read_holds_its_blocks_and_gives_no_kv(
-    world: World,
-) -> None:
-    pulling(world)
-    world.clock.advance(LEASE_S)
-    world.p.step()
-    assert not world.p.settled  # there is a reader
-    world.d.step()
-    world.d.step()
-    assert [failed.reason for failed in world.d.failed] == [LoadFailure.LEASE_LOST]
-    world.p.step()
-    assert [settled.end for settled in world.p.settled] == [LeaseEnd.EXPIRED]
 
 
 # ---- engines that reuse a block too early are found out ------------------------------------------

@@ -212,37 +212,6 @@ def test_every_byte_of_d_is_written_once_and_no_other_changes(
     assert_arrived(d, before, first_token, num_tokens)
 
 
-@pytest.mark.parametrize("orders", list(itertools.product(BlockOrder, BlockOrder)), ids=str)
-@pytest.mark.parametrize(
-    "tp_sizes", [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (2, 3), (3, 2), (3, 6)], ids=str
-)
-@pytest.mark.parametrize("block_sizes", [(4, 4), (4, 2), (4, 6)], ids=str)
-def test_every_pair_of_orders_shares_and_block_sizes_writes_each_byte_once(
-    orders: tuple[BlockOrder, BlockOrder], tp_sizes: tuple[int, int], block_sizes: tuple[int, int]
-) -> None:
-    base = KVShape(
-        num_blocks=8,
-        num_layers=2,
-        num_planes=2,
-        num_kv_heads=6 if 3 in tp_sizes else 4,
-        head_dim=2,
-        dtype_bytes=8,
-        block_size=1,
-    )
-    p, d = (
-        Engine.empty(on(base, order=order, tp_size=tp, block_size=block), [*map(BlockId, table)])
-        for order, tp, block, table in zip(
-            orders, tp_sizes, block_sizes, ([3, 4, 5, 2, 6], [7, 6, 1, 2, 3, 0]), strict=True
-        )
-    )
-    p.fill(truth_of(p.shape, 12))
-    before = copy_of(d)
-    first_token = d.shape.block_size
-    for route in routes(p.shape, d.shape):
-        move(p, d, route, first_token=first_token, num_tokens=11)
-    assert_arrived(d, before, first_token, 11)
-
-
 @given(transfers(), st.data())
 def test_chunks_of_whole_blocks_and_single_layers_add_up_to_the_whole(
     transfer: tuple[Engine, Engine, int, int], data: st.DataObject
@@ -386,13 +355,6 @@ def test_equal_shapes_with_contiguous_blocks_are_one_descriptor() -> None:
     assert plan.num_descriptors == 1
     assert plan.unit_bytes == unit_bytes(EIGHT_B, EIGHT_B, route, one_layer=False) == 2 << 20
     assert unit_bytes(EIGHT_B, EIGHT_B, route, one_layer=True) == 1 << 16
-
-
-def test_tables_that_run_backwards_together_are_one_descriptor() -> None:
-    (route,) = routes(EIGHT_B, EIGHT_B)
-    backwards = IN_ORDER[::-1]
-    plan = pieces(EIGHT_B, EIGHT_B, route, backwards, backwards, first_token=0, num_tokens=8192)
-    assert plan.num_descriptors == 1
 
 
 def test_the_order_of_a_single_head_and_its_tokens_makes_no_difference() -> None:
