@@ -1,4 +1,4 @@
-"""A kernel backend: the implementations that one kind of device runs a model with.
+"""A kernel backend: the implementation of all operations on one kind of device.
 
 A backend is a value, a table of functions and classes. What its author leaves out is the
 reference's, in plain torch; a twin that cannot run a call raises `NotTakenError`, and the

@@ -1,4 +1,4 @@
-"""The constants of KV digests: the same in every process, and for ever.
+"""The constants of KV digests, the same in every process and release.
 
 Drawn from counters by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). All are odd, so that a
 product with one loses no bit.

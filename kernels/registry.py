@@ -1,4 +1,4 @@
-"""Device types -> kernel backends, and the fall back to the reference, operation by operation."""
+"""Maps device types to kernel backends, with fallback to the reference per operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens of one step and their places, as the operations of all layers read them."""
+"""The tokens of one step and their positions, as all operations read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports that are large, torch above all, without a search for garbage in between.
+"""Imports large packages, above all torch, with garbage collection paused.
 
 Knows neither what is imported nor for whom.
 """

@@ -1,4 +1,4 @@
-"""Inputs of what reads and writes the KV cache."""
+"""Inputs for operations that read or write the KV cache."""
 
 from __future__ import annotations
 

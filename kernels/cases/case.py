@@ -1,4 +1,4 @@
-"""What a case is, and random tensors for them."""
+"""The definition of a case, and random tensors for cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operation, with inputs on which every backend must agree with its definition, and how well.
+"""Every operation, with inputs on which backends must match the reference, and tolerances.
 
 A `Case` makes its arguments anew at each call, always the same values, so that operations that
 write to their arguments can be compared. Used by tests and benchmarks only.

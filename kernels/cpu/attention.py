@@ -1,4 +1,4 @@
-"""What writes and reads the KV cache: rotation with the cache's write, and paged attention."""
+"""Writes and reads the KV cache: rotation fused with the cache write, and paged attention."""
 
 from __future__ import annotations
 

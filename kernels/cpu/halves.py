@@ -1,4 +1,4 @@
-"""The two halves of a dense decoder layer in one call each, which saves most of a step's Python."""
+"""The two halves of a dense decoder layer in one call each, which saves Python time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calls into the C++ kernels have in common: codes of dtypes, cheap checks, statuses.
+"""Helpers for calls into the C++ kernels: dtype codes, cheap checks, statuses.
 
 Shapes are trusted where checking would cost more than the kernel; dtypes and contiguity are
 checked, and the kernels refuse positions, slots and blocks that are out of range. A call passes one

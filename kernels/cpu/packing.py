@@ -1,4 +1,4 @@
-"""Weights in the layout of the C++ products, and the memory they lie in."""
+"""Packs weights into the layout of the C++ products, and owns their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms and activation: what works on rows that fit the cache."""
+"""Norms and activation, on rows that fit the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of prompts on Hopper, in which loads and products run apart from the softmax.
+"""Prompt attention on Hopper, with loads, products and softmax in separate warps.
 
 The order of operations is that of `attend.attend_whole`, and so are the bits. A program has three
 warpgroups. One loads keys and values by a descriptor, a few tiles ahead. Two compute half of the

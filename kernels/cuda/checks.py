@@ -1,4 +1,4 @@
-"""What calls of the kernels check: dtypes and layouts, which the host knows without waiting.
+"""Checks of kernel arguments: dtypes and layouts, which need no synchronisation.
 
 Values (positions, slots, ids of blocks) are trusted: reading one would stop the host until the
 device is done.

@@ -1,4 +1,4 @@
-"""What attention loads: rows of queries, and tiles of keys and values behind a block table."""
+"""Loads for attention: rows of queries, and tiles of keys and values behind a block table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The architectures that kernels have tiles for, and which one this process computes on.
+"""The architectures that kernels have tiles for, and the one this process uses.
 
 A process has one device, or launches for none: then kernels are interpreted, or compiled for the
 architecture that somebody names.

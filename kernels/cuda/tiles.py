@@ -1,4 +1,4 @@
-"""Tiles of the matrix products: tables by architecture and shape, and no measuring at run time.
+"""Tile sizes of matrix products: tables by architecture and shape, without autotuning.
 
 How many rows there are chooses a tile, and a tile never changes bits: of bf16 and fp16 because the
 tensor core sums any tile in the same order (`product`), of fp32 because it has only one.

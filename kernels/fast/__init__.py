@@ -1,1 +1,1 @@
-"""The backend of CUDA devices where speed is worth a row's last bits (``--numerics fast``)."""
+"""The CUDA backend of ``--numerics fast``, which trades a row's last bits for speed."""

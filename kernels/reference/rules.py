@@ -1,4 +1,4 @@
-"""Reference sampling rules of many rows at once: bias, penalties, tokens that are out of question.
+"""Reference sampling rules of many rows at once: bias, penalties, forbidden tokens.
 
 What a rule needs of a request's tokens is kept in one word for each token of the vocabulary, where
 the logits are, and grows there by what is sampled: nobody waits for a token to rule the next one.

@@ -1,4 +1,4 @@
-"""Reference choice of tokens from logits, where the logits lie.
+"""Reference choice of tokens from logits.
 
 Weights are integers, so a row's token depends on no order of summation, hence neither on its batch
 nor on how the work is shared out. They are taken from the power that a device computes: a token is

@@ -1,4 +1,4 @@
-"""Reads one streamed answer of OpenAI's API: which events bring tokens, and when they came.
+"""Reads one streamed answer of OpenAI's API: which events carry tokens, and when they arrived.
 
 An event brings a token if it has text, token ids, reasoning or a tool call; or no text but no
 other reason to be there either (half a character is held back, a token without text). An event

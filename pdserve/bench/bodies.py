@@ -1,4 +1,4 @@
-"""What is sent for a planned request, and how a conversation goes on. Knows no connection."""
+"""Builds the body of a planned request and the next turn of a conversation. Knows no connection."""
 
 from __future__ import annotations
 

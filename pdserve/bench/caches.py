@@ -1,4 +1,4 @@
-"""Has an endpoint forget the prefixes it has computed, so that a run does not find another's."""
+"""Makes an endpoint drop its prefix cache, so that a run does not benefit from an earlier one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures how fast an endpoint is, and sets the pace of `pd-interference` by it.
+"""Measures an endpoint's speed and sets the pace of `pd-interference` accordingly.
 
 What users leave open (`auto`) follows from three times of the endpoint: how long a burst's prompt
 and a steady user's prompt take to their first token when they are alone, and the gap between

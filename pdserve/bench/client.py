@@ -1,4 +1,4 @@
-"""Sends requests when they are due, and notes what came back and when.
+"""Sends requests when they are due, and records what came back and when.
 
 Due times are absolute: a client that is late sends at once, and shifts nothing. A request waits
 for its due time, for the end of the one it follows, and for a place if places are limited;

@@ -1,4 +1,4 @@
-"""The benchmark's client processes: started, spoken with, and never left behind.
+"""Manages the benchmark's client processes: start, messages, and a certain end.
 
 Knows neither a plan nor a figure.
 """

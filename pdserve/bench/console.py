@@ -1,4 +1,4 @@
-"""A run's figures as text: the block of `vllm bench serve`, line by line, then what is ours."""
+"""Prints a run's figures: the block of `vllm bench serve` line by line, then pdserve's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many cores a run used, by what they did: the client, the server's parts, and others.
+"""Measures how many cores a run used: by the client, by the server's parts, by other programs.
 
 On a machine that engines share with what brings their tokens to the client, and maybe with other
 programs or, under a hypervisor, with other machines, that says what stands in whose way. From

@@ -1,4 +1,4 @@
-"""Figures as people read them. Knows no unit."""
+"""Formats numbers for people. Knows no unit."""
 
 from __future__ import annotations
 

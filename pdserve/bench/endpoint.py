@@ -1,4 +1,4 @@
-"""Whether an endpoint answers, and to which model: asked before anything is measured."""
+"""Checks that an endpoint answers, and for which model, before anything is measured."""
 
 from __future__ import annotations
 

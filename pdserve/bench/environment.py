@@ -1,4 +1,4 @@
-"""The machine and the versions that a figure belongs to."""
+"""Describes the machine and the versions that figures were measured with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a run: vLLM's JSON keys and definitions, and what only pdserve can tell.
+"""The figures of a run, under vLLM's JSON keys and definitions, plus those only pdserve has.
 
 TTFT, TPOT and E2EL are of answered requests, ITL of the gaps between their chunks, all pooled.
 Requests that failed or were given up on purpose are counted and give no figure. Rates are per

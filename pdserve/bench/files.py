@@ -1,4 +1,4 @@
-"""A saved run: its figures as vLLM's JSON has them, and under `run` all that was seen.
+"""A saved run: figures as in vLLM's JSON, and under `run` everything that was observed.
 
 One file, one JSON object. The figures stand at its top level, so that scripts made for
 `vllm bench serve --save-result` read it; `run` is absent from a file that was saved without

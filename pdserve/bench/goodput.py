@@ -1,4 +1,4 @@
-"""Service level objectives and the requests that keep them (DistServe, OSDI 2024, section 2).
+"""Service level objectives and the requests that meet them (DistServe, OSDI 2024, section 2).
 
 The same objectives and rules as `vllm bench serve --goodput`: a request is good if each of its
 figures is within its limit; TPOT of an answer of one token counts as 0. ITL is ours: 99 % of an

@@ -1,4 +1,4 @@
-"""Counts of durations by size: percentiles of a run that is still going on, from a few numbers."""
+"""Histogram of durations, for percentiles of a run that is still in progress."""
 
 from __future__ import annotations
 

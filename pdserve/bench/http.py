@@ -1,4 +1,4 @@
-"""HTTP/1.1 for measuring: says when bytes came, which a general client does not.
+"""HTTP/1.1 for measurements: reports when bytes arrived, which a general client does not.
 
 Every read is stamped before anything is parsed, and is handed on in the same call: no task has
 to wake up in between, and what a chunk costs the client is a fraction of what a general client

@@ -1,4 +1,4 @@
-"""What the benchmark's process and its client processes say to each other: frames of msgpack.
+"""Messages between the benchmark's process and its client processes: frames of msgpack.
 
 A frame is its length in four bytes, big endian, and one struct. Knows no process.
 """

@@ -1,4 +1,4 @@
-"""From settings to what a run needs: the target, the law of arrivals, the plan.
+"""Turns settings into what a run needs: the target, the arrival process, the plan.
 
 What `bench serve` does once, a sweep and a comparison do for many rates and endpoints.
 """

@@ -1,4 +1,4 @@
-"""The right to run as soon as there is something to do.
+"""Raises a process's scheduling priority, so that it runs as soon as it has work.
 
 A client that waits for a core notes times too late. On a machine that the servers share, it goes
 before them where the system lets it; what it takes from them is its CPU share, which is told.

@@ -1,4 +1,4 @@
-"""How far a run is, as it goes on: one line that is rewritten, or a line now and then.
+"""Shows the progress of a run: one line that is rewritten, or a line now and then.
 
 A terminal gets the former, a file or a pipe the latter.
 """

@@ -1,4 +1,4 @@
-"""What a benchmark plans, and what came of it: the values that all its parts share.
+"""Planned requests and their outcomes: the values that all parts of the benchmark share.
 
 A data set makes `Planned` requests, arrivals say when each is due, the client sends them and
 writes an `Outcome` for each; figures, tables and pictures are made of a `Run`. All times inside

@@ -1,4 +1,4 @@
-"""Runs a plan against an endpoint: starts the client processes, collects what came of it.
+"""Runs a plan against an endpoint: starts the client processes and collects the outcomes.
 
 The clients (`client`, in processes of their own) do what is timed; this module splits the plan
 among them, begins all of them at one moment, and asks a pdserve deployment where each request's

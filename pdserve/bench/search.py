@@ -1,4 +1,4 @@
-"""Which load to measure next, to find the highest that keeps its objectives.
+"""Chooses the next load to measure, to find the highest that meets the objectives.
 
 Pure: from what is known of some loads follows the next one. First the loads that were asked for;
 then, if none of them held or none failed, loads further down or up by a factor; then the middle

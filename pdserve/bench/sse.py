@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes as they come (WHATWG HTML, section 9.2.6).
+"""Parses server-sent events from bytes as they arrive (WHATWG HTML, section 9.2.6).
 
 Reads may end anywhere: inside a character, between CR and LF, in the middle of a field. Knows
 no connection and no JSON.

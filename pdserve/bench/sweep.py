@@ -1,4 +1,4 @@
-"""Measures an endpoint at several loads, and finds the highest that keeps the objectives.
+"""Measures an endpoint at several loads, and finds the highest that meets the objectives.
 
 Loads that were asked for are measured in turn, then all of them again, `num_runs` times over: a
 machine that gets slower for a while slows all of them, not one. Loads that the search adds are

@@ -1,4 +1,4 @@
-"""Whom a benchmark asks, and how. Knows no plan and no answer."""
+"""The endpoint of a benchmark and how to address it. Knows no plan and no answer."""
 
 from __future__ import annotations
 

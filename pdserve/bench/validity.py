@@ -1,4 +1,4 @@
-"""Whether a run's figures may be believed, in figures and in plain words.
+"""Decides whether a run's figures can be trusted, and explains why in plain words.
 
 A benchmark that runs out of client measures itself. Three things tell: requests that were sent
 late, timers that went off late (the times of chunks are late by as much), and a client process

@@ -1,1 +1,1 @@
-"""What each command does once its settings are known; one module per command."""
+"""The commands, one module each, from settings to exit code."""

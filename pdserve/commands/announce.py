@@ -1,4 +1,4 @@
-"""What a command says when it starts and when it fails, and how to call further ones."""
+"""Messages that a command prints when it starts and when it fails, and commands to try next."""
 
 from __future__ import annotations
 

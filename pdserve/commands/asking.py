@@ -1,4 +1,4 @@
-"""Asking a running proxy or engine what only operators may know."""
+"""Queries a running proxy or engine for what only operators may see."""
 
 from __future__ import annotations
 

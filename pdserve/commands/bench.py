@@ -1,4 +1,4 @@
-"""`pdserve bench serve`: send a data set to an endpoint, and print what users would feel.
+"""`pdserve bench serve`: send a data set to an endpoint and print what users would experience.
 
 Exit code 0 if every request was answered and the run is valid; 1 if one failed, or if its figures
 may not be believed (unless `--allow-invalid`): the client was too slow, or others took the cores.

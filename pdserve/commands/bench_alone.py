@@ -1,4 +1,4 @@
-"""One engine alone, as a P/D deployment has it: its rates, for the rate-matched bound.
+"""Measures one engine of a P/D deployment alone: its rates, for the rate-matched bound.
 
 It is started before the deployments, so that the pace of `pd-interference` can be measured on it,
 too. Knows no figure of the comparison.

@@ -1,4 +1,4 @@
-"""What a comparison's settings choose: its deployments, and where its files go.
+"""Resolves a comparison's settings: its deployments, and where its files go.
 
 Everything that can be refused is refused here, before anything slow begins.
 """

@@ -1,4 +1,4 @@
-"""How a comparison asks a deployment: whom, with empty caches, for as long as it lives.
+"""Plays the requests of a comparison to one deployment, with empty caches.
 
 Knows no topology but what it is called, and no figure.
 """

@@ -1,4 +1,4 @@
-"""`pdserve bench plot FILE...`: the page of what was measured before.
+"""`pdserve bench plot FILE...`: make the report of saved runs.
 
 Takes what `bench serve --save-result --save-detailed`, `bench sweep` and `bench compare` saved:
 runs together, sweeps together, or one comparison. Several runs with the same label are repeats;

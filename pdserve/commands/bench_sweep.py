@@ -1,4 +1,4 @@
-"""`pdserve bench sweep`: measure several loads, and find the highest that keeps the objectives.
+"""`pdserve bench sweep`: measure several loads and find the highest that meets the objectives.
 
 Prints a line per run as it goes, then the table, then what it means; saves one JSON file with the
 figures of every run. Exit code 0 if the sweep came to its end and every run is valid, whatever it

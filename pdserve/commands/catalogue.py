@@ -1,4 +1,4 @@
-"""The commands there are: names, settings, and what runs each. Imports none of them."""
+"""The list of commands: names, settings, and what runs each. Imports none of them."""
 
 from __future__ import annotations
 

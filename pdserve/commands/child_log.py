@@ -1,4 +1,4 @@
-"""What the children of a supervisor log, under their names, in the supervisor's own form."""
+"""Relays the log lines of a supervisor's children, under their names and in its own format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first request a new user sees: through the proxy, its words as they come.
+"""Sends the first request that a new user sees, and prints its words as they arrive.
 
 Knows HTTP and the shape of OpenAI's stream; knows no engine.
 """

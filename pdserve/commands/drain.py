@@ -1,4 +1,4 @@
-"""`pdserve drain`: leave engines in bounded time, so that they can be ended or changed.
+"""`pdserve drain`: empty engines in bounded time, so that they can be stopped or changed.
 
 Asks every proxy before them at once; the work is the proxies'.
 """

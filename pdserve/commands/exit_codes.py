@@ -1,4 +1,4 @@
-"""What a process's exit code says."""
+"""The meaning of each exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check has found, and whether two engines fit together. Imports no engine."""
+"""The findings of checks, and whether two engines fit together. Imports no engine."""
 
 from __future__ import annotations
 

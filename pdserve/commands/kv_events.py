@@ -1,4 +1,4 @@
-"""`pdserve kv-events`: which prefixes an engine holds, and what comes and goes, as it happens.
+"""`pdserve kv-events`: print the prefixes an engine holds, and changes as they happen.
 
 A reader like a proxy: what it prints is what routing knows of the engine.
 """

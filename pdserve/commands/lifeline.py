@@ -1,4 +1,4 @@
-"""A command that ends with the supervisor that started it, however that one ends."""
+"""Ends a command with the supervisor that started it, however the supervisor ends."""
 
 from __future__ import annotations
 

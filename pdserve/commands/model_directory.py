@@ -1,4 +1,4 @@
-"""From what a person wrote for MODEL to a directory on this machine.
+"""Resolves the MODEL argument to a directory on this machine.
 
 Knows nothing of what is in the directory. A path never touches a network; a name of the
 Hugging Face hub is looked up in the local cache first.

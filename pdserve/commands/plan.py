@@ -1,4 +1,4 @@
-"""`pdserve plan`: which layout of engines serves a workload within objectives, with its own error.
+"""`pdserve plan`: find the layout of engines that meets objectives, with the plan's own error.
 
 Simulates layouts with the real policies and schedulers (`planner`), by what engines are said to
 take, or by what a running proxy has learned. `--check` plays some of the workload there, too, and

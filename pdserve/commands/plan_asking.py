@@ -1,4 +1,4 @@
-"""What a running deployment says that a plan needs: its layout, and what its engines take."""
+"""Queries a running deployment for a plan: its layout, and how long its engines take."""
 
 from __future__ import annotations
 

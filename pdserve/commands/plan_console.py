@@ -1,4 +1,4 @@
-"""A plan as text: the table of layouts, what it says, and the commands that start the best one."""
+"""Prints a plan: the table of layouts, a summary, and the commands that start the best one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pdserve route`: why requests went where they did, and what another policy would have chosen.
+"""`pdserve route`: show why requests went where they did, and what another policy would do.
 
 Asks a proxy for its records. What is computed from them is computed here, by the functions that the
 proxy decides with.

@@ -1,4 +1,4 @@
-"""Run one coroutine as a process: signals, the port check before it, the exit code after it."""
+"""Runs one coroutine as a process: port check first, signals meanwhile, exit code last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared-memory segments that do not outlive their owners, however those end.
+"""Removes shared-memory segments whose owners have ended, however they ended.
 
 A segment is made under a name that is drawn here, by whoever is told it. Beside it lies a file that
 its owner keeps locked: the kernel lets go of a lock when a process ends, so a segment whose file

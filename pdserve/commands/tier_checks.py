@@ -1,4 +1,4 @@
-"""What tiers need of this machine: checks as those of the doctor. They start and change nothing."""
+"""Checks what KV tiers need of this machine, as the doctor does. Starts and changes nothing."""
 
 from __future__ import annotations
 

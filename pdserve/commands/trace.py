@@ -1,4 +1,4 @@
-"""`pdserve trace`: the last seconds of a running deployment, as one file for a trace viewer.
+"""`pdserve trace`: save the last seconds of a running deployment for a trace viewer.
 
 Asks a proxy, which asks all its engines; or one engine's server. The work is done here: what comes
 over the wire is what the processes recorded.

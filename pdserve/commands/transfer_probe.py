@@ -1,4 +1,4 @@
-"""How fast NIXL moves memory between two processes of this machine, beside a plain copy.
+"""Measures how fast NIXL moves memory between two processes here, beside a plain copy.
 
 Reader and source are siblings, as a prefill and a decode engine are: between parent and
 child the kernel permits more. `measure` starts both; run as a program, this module is one

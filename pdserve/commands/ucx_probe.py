@@ -1,4 +1,4 @@
-"""How fast UCX moves messages between two processes of this machine.
+"""Measures how fast UCX moves messages between two processes of this machine.
 
 `measure` starts both; run as a program, this module is one of them.
 """

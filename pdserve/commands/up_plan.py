@@ -1,4 +1,4 @@
-"""Which processes `pdserve up` starts, and what it tells each. Starts none."""
+"""Plans which processes `pdserve up` starts, and with which flags. Starts none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pdserve bench serve` may be told, beside its data set: one frozen struct, and its flags.
+"""Settings of `pdserve bench serve`, except its data set: one frozen struct and its flags.
 
 Names are vLLM's (`vllm bench serve`) wherever it has one. Knows no request.
 """

@@ -1,4 +1,4 @@
-"""Where the model that comes with pdserve lies."""
+"""The location of the model that comes with pdserve."""
 
 from __future__ import annotations
 

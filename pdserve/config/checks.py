@@ -1,4 +1,4 @@
-"""What settings are checked for when they are made: each refusal names flag, value and remedy."""
+"""Validates settings as they are made; each refusal names flag, value and remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pdserve bench compare` and `bench plot` may be told: frozen structs, and their flags.
+"""Settings of `pdserve bench compare` and `bench plot`: frozen structs and their flags.
 
 Data set, traffic and objectives are those of `bench serve`. Knows no deployment.
 """

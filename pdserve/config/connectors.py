@@ -1,4 +1,4 @@
-"""Which KV connectors there are, a line each, and the settings that each brings along.
+"""The list of KV connectors, one line each, and the settings that each one adds.
 
 Connectors lie above the settings, so a line names its class as text, as the entry points of other
 packages do (group `pdserve.connectors`). It is imported to learn what it may be told: flags, files,

@@ -1,4 +1,4 @@
-"""What a benchmark's data set may be told: one frozen struct per data set, and their flags.
+"""Settings of a benchmark's data sets: one frozen struct per data set, and their flags.
 
 Names are vLLM's (`vllm bench serve`) wherever it has one. Knows no tokens and reads no file.
 """

@@ -1,4 +1,4 @@
-"""What `pdserve doctor` may be told: one frozen struct, and its flags."""
+"""Settings of `pdserve doctor`: one frozen struct and its flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pdserve drain` may be told: one frozen struct, and its flags."""
+"""Settings of `pdserve drain`: one frozen struct and its flags."""
 
 from __future__ import annotations
 

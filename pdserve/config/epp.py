@@ -1,4 +1,4 @@
-"""Where gateways ask a proxy for engines: settings and their flags."""
+"""Settings of the endpoint picker, through which gateways ask the proxy for engines."""
 
 from __future__ import annotations
 

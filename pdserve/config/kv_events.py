@@ -1,4 +1,4 @@
-"""What an engine tells of its KV, and where (`--kv-events-config`)."""
+"""Settings of KV events: what an engine publishes and where (`--kv-events-config`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pdserve kv-events` may be told: one frozen struct, and its flags."""
+"""Settings of `pdserve kv-events`: one frozen struct and its flags."""
 
 from __future__ import annotations
 

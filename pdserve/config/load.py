@@ -1,4 +1,4 @@
-"""Where a setting's value comes from: command line > YAML file > environment > default.
+"""Resolves settings: command line > YAML file > environment > default.
 
 `resolve` finds each setting's value and remembers who gave it, `build` makes the struct. The same
 names serve everywhere: the flag `--max-model-len`, the YAML key `max-model-len` (or

@@ -1,4 +1,4 @@
-"""Every setting of what a process logs, and in which form."""
+"""Settings of logging: what a process logs and in which format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an engine may trade the last bits of its results for speed."""
+"""The numerics mode: whether an engine may trade the last bits of its results for speed."""
 
 from __future__ import annotations
 

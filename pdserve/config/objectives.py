@@ -1,4 +1,4 @@
-"""Objectives of requests by the model that they name, as a deployment sets them."""
+"""Objectives of requests by model name, as a deployment sets them."""
 
 from __future__ import annotations
 

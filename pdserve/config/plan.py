@@ -1,4 +1,4 @@
-"""What `pdserve plan` may be told, beside the data set and the traffic of `bench serve`."""
+"""Settings of `pdserve plan`, except those it shares with `bench serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routing policies there are: one line each, from which the command line's help is made.
+"""The list of routing policies, one line each; the command line's help is made from it.
 
 What a policy is, and what it may look at, is in `proxy/policies`.
 """

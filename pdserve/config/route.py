@@ -1,4 +1,4 @@
-"""What `pdserve route explain` and `pdserve route compare` may be told."""
+"""Settings of `pdserve route explain` and `pdserve route compare`."""
 
 from __future__ import annotations
 

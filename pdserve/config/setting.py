@@ -1,4 +1,4 @@
-"""A setting: a flag tied to one field of a frozen struct, and how words become its value.
+"""A setting: a flag tied to one field of a frozen struct, and how text becomes its value.
 
 Its type and its default are the field's own. Knows no particular setting (`settings` lists them),
 and not where a value comes from (`load` does).

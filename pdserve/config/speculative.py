@@ -1,4 +1,4 @@
-"""What is drafted for requests that decode (`--speculative-config`)."""
+"""Settings of speculative decoding (`--speculative-config`)."""
 
 from __future__ import annotations
 

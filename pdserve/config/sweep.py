@@ -1,4 +1,4 @@
-"""What a sweep may be told. Knows no endpoint and no figure."""
+"""Settings of a sweep. Knows no endpoint and no figure."""
 
 from __future__ import annotations
 

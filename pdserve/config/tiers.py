@@ -1,4 +1,4 @@
-"""The tiers of a store that keeps KV beyond requests and engines: how they are written down.
+"""The syntax of `--kv-tiers`: the tiers of a store that keeps KV beyond requests and engines.
 
 `cpu:4GiB,disk:/data/kv:50GiB,redis:redis://127.0.0.1:6379`: shared memory, which engines copy from
 and to, and what it is written through to. Knows no server: `commands.kv_server` starts one.

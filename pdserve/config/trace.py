@@ -1,4 +1,4 @@
-"""What `pdserve trace` may be told: one frozen struct, and its flags."""
+"""Settings of `pdserve trace`: one frozen struct and its flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pdserve up` may be told beside what its children may: one frozen struct, and its flags."""
+"""Settings of `pdserve up` itself, beside those of its children: a frozen struct and its flags."""
 
 from __future__ import annotations
 

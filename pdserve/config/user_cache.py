@@ -1,4 +1,4 @@
-"""Where pdserve keeps what it can make again: kernels it compiled, digests of files it read."""
+"""The cache directory for what pdserve can recreate: compiled kernels, digests of files."""
 
 from __future__ import annotations
 

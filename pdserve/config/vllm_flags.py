@@ -1,4 +1,4 @@
-"""What `pdserve vllm-flags` may be told: one frozen struct, and its settings."""
+"""Settings of `pdserve vllm-flags`: one frozen struct and its flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of settings, and the line where each stands, so that what is wrong can be found."""
+"""Reads a YAML file of settings with the line of each, so that errors can point to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way back of an answer: chat completions in, another protocol's events or object out.
+"""Translates answers: chat completions in, another protocol's events or object out.
 
 A chat's choice is a run of parts: reasoning, text, calls of functions. They are found here, one
 after the other; a dialect says how each begins, grows and ends.

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: `POST /v1/messages`, and what of it a prompt has.
+"""Anthropic's Messages: `POST /v1/messages`, and which parts of it form the prompt.
 
 Events and objects as anthropic-sdk-python's types have them. Each part of the answer is a block of
 its content. A last message that is the assistant's is gone on with, as there.

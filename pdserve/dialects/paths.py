@@ -1,4 +1,4 @@
-"""Which paths speak which dialect, and in which shape they say what went wrong."""
+"""Maps paths to dialects and to the format of their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses, without a memory: `POST /v1/responses`.
+"""OpenAI's Responses, stateless: `POST /v1/responses`.
 
 Events and objects as openai-python's types have them (`openai.types.responses`). Each part of the
 answer is an item of its output. Reasoning comes as it is, and may be sent back as it came.

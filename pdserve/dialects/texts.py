@@ -1,4 +1,4 @@
-"""Reads texts out of bodies whose parts may be of any kind."""
+"""Extracts texts from bodies whose parts may have any type."""
 
 from __future__ import annotations
 

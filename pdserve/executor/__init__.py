@@ -1,1 +1,1 @@
-"""How steps reach the ranks of an engine: one seam, several ways."""
+"""Executors: bring steps to the ranks of an engine, behind one interface."""

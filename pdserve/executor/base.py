@@ -1,4 +1,4 @@
-"""The seam between an engine core and its ranks.
+"""The interface between an engine core and its ranks.
 
 The core submits steps, and their results come back in the same order. What connectors say to
 one another goes beside the steps and waits for none. How many ranks there are, and where, is

@@ -1,4 +1,4 @@
-"""Which executor runs the ranks of an engine core."""
+"""Chooses the executor that runs the ranks of an engine core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam between an executor and the transport of its frames.
+"""The interface between an executor and the transport of its frames.
 
 A `Hub` is the engine core's end, a `Link` is one rank's. Both carry bytes and know nothing of
 what they say. Who starts a rank, and who notices that it has ended, is another seam:

@@ -1,1 +1,1 @@
-"""HTTP as the proxy and the engines' servers serve it."""
+"""HTTP code that the proxy and the engines' servers share."""

@@ -1,4 +1,4 @@
-"""Who may ask for what: clients for generation, operators for what concerns everybody.
+"""Access control: clients may generate, operators may do what affects everybody.
 
 A client's API key opens generation and nothing else. What tells of others' requests or changes
 what they get (`/debug`, the dashboard, `/reset_prefix_cache`, `/drain`) is an operator's: it needs

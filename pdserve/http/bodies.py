@@ -1,4 +1,4 @@
-"""Reads request bodies: how large one may be, how slow, and how much memory all take together.
+"""Reads request bodies within limits on size, slowness, and the memory of all together.
 
 A body is paid for before it is read, by its declared length or as it grows, and is paid back when
 its request is over. One that does not fit is refused at once rather than kept waiting. It must

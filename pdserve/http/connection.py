@@ -1,4 +1,4 @@
-"""Connections of clients: a deadline for headers, and every error in one shape.
+"""Client connections: a deadline for headers, and one format for all errors.
 
 aiohttp waits for headers for as long as they take, and answers what its parser or its dispatcher
 refuse as plain text. Knows no path and no application.

@@ -1,4 +1,4 @@
-"""What only a deployment's own parts may ask of one another: proofs of the secret.
+"""Authenticates requests between the parts of a deployment by the shared secret.
 
 A proof is a MAC over method, path, stamp and body, under a key that is for nothing else: it opens
 no other path, is worth nothing with another method, and cannot be put on other words. A *stamp*

@@ -1,4 +1,4 @@
-"""Pages of other origins: what browsers let them ask (CORS; WHATWG Fetch, section 3.3).
+"""CORS: which other origins browsers may allow (WHATWG Fetch, section 3.3).
 
 What is an operator's, or said between engines and proxies, is asked by no page of another origin.
 """

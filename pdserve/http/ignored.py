@@ -1,4 +1,4 @@
-"""What of a request body means nothing here, and how its client is told.
+"""Finds unknown fields of a request body and reports them to the client.
 
 As in vLLM such fields do no harm. Unlike there they are named in a header of the answer, each once,
 so that a misspelt one is seen.

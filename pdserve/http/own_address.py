@@ -1,4 +1,4 @@
-"""Which address of this host others reach, where nobody says one: it follows `--host`."""
+"""Derives the address under which others reach this host from `--host`."""
 
 from __future__ import annotations
 

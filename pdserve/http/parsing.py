@@ -1,4 +1,4 @@
-"""From the bytes of a request body to its struct, checked.
+"""Decodes and validates a request body into its struct.
 
 A wrong value is a 400 that names the field; a field this server knows of but does not support is
 a 400 with a remedy, unless its value asks for nothing. Knows no tokenizer and no model.

@@ -1,4 +1,4 @@
-"""The request bodies that ask for vectors of texts, or for what follows from them."""
+"""The request bodies of embeddings, scores and reranking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`prediction` of a chat request: what the answer may be much like, as a file that is rewritten.
+"""`prediction` of a chat request: text that the answer probably resembles, as in an edit.
 
 It changes no token, only how fast they come.
 """

@@ -1,4 +1,4 @@
-"""What a client may ask: the OpenAI request bodies.
+"""OpenAI's request bodies.
 
 Fields have vLLM's names and meanings; each that vLLM's server knows is here. `parsing` refuses
 those that are not supported, unless their value asks for nothing. Knows no tokenizer and no model.

@@ -1,4 +1,4 @@
-"""What servers answer, as `/openapi.json` describes it.
+"""The response bodies, as `/openapi.json` describes them.
 
 Only the outline that clients rely on: an answer may have more. Handlers write it themselves, and
 the tests hold what they write against these.

@@ -1,4 +1,4 @@
-"""Series of HTTP requests, under the names that vLLM's have: those of FastAPI's instrumentator.
+"""Metrics of HTTP requests under vLLM's names, which are FastAPI instrumentator's.
 
 One set of labels for each route, method and class of status, all there from the start; probes and
 scrapes are not counted, as there.

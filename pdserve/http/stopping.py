@@ -1,4 +1,4 @@
-"""How a server is asked to end: by whom, and how urgently.
+"""Requests to stop a server: who made them, and how urgent they are.
 
 SIGTERM comes from a machine that also tells others that this server goes, which takes them a
 moment; SIGINT from a person who waits.

@@ -1,4 +1,4 @@
-"""What a client may ask an output to be: OpenAI's `response_format`, vLLM's `structured_outputs`.
+"""Structured outputs in requests: OpenAI's `response_format`, vLLM's `structured_outputs`.
 
 Their shapes alone. What they mean is made a grammar of by the server.
 """

@@ -1,4 +1,4 @@
-"""TLS contexts from settings: of a server, and towards other servers.
+"""Makes TLS contexts from settings, for a server and for its own requests.
 
 Each file is read when a process starts, and an error names it. Knows no connection.
 """

@@ -1,1 +1,1 @@
-"""Who holds which KV block: pool, holdings and prefix matching. Counts only, no tensors."""
+"""Ownership of KV blocks: pool, holdings and prefix matching. Counts only, no tensors."""

@@ -1,4 +1,4 @@
-"""What a model is, in numbers: `ModelArch`, one frozen struct.
+"""`ModelArch`: the dimensions and options of a model, as one frozen struct.
 
 Free of torch. Knows neither weights nor devices, nor the file it was read from (`reading`).
 """

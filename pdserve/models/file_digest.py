@@ -1,4 +1,4 @@
-"""One digest of all bytes of a checkpoint's files, worked out beside their loading.
+"""Hashes all bytes of a checkpoint's files while they load.
 
 Files are hashed in pieces. The ranks of an engine that see the same files share the pieces out
 among themselves, and each hashes its own in threads while its weights load. In the end all tell

@@ -1,4 +1,4 @@
-"""From a Hugging Face `config.json` to a `ModelArch`: one reader for each family.
+"""Reads a Hugging Face `config.json` into a `ModelArch`: one reader for each family.
 
 Nothing of a configuration is silently ignored: a feature that would change the numbers
 and is not built is a `ConfigError` that names it. Free of torch, so that a server may

@@ -1,4 +1,4 @@
-"""Architecture names -> models, and a rank's part of one loaded from a configuration.
+"""Maps architecture names to models, and loads a rank's part of one.
 
 A new architecture is one line in `_MODELS`, one reader in `arch`, and its module.
 """

@@ -1,4 +1,4 @@
-"""Where weights come from, and how they reach the layers that own them.
+"""Reads weights and brings them to the layers that own them.
 
 A `WeightSource` names its tensors before any of them is read, so that a model and a
 checkpoint that do not fit are refused at once, with every name. Tensors then stream, one

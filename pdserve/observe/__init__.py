@@ -1,1 +1,1 @@
-"""Clock, logs as events, and what metrics have in common."""
+"""Clock, structured logs, metrics and traces."""

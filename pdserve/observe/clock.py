@@ -1,4 +1,4 @@
-"""Time as something passed in, so that tests and simulations can own it."""
+"""Clocks that are passed in, so that tests and simulations control time."""
 
 from __future__ import annotations
 

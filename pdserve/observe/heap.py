@@ -1,4 +1,4 @@
-"""Keeps a process's memory flat: what a long life of short requests does to a heap.
+"""Keeps a process's memory flat over a long life of short requests.
 
 A server's (`keep_flat`). Measured on 16,000 streams through a proxy: without it, resident memory
 grows by about 430 bytes per request, with it by 150 to 180. Most of it is holes: asyncio reads into

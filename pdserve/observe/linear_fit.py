@@ -1,4 +1,4 @@
-"""What times follow from, learned as they come: a linear least squares fit of relative errors.
+"""An online linear least squares fit of relative errors, for predicting times.
 
 Over the last few hundred samples, older ones counting less and less; what would come out negative
 is 0. It may begin with what others have learned. Pure.

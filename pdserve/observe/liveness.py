@@ -1,4 +1,4 @@
-"""Tells a process that is stopped, or asleep while it owes an answer, from one that is busy.
+"""Distinguishes a process that is stopped or hangs from one that is busy.
 
 A late answer alone proves nothing: a long step on a slow machine, or a machine with more to do
 than it can, is late as well. So the kernel is asked (proc(5), `/proc/PID/stat`):

@@ -1,4 +1,4 @@
-"""What every process measures in the same way: buckets, exposition, event loop lag.
+"""Metrics that all processes share: buckets, exposition, event loop lag.
 
 The series themselves belong to the process that counts them.
 """

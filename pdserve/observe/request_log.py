@@ -1,4 +1,4 @@
-"""The one line per request: what happened to it, at proxies and at engines alike.
+"""The log line of each request, the same at proxies and engines.
 
     req 3f2a ok status=200 endpoint=/v1/completions path=push model=m in=512 cached=0 out=64
     total=412.0ms ttft=33.2ms = proxy 0.5 + ... | itl p50 6.1 max 9.8

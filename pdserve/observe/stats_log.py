@@ -1,4 +1,4 @@
-"""A line at an interval that sums up what was done, while there is something to do."""
+"""Logs a summary at an interval while there is work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last seconds of this process, always at hand: a ring of events, bounded in time and bytes.
+"""Records the last seconds of this process in a ring of events, bounded in time and bytes.
 
 Recording an event costs under a microsecond beside the making of it. It is kept as the JSON that a
 dump sends, in buffers that are used again: as objects, events of requests would take eight times as

@@ -1,4 +1,4 @@
-"""What may be asked of `/debug/trace`, the same at engines and proxies, and the answer's bytes."""
+"""Query and answer of `/debug/trace`, the same at engines and proxies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace holds, in figures and words, for whoever asked for it."""
+"""Summarises a trace in figures and words."""
 
 from __future__ import annotations
 

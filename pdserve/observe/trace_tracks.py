@@ -1,4 +1,4 @@
-"""Where things go in a trace: which lane, in which order, and how many at a time. Pure."""
+"""Lays a trace out: which lane, in which order, and how many at a time. Pure."""
 
 from __future__ import annotations
 

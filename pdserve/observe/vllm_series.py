@@ -1,4 +1,4 @@
-"""Table of vLLM's V1 series: what each means here, what a proxy says of it, or why it is not here.
+"""Table of vLLM's V1 metrics: meaning here, value at a proxy, or the reason for absence.
 
 Whoever makes such a series takes its name's documentation from here, and docs/metrics.md is written
 from it (`python -m tools.metric_table`). Facts of vLLM's public source and documentation.

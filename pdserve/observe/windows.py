@@ -1,4 +1,4 @@
-"""Where the terms of a window lie in time: what one process timed, and another one accounted for.
+"""Places durations that another process reported within a measured window of time.
 
 The slices of a window follow one another from its beginning to its end, so their sum is exact: what
 is none of its terms is its remainder, before, between and behind them.

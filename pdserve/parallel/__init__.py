@@ -1,1 +1,1 @@
-"""Ranks: which there are, which groups they form, and what they say to one another."""
+"""Ranks, the groups they form, and their collectives."""

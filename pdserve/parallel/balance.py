@@ -1,4 +1,4 @@
-"""From the load of each expert to a placement of its layer that spreads it. Pure.
+"""Computes a placement of experts that balances their load. Pure.
 
 Loads are counts of tokens, and everything is computed in integers, so that all ranks come to
 the same placement whatever their processor. A token chooses among the copies of an expert

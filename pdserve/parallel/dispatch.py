@@ -1,4 +1,4 @@
-"""How a step's tokens reach the experts that they chose, and how the results come back.
+"""Brings a step's tokens to the experts they chose, and the results back.
 
 A mixture-of-experts layer computes what *its* experts add to each token (`LocalExperts`), and
 gives that function to an `ExpertParallel`, which knows where the other experts are. So the

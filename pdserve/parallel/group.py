@@ -1,4 +1,4 @@
-"""One group of ranks, and what they may ask of one another.
+"""One group of ranks and its collectives.
 
 A `World` holds a `Group` per axis of the mesh. Every rank of a group must make the same calls
 in the same order. Collectives on tensors go through the custom operations of

@@ -1,4 +1,4 @@
-"""How the weights of a layer's experts move from one placement to another, in rounds. Pure.
+"""Plans how experts' weights move from one placement to another, in rounds. Pure.
 
 In a round each rank sends one expert at most and receives one at most; all that is sent is
 read before anything is written. After every round each expert has a copy somewhere, and no

@@ -1,4 +1,4 @@
-"""Intermediate tensors from one pipeline stage to the next."""
+"""Sends intermediate tensors from one pipeline stage to the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that lie whole on one rank each (or several), and tokens that come to them.
+"""Whole experts on one rank each (or several), and the tokens sent to them.
 
 Two ways of bringing tokens to experts. `GatheredTokens`: every rank sees every token and adds
 what its own experts say. `RoutedTokens`: the ranks of a TP group share its tokens, and each

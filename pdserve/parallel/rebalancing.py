@@ -1,4 +1,4 @@
-"""Moves experts between ranks while serving, so that every rank has as much to do.
+"""Moves experts between ranks while serving, to even out their load.
 
 The load of each expert is counted over a window of steps. Every interval one layer after
 another is planned and its experts are moved, a little after each step, so that no forward pass

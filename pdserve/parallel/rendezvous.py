@@ -1,4 +1,4 @@
-"""Where the ranks of one world meet. No torch: executors hand it on before ranks exist."""
+"""The address where the ranks of one world meet. No torch: executors pass it on early."""
 
 from __future__ import annotations
 

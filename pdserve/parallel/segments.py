@@ -1,4 +1,4 @@
-"""Memory that ranks of one host share: made by one of them, opened by the others through /proc.
+"""Shared memory between ranks of one host: one makes it, the others open it through /proc.
 
 A segment has no name: it is a memfd, so the kernel frees it with its last rank, however that ends.
 """

@@ -1,4 +1,4 @@
-"""Which layouts of some engines are worth a simulation, by a closed form. Pure.
+"""Chooses the layouts worth simulating, by a closed form. Pure.
 
 Prompts keep prefill engines busy for a share of the time, output tokens have decode engines step at
 a pace: what home roles follow, too (`proxy/brain/roles`). It knows no queues, bursts and caches, so

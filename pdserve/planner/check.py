@@ -1,4 +1,4 @@
-"""How far off the simulation of a running deployment is: its figures, and those it measured."""
+"""Compares the simulation of a running deployment with its measured figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of a run, predicted or measured: by the same rules, so that they can be compared."""
+"""Figures of a run, predicted or measured, by the same rules so that they compare."""
 
 from __future__ import annotations
 

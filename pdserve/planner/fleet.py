@@ -1,4 +1,4 @@
-"""Engines in virtual time behind real routers: what a deployment makes of a workload.
+"""Simulates a deployment: engines in virtual time behind real routers.
 
 Real are the router of each proxy, its policies and what they look at (backends, prefix index,
 pending work, what engines say of others'), and of each engine the scheduler, the prefix cache and

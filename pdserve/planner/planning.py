@@ -1,4 +1,4 @@
-"""Which layout of engines serves a workload within objectives, and how sure that is.
+"""Finds the layout of engines that meets objectives, and how certain that is.
 
 Every figure is a simulation's (`fleet`): real policies and schedulers, times as they were given or
 learned. Layouts that a closed form thinks likeliest are simulated, and engines for both; then fewer

@@ -1,4 +1,4 @@
-"""A proxy in virtual time: the real router, its policies and what they look at, and no HTTP."""
+"""A proxy in virtual time: the real router and policies, without HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines in virtual time serve, how long they take, and what becomes of it. Values only."""
+"""Work of engines in virtual time: requests, durations and outcomes. Values only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a benchmark's plan to what engines in virtual time are asked."""
+"""Turns a benchmark's plan into requests for engines in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat messages to one prompt, by the model's Jinja template.
+"""Renders chat messages to one prompt with the model's Jinja template.
 
 The template comes with the model and is not trusted: it runs in Jinja's sandbox. The
 environment is the one Hugging Face's templates are written for. Does not know tokens.

@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time, as the tokens arrive.
+"""Turns token ids into text, one at a time, as they arrive.
 
 Text is given out as soon as no later token can change it. What all pushes and the flush
 return, joined, is exactly what `Tokenizer.decode` returns for all the tokens at once: a

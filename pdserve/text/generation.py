@@ -1,4 +1,4 @@
-"""What a model's authors recommend when a request leaves a sampling field out.
+"""Default sampling parameters from a model's `generation_config.json`.
 
 Reads `generation_config.json` (and the end-of-sequence ids of `config.json`). Does not
 know requests.

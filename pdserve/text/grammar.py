@@ -1,4 +1,4 @@
-"""Compiles grammars against a model's tokenizer, by llguidance.
+"""Compiles grammars for a model's tokenizer with llguidance.
 
 Servers compile to refuse what cannot be compiled, workers to know which tokens may follow. Both
 have the same tokenizer, limits and version, so what the one takes the other takes. Knows neither

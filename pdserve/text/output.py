@@ -1,4 +1,4 @@
-"""One choice's tokens to what a client sees: text, and of a chat's answer also calls and reasoning.
+"""Turns one choice's tokens into what a client sees: text, tool calls, reasoning.
 
 A pure state machine: two processors that are fed the same tokens give out the same text,
 which is what lets one engine send the first token and another one the rest. Does not know

@@ -1,4 +1,4 @@
-"""How a model's authors make one vector of a text: sentence-transformers' files beside it.
+"""Reads how a model pools a text into one vector, from sentence-transformers' files.
 
 A directory without them is a model for text like any other: its last token stands for all.
 """

@@ -1,4 +1,4 @@
-"""Tokenizes a text piece by piece, and remembers the long pieces: a turn costs what it adds.
+"""Tokenizes a text piece by piece and caches long pieces, so that a turn costs what it adds.
 
 A tokenizer cuts its added tokens (`<|im_start|>` ...) out of the text before it looks at anything
 else, and what is between two of them becomes tokens by itself, whatever stands beside it. So the

@@ -1,4 +1,4 @@
-"""How much white space JSON that follows a schema may have. Knows no grammar."""
+"""The white space that schema-constrained JSON may contain. Knows no grammar."""
 
 from __future__ import annotations
 

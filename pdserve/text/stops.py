@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces, and never shows a part of one.
+"""Finds stop strings in text that arrives in pieces, and never releases part of one.
 
 The result does not depend on how the text is cut into pieces. Does not know tokens.
 """

@@ -1,4 +1,4 @@
-"""`/drain` of a proxy: what `pdserve drain` asks, and what it is answered."""
+"""`/drain` of a proxy: request and answer."""
 
 from __future__ import annotations
 

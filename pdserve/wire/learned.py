@@ -1,4 +1,4 @@
-"""What engine cores have learned of their own steps, as proxies are told with KV events. Values.
+"""Step times that engine cores have learned, as sent to proxies with KV events. Values.
 
 Not what prompts and steps take, but the sums that this follows from (`observe/linear_fit`): those
 of several cores add up to those of all that they have seen.

@@ -1,4 +1,4 @@
-"""What to sample and when to stop, fully resolved, and what is told of a token beside its id."""
+"""Fully resolved sampling parameters, and what is reported of a token beside its id."""
 
 from __future__ import annotations
 

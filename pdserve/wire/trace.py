@@ -1,4 +1,4 @@
-"""What processes say of their last seconds, and how it travels: the raw material of a trace.
+"""Trace events as processes record and send them.
 
 Times are seconds of the monotonic clock of the process that says them. Events are compact
 (arrays on the wire), in the order in which they were recorded, and an event is recorded when it is

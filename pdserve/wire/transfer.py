@@ -1,4 +1,4 @@
-"""What P gives, the proxy carries unread and D consumes; and what workers report back."""
+"""Handoffs from P to D, which the proxy carries unread, and the reports of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device of a rank, as its steps see it: memory that is copied to it, events, graphs.
+"""A rank's device as its steps see it: copies to it, events, graphs.
 
 A device works through what it is given in order, behind the host's back. Everything in the step
 that depends on *when* the device does something goes through here, so that a test can put a device

@@ -1,4 +1,4 @@
-"""Logit rules that are kept where the logits are: the same as `LogitRules`, of all rows at once.
+"""Logit rules on the device: the same as `LogitRules`, for all rows at once.
 
 A word for each token of the vocabulary has what a request's rules and tokens say of it; tokens are
 counted there as they are sampled, so a step needs nothing of the one before it from the host. That

@@ -1,4 +1,4 @@
-"""One token per row of logits, chosen where the logits are: only tokens travel to the host.
+"""Samples on the device, so that only tokens travel to the host.
 
 The likeliest token of each row is found at once, inside a graph if the step is one. Rows that are
 drawn, and rows with rules, are looked at again behind it; the host launches that while the device

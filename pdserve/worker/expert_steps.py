@@ -1,4 +1,4 @@
-"""The experts that a rank shares with others, step by step: who brings how many tokens, and waves.
+"""Coordinates the experts that ranks share in each step: token counts and waves.
 
 Engines that share experts step together, in waves. Knows no model: what is shared is told of a
 step's tokens before its forward, and gets the time behind its answer.

@@ -1,4 +1,4 @@
-"""Which tokens the grammars of requests allow next, worked out beside the steps.
+"""Computes the tokens that requests' grammars allow next, beside the steps.
 
     a request joins the batch -> compile (or find compiled), consume its output tokens, mask
     its token is sampled      ->                             consume it,                mask

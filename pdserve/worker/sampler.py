@@ -1,4 +1,4 @@
-"""One token per row of logits, by each request's own parameters and nothing else.
+"""Samples one token per row of logits, by that request's own parameters alone.
 
 A request's token is a function of its logits, its parameters, its tokens so far and the
 index of the output token. Whatever is summed over the vocabulary is summed in a fixed

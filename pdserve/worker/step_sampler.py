@@ -1,4 +1,4 @@
-"""How the tokens of a step come of its logits: the one seam between a step and what samples.
+"""The interface between a step's logits and the sampler.
 
     stage -> what the tokens take goes to the device with the step's inputs
     begin -> the device chooses, where it does; the host waits for nothing

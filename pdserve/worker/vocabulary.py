@@ -1,4 +1,4 @@
-"""The vocabulary as the ranks of a TP group share it, each with some columns of the logits.
+"""The vocabulary shared out over a TP group: each rank computes some columns of the logits.
 
 The likeliest token of a row needs one value and one index of each rank. Rows that need more are
 gathered on the first rank, whose `Sampler` does with them what it does alone; their tokens go to

@@ -1,4 +1,4 @@
-"""The comparison's table as text. Knows no process and no page."""
+"""Prints the comparison's table as text. Knows no process and no page."""
 
 from __future__ import annotations
 

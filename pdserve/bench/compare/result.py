@@ -1,4 +1,4 @@
-"""What a comparison has measured: deployments, runs, single-engine rates; and its file.
+"""The result of a comparison (deployments, runs, single-engine rates) and its file.
 
 The file keeps every run with its outcomes, so that tables and pictures can be made again of
 it (`pdserve bench plot`). Knows no process and no picture.

@@ -1,4 +1,4 @@
-"""What a comparison starts: deployments on the same cores or devices, and how they share them.
+"""The deployments of a comparison, on the same cores or devices, and how they share them.
 
 Pure: from words like `2:1` and a list of cores to engines with their places. Knows no
 process, no port and no flag of an engine but those that make a deployment what it is.

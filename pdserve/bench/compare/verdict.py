@@ -1,4 +1,4 @@
-"""What the figures say, in sentences; and what they cannot say.
+"""States in sentences what the figures show and what they cannot show.
 
 Every sentence is made of figures in the comparison, and claims no more than they hold: a
 difference within the spread of the repeats is called one. Knows no picture.

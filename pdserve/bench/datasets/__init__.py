@@ -1,1 +1,1 @@
-"""What a benchmark asks: each module makes one data set's requests, pure and seeded."""
+"""Data sets of benchmarks: each module makes the requests of one, pure and seeded."""

@@ -1,4 +1,4 @@
-"""A JSONL file of one's own: vLLM's `custom`, and a little more.
+"""A user's own JSONL file: vLLM's `custom` format, slightly extended.
 
 Each line is an object with one of
 - `"prompt"`: text, or an array of token ids (completions only), or

@@ -1,4 +1,4 @@
-"""`pd-interference`: what disaggregation is for.
+"""`pd-interference`: steady decoders beside bursts of long prompts, where disaggregation helps.
 
 Some users ask for short answers at a steady pace (group `steady`); now and then several long
 prompts come at the same moment (group `burst`). Where prefills and decodes share an engine, every

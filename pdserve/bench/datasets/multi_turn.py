@@ -1,4 +1,4 @@
-"""Conversations: every turn's prompt stands behind all that was said before it.
+"""Conversations: each turn's prompt follows everything said before it.
 
 `num_prompts` counts turns; the last conversation is shorter if they do not divide. Conversations
 begin when arrivals say; a further turn is due a pause after the answer before it has ended. Only

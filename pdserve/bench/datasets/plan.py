@@ -1,4 +1,4 @@
-"""What a data set hands over: requests, and words about them."""
+"""What a data set produces: requests and a description of them."""
 
 from __future__ import annotations
 

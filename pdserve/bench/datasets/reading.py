@@ -1,4 +1,4 @@
-"""Reads files of data sets, piece by piece: they may be larger than the memory.
+"""Reads data set files piece by piece; they may be larger than memory.
 
 Knows JSON, tables and lines, and how to say which of them is wrong. Does not know what the entries
 mean.

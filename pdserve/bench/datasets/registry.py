@@ -1,4 +1,4 @@
-"""From a data set's settings to the requests of a run.
+"""Turns the settings of a data set into the requests of a run.
 
 `make_plan` is pure but for the file that some data sets read: the same settings, the same
 tokenizer and the same file make the same plan, byte for byte. What does not fit the model's

@@ -1,4 +1,4 @@
-"""Takes some entries of a file at random without holding the file.
+"""Samples entries of a file at random without holding the whole file.
 
 Every entry gets a random number, by the seed and its place; those with the least are looked at in
 that order until enough are good. That is what shuffling the whole file and taking the first good

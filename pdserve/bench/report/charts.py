@@ -1,4 +1,4 @@
-"""Charts as values: series over two axes with bands and lines, or tracks of coloured pieces.
+"""Charts as values: series over two axes with bands and lines, or tracks of coloured segments.
 
 Each is in the units that its axes name. `charts.js` draws them in the page, with uPlot (in
 `uplot/`). Knows no request and no deployment.

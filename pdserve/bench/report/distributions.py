@@ -1,4 +1,4 @@
-"""How latencies are distributed: the share of values up to each, and the tail.
+"""Charts of latency distributions: the cumulative share, and the tail.
 
 Knows what the figures mean; knows no page.
 """

@@ -1,4 +1,4 @@
-"""A self-contained HTML file and the parts that all reports are made of: nothing is loaded.
+"""A self-contained HTML file that loads nothing, and the parts that all reports share.
 
 It has a page for each question of a reader's. Its policy lets exactly its own style and scripts in,
 by their digests, and lets it ask nobody. Knows no figure.

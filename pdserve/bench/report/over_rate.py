@@ -1,4 +1,4 @@
-"""Latency and throughput at each request rate, and what the engines' own rates would allow.
+"""Charts of latency and throughput by request rate, with what the engines' rates would allow.
 
 Knows what the figures mean; knows no page.
 """

@@ -1,4 +1,4 @@
-"""Pictures of single runs over their time: gaps between tokens, and the tracks of all requests.
+"""Charts of single runs over time: gaps between tokens, and a track for each request.
 
 Knows what the figures mean; knows no page.
 """

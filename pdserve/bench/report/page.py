@@ -1,4 +1,4 @@
-"""The report: one HTML file with a page for each question; it asks nobody for anything.
+"""The report: one HTML file with a page for each question, which loads nothing.
 
 No reference to another file: what it says and shows stands in it. Knows no endpoint; takes all
 figures from a `Comparison`.

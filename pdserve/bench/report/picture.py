@@ -1,4 +1,4 @@
-"""What the pictures of a report share: their form, colours, and which run stands for a deployment.
+"""What the charts of a report share: form, colours, and which run represents a deployment.
 
 Knows no kind of chart.
 """

@@ -1,4 +1,4 @@
-"""Where the time of a request goes, by the servers' own account.
+"""Charts of where a request's time goes, as the servers report it.
 
 Knows what the figures mean; knows no page.
 """

@@ -1,4 +1,4 @@
-"""The report of one or several sweeps: the highest load of each, pictures, all loads, and words.
+"""The report of one or several sweeps: highest load of each, charts, all loads, explanations.
 
 Knows no endpoint; takes all figures from the sweeps.
 """

@@ -1,4 +1,4 @@
-"""The pictures of sweeps: what each load did to latency, and what it yielded.
+"""Charts of sweeps: latency and throughput at each load.
 
 Every picture has one line per sweep, and shows all loads that were measured. Knows no page.
 """

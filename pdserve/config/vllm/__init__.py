@@ -1,4 +1,4 @@
-"""What vLLM's names mean here: flags, environment variables, KV connectors, commands.
+"""How vLLM's flags, environment variables, KV connectors and commands map to pdserve's.
 
 `flags`, `variables`, `connectors` and `commands` are the data, read from the source of vLLM's
 release `RELEASE`. `answers` looks a name up in them; `translate` makes settings of what can be

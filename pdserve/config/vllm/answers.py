@@ -1,4 +1,4 @@
-"""What becomes of each of vLLM's names here: the table that `pdserve vllm-flags` prints.
+"""The table that `pdserve vllm-flags` prints: what happens to each of vLLM's names.
 
 Which flags are the same is not written down: those are that the command has.
 """

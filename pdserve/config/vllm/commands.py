@@ -1,4 +1,4 @@
-"""vLLM's commands beside those that pdserve has, and the flags of `vllm bench serve`: data."""
+"""Data: vLLM's commands beside pdserve's, and the flags of `vllm bench serve`."""
 
 from __future__ import annotations
 

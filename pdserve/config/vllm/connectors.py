@@ -1,4 +1,4 @@
-"""vLLM's KV connectors, the keys of its `--kv-transfer-config`, and what becomes of them: data."""
+"""Data: vLLM's KV connectors, the keys of its `--kv-transfer-config`, and their mapping."""
 
 from __future__ import annotations
 

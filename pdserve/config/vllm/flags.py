@@ -1,4 +1,4 @@
-"""Every flag of `vllm serve`, and what becomes of it here: data, without the dashes in front.
+"""Data: every flag of `vllm serve`, without dashes, and its mapping.
 
 A flag that has a setting of its own name is the same, whatever stands here. Each of the others
 stands once: in `RENAMED`, `NO_EFFECT`, `ONLY` or `ABSENT`.

@@ -1,4 +1,4 @@
-"""Settings made of vLLM's names: what can be taken of them, and how it is read.
+"""Translates vLLM's names and values into pdserve's settings.
 
 A flag without effect is a setting nobody reads: its note is said at the start. One of another name
 is a shorthand. Where vLLM has other words for a value, the setting's reader turns them into ours.

@@ -1,4 +1,4 @@
-"""vLLM's environment variables, and what becomes of each here: data."""
+"""Data: vLLM's environment variables and their mapping."""
 
 from __future__ import annotations
 

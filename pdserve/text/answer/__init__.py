@@ -1,1 +1,1 @@
-"""What a model's text is made of: content, reasoning and tool calls."""
+"""Parses a model's text into content, reasoning and tool calls."""

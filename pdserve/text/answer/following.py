@@ -1,4 +1,4 @@
-"""Tool calls while they are written: what is certain of one before it is whole.
+"""Follows tool calls as they are generated: what is certain before a call is complete.
 
 A follower reads a call's text as it comes and gives out the name and the beginning of the
 arguments. What it gives out, the whole call has too, or the text is no call: `CallTelling` keeps

@@ -1,4 +1,4 @@
-"""How models write reasoning and tool calls: what a format is, not which there are."""
+"""The definition of a format in which models write reasoning and tool calls."""
 
 from __future__ import annotations
 

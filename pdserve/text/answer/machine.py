@@ -1,4 +1,4 @@
-"""One answer's text, as it arrives, to content, reasoning and tool calls.
+"""Splits one answer's text, as it arrives, into content, reasoning and tool calls.
 
 A pure state machine. What it has given out, and what it gives out at the end, does not depend on
 how the text is cut into pieces: two machines that read the same tokens give the same pieces. A

@@ -1,4 +1,4 @@
-"""Which formats there are, by the names that vLLM has for their parsers, and which a model has."""
+"""The list of formats, under the names of vLLM's parsers, and the choice for a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tool's JSON Schema says of the types of its parameters."""
+"""Reads the types of a tool's parameters from its JSON Schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one model writes answers: the formats it has, and which of their markers are its tokens."""
+"""The formats one model uses, and which of their markers are single tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags, while they are written.
+"""Follows calls whose arguments stand between tags, as they are generated.
 
 A value that is a text is told as it comes, up to what may be its closing tag: whether one ends the
 value is said by what follows it. Other values are told when they have ended.

@@ -1,4 +1,4 @@
-"""Grammars of answers in which tools are called, in the model's own format.
+"""Makes grammars for answers with tool calls, in the model's own format.
 
 One parser reads what was forced and what was chosen. The text is llguidance's (Lark with token ids
 and inline JSON schemas), the same for the same request and model, because every engine of a request

@@ -1,4 +1,4 @@
-"""Which prefix the drafting KV of each block belongs to, so that a prefix hit is one here, too.
+"""Tracks the prefix each block's drafting KV belongs to, so that prefix hits apply to it.
 
 A block that is full has a name: a digest of all tokens up to its end, and of the salt. Whoever gets
 the block later, with the same tokens before its end, need not compute it again. Who writes into a

@@ -1,4 +1,4 @@
-"""What makes drafts: it is told a request's tokens and guesses those that follow.
+"""The interface of drafters: they see a request's tokens and guess those that follow.
 
 A guess is never trusted: what a request puts out is the same for every drafter, and without one.
 So engines need not agree on a drafter, and nothing of one crosses between them. The ranks of one

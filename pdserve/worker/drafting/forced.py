@@ -1,4 +1,4 @@
-"""What grammars leave no choice of, as drafts that are always right.
+"""Tokens that a grammar forces, as drafts that are always right.
 
 Where ranks share a vocabulary only the first of them works grammars out, and what it knows at a
 moment is a matter of time. So it tells the others, in steps that may draft for rows with a grammar

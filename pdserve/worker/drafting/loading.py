@@ -1,4 +1,4 @@
-"""Loads what drafts by a forward pass: whether it fits the model, and what it costs."""
+"""Loads drafters that run a forward pass, and checks that they fit the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts from what was put out before, here and for others, by how often it followed (suffixes).
+"""Drafts from earlier outputs, here and of other requests, by frequency (suffix decoding).
 
 The longest run of last tokens that stands elsewhere is looked for, in the request itself and in
 answers to former requests of the same salt; where it stands several times, each token of the draft
