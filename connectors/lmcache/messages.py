@@ -14,7 +14,7 @@ from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.request import KVStoreStats
 
 if TYPE_CHECKING:
-    from pdserve.wire.transfer import ConnectorMetadata
+    from collections.abc import Callable
 
 
 class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
@@ -143,21 +143,7 @@ class RankProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True)
 
 StoreNews = ServerState | LookupDone | LoadDone | RankProgress
 
-_NEWS: Final[msgspec.msgpack.Decoder[StoreNews]] = msgspec.msgpack.Decoder(StoreNews)
-_INSTRUCTIONS: Final = msgspec.msgpack.Decoder(StoreInstructions)
-_LOADS: Final = msgspec.msgpack.Decoder(list[ChunkLoad])
-
-
-def read_news(payload: bytes) -> StoreNews:
-    """Decode what a worker half reports."""
-    return _NEWS.decode(payload)
-
-
-def read_instructions(metadata: ConnectorMetadata) -> StoreInstructions:
-    """Decode what the scheduler half posts."""
-    return _INSTRUCTIONS.decode(metadata.payload)
-
-
-def read_loads(metadata: ConnectorMetadata) -> list[ChunkLoad]:
-    """Decode what goes with a step."""
-    return _LOADS.decode(metadata.payload)
+# What worker halves report, what the scheduler half posts, and what goes with a step.
+read_news: Final[Callable[[bytes], StoreNews]] = msgspec.msgpack.Decoder(StoreNews).decode
+read_instructions: Final = msgspec.msgpack.Decoder(StoreInstructions).decode
+read_loads: Final = msgspec.msgpack.Decoder(list[ChunkLoad]).decode

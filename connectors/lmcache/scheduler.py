@@ -270,35 +270,26 @@ class LMCacheScheduler(KVConnectorScheduler):
         ready: list[tuple[RequestId, str]] = []
         fetched: list[Fetched] = []
         for payload in report.payloads:
-            match self._take(payload):
-                case Fetched() as load:
-                    fetched.append(load)
-                case (request_id, why):
-                    ready.append((request_id, why))
-                case None:
-                    pass
+            match read_news(payload):
+                case ServerState(chunk_tokens):
+                    self.store_stats.is_up = chunk_tokens > 0
+                    self._chunk_tokens = chunk_tokens or self._chunk_tokens
+                case LookupDone() as found:
+                    ready += self._take_lookup(found)
+                case LoadDone() as loaded:
+                    fetched += self._take_load(loaded)
+                case RankProgress() as progress:
+                    self._take_progress(progress)
+                case _ as never:
+                    assert_never(never)
         return ConnectorNews(released=report.settled, ready=ready, fetched=fetched)
 
-    def _take(self, payload: bytes) -> tuple[RequestId, str] | Fetched | None:
-        match read_news(payload):
-            case ServerState(chunk_tokens):
-                self.store_stats.is_up = chunk_tokens > 0
-                self._chunk_tokens = chunk_tokens or self._chunk_tokens
-            case LookupDone() as found:
-                return self._take_lookup(found)
-            case LoadDone() as loaded:
-                return self._take_load(loaded)
-            case RankProgress() as progress:
-                self._take_progress(progress)
-            case _ as never:
-                assert_never(never)
-        return None
-
-    def _take_lookup(self, found: LookupDone) -> tuple[RequestId, str] | None:
+    def _take_lookup(self, found: LookupDone) -> list[tuple[RequestId, str]]:
+        """Take what was found; who may go on by that, and why."""
         self.store_stats.num_late_lookups += found.is_late
         tracked = self._by_session.get(found.session)
         if tracked is None or tracked.looked_up is None:
-            return None  # it has ended; its locks are given up
+            return []  # it has ended; its locks are given up
         tracked.num_found = found.num_chunks
         num_asked = tracked.looked_up.end * self._chunk_tokens
         if not found.num_chunks:
@@ -306,15 +297,16 @@ class LMCacheScheduler(KVConnectorScheduler):
         what = "the store did not answer in" if found.is_late else "asked the store for"
         num_tokens = found.num_chunks * self._chunk_tokens
         why = f"{what} {found.seconds * 1e3:.1f} ms: it has {num_tokens} of {num_asked} tokens"
-        return tracked.view.request_id, why
+        return [(tracked.view.request_id, why)]
 
-    def _take_load(self, loaded: LoadDone) -> Fetched | None:
+    def _take_load(self, loaded: LoadDone) -> list[Fetched]:
+        """Take one rank's part of a load; what came, with the last of them."""
         tracked = self._by_session.get(loaded.session)
         if tracked is None or tracked.looked_up is None:
-            return None
+            return []
         tracked.loaded.append(loaded)
         if len(tracked.loaded) < self._num_ranks:
-            return None
+            return []
         num_good = min(each.num_chunks for each in tracked.loaded)
         num_tokens = (num_good - loaded.first) * self._chunk_tokens
         self.store_stats.num_hit_tokens += num_tokens
@@ -322,12 +314,14 @@ class LMCacheScheduler(KVConnectorScheduler):
         if num_good < (tracked.num_found or 0):
             tracked.next_chunk = min(tracked.next_chunk, num_good)
             tracked.bad_chunk = num_good
-        return Fetched(
-            request_id=tracked.view.request_id,
-            num_tokens=num_tokens,
-            num_bytes=sum(each.num_bytes for each in tracked.loaded),
-            seconds=max(each.seconds for each in tracked.loaded),
-        )
+        return [
+            Fetched(
+                request_id=tracked.view.request_id,
+                num_tokens=num_tokens,
+                num_bytes=sum(each.num_bytes for each in tracked.loaded),
+                seconds=max(each.seconds for each in tracked.loaded),
+            )
+        ]
 
     def _take_progress(self, progress: RankProgress) -> None:
         self.store_stats = self.store_stats.plus([progress.stats])

@@ -117,7 +117,7 @@ class LMCacheWorker(KVConnectorWorker):
 
     def post(self, metadata: ConnectorMetadata) -> None:
         """See `KVConnectorWorker`."""
-        threads, told = self._started(), read_instructions(metadata)
+        threads, told = self._started(), read_instructions(metadata.payload)
         if self._context.rank == 0:
             threads.watch.post(told)
         for each in told.saves:
@@ -126,7 +126,7 @@ class LMCacheWorker(KVConnectorWorker):
     def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
         """See `KVConnectorWorker`."""
         threads, num_layers = self._started(), self._context.layout.num_layers
-        self._loads = [LayerwiseLoad(load, num_layers) for load in read_loads(metadata)]
+        self._loads = [LayerwiseLoad(load, num_layers) for load in read_loads(metadata.payload)]
         for load in self._loads:
             threads.watch.are_read(load.load.chunks)
             threads.loading.put(load)
