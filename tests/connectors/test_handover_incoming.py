@@ -161,6 +161,19 @@ def test_a_load_that_would_fail_again_is_not_tried_again(reason: LoadFailure) ->
     assert staged(d).loads == []
 
 
+def test_a_load_that_was_aborted_or_is_unknown_is_not_tried_again() -> None:
+    d = scheduler("D")
+    request = queued(d)
+    d.update_state_after_alloc(request, blocks(10, 11, 12), 40)
+    (load,) = staged(d).loads
+    stale = msgspec.structs.replace(failure(load), load_id=load.load_id + 1)
+    assert not retries(d, stale)
+    aborted(d, request)
+    staged(d)
+    assert not retries(d, failure(load))
+    assert staged(d).loads == []
+
+
 def test_what_one_rank_has_given_up_the_others_stop_and_one_try_more_is_not_stopped() -> None:
     d = scheduler("D")
     load = loading(d)
