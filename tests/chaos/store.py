@@ -17,9 +17,9 @@ import psutil
 
 from pdserve.commands.segments import SHARED_MEMORY, remove_ownerless
 from tests.chaos.stage import ENGINES, Stage
-from tests.chaos.streams import wait_until
 from tests.cli.process import free_ports
 from tests.lmcache_server import segments_of
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.chaos.store import STARTED_AGAIN_S, started_with_store
-from tests.chaos.streams import NUM_TOKENS, wait_until
+from tests.chaos.streams import NUM_TOKENS
 from tests.lmcache_server import memory_status
 from tests.tiny_models import write_tiny_model
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

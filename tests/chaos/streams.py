@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.waiting import wait_until
 
+if TYPE_CHECKING:
     from tests.chaos.stage import Stage
 
 NUM_TOKENS = 24
@@ -152,11 +152,3 @@ def many(
     streams = [stage.stream(prompt, num_tokens) for prompt in prompts]
     wait_until(lambda: sum(bool(s.tokens) for s in streams) >= num_begun, 60.0)
     return streams, right
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
-    """Poll until `condition()` holds; a time-out is an assertion."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.005)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.chaos.stage import LEASE_S, RECOVERY_S
-from tests.chaos.streams import wait_until
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,7 +21,8 @@ from tests.chaos.stage import (
     SLACK_S,
     TRANSFER_S,
 )
-from tests.chaos.streams import LATE, many, midway, wait_until
+from tests.chaos.streams import LATE, many, midway
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.chaos.stage import Stage

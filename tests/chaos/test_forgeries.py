@@ -23,7 +23,7 @@ from tests.chaos.driving import (
     ticket_for,
 )
 from tests.chaos.stage import FENCED_S, LEASE_S, RECOVERY_S, Stage
-from tests.chaos.streams import wait_until
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,10 +19,10 @@ from tests.chaos.rolling import (
     complete,
     release_tree,
 )
-from tests.chaos.streams import wait_until
 from tests.cli.process import free_ports
 from tests.e2e.deployment import Deployment
 from tests.tiny_models import write_tiny_model
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from tests.chaos.stage import ENGINES, RECOVERY_S
 from tests.chaos.store import STARTED_AGAIN_S, Store, listens, segments, started_with_store
 from tests.chaos.store_storm import storm
-from tests.chaos.streams import Stream, wait_until
+from tests.chaos.streams import Stream
 from tests.cli.process import ROOT, environment, free_ports, pdserve
 from tests.tiny_models import write_tiny_model
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import resource
 import socket
-import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from pdserve.connectors.transfer_thread.host import HostProcesses
 from pdserve.observe.clock import ManualClock
 from tests.connectors.engines import Engine, RemoteEngine
 from tests.connectors.making import making
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -159,13 +159,6 @@ def load(p: RemoteEngine, d: Engine) -> None:
     assert not d.failed
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 def ports_of_ucx(p: RemoteEngine) -> list[tuple[str, int]]:
     listening = psutil.Process(p.process.pid).net_connections("tcp")
     return [
@@ -185,7 +178,7 @@ def test_connections_that_say_nothing_and_end_leave_no_descriptor(
     before = process.num_fds()
     for port in ports_of_ucx(p) * 100:
         socket.create_connection(port).close()
-    until(lambda: process.num_fds() <= before + 2)
+    wait_until(lambda: process.num_fds() <= before + 2)
     load(p, d)
 
 
@@ -204,6 +197,6 @@ def test_an_engine_whose_descriptors_strangers_have_used_up_is_met_again(
             for _ in range(limit):
                 with contextlib.suppress(OSError):  # it listens no more
                     strangers.enter_context(socket.create_connection(port, timeout=5.0))
-        until(lambda: not {*ports} & {*ports_of_ucx(p)} and len(ports_of_ucx(p)) == len(ports))
+        wait_until(lambda: not {*ports} & {*ports_of_ucx(p)} and len(ports_of_ucx(p)) == len(ports))
         assert process.num_fds() < limit // 2
         load(p, local("another D"))

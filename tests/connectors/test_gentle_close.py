@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.connectors.nixl.descriptors import close_gently
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
 @contextlib.contextmanager
@@ -39,13 +39,6 @@ def num_holders(inode: int) -> int:
 
 def inode_of(end: socket.socket) -> int:
     return os.fstat(end.fileno()).st_ino
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_peer_finds_the_end_behind_all_questions_though_its_answers_were_not_read() -> None:
@@ -78,7 +71,7 @@ def test_nothing_is_left_once_the_peer_has_closed_its_side() -> None:
         close_gently(here.close)
         assert num_holders(inode) == 1
         there.close()
-        until(lambda: num_holders(inode) == 0)
+        wait_until(lambda: num_holders(inode) == 0)
 
 
 def test_connections_of_others_are_left_alone() -> None:

@@ -17,6 +17,7 @@ from pdserve.connectors.nixl import NixlConnector
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 from tests.connectors.engines import Engine, FakeRequest, RemoteEngine, until_still
 from tests.connectors.making import making
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,20 +68,13 @@ def is_stopped(pid: int) -> bool:
     return set(states) == {"T"}
 
 
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def stop_in_mid_read(p: RemoteEngine, d: Engine) -> FakeRequest:
     """Load until P is stopped with some bytes here and some not; return D's request."""
     for attempt in range(20):
         d.kv.zero_()
         request = d.queue(BIG_PROMPT, p.prefill(BIG_PROMPT, range(12)), f"r{attempt}")
         d.load(request, range(12))
-        until(lambda: d.kv[:, 0, 0, 0, 0, 0].any())
+        wait_until(lambda: d.kv[:, 0, 0, 0, 0, 0].any())
         os.kill(p.process.pid or 0, signal.SIGSTOP)
         until_still(d.kv)  # what is in the sockets lands
         if not d.kv[:, -1, -1, -1, -1, -1].all():
@@ -97,7 +91,7 @@ def test_kv_crosses_processes_and_a_killed_and_restarted_p_is_used_again_at_once
     d.load(d.queue(PROMPT, p.prefill(PROMPT, [7, 2, 3]), "r1"), [4, 5, 6])
     d.until(lambda: d.received)
     assert d.holds([4, 5, 6], [7, 2, 3])
-    until(lambda: [s.end for s in p.settled] == [LeaseEnd.READ])
+    wait_until(lambda: [s.end for s in p.settled] == [LeaseEnd.READ])
 
     lost = p.prefill(PROMPT, [7, 2, 3])
     request = d.queue(PROMPT, lost, "r2")
@@ -141,7 +135,7 @@ def test_an_abort_in_mid_read_is_reported_once_nothing_can_land_any_more(
     d.until(lambda: d.failed)
     d.kv.fill_(9.0)
     assert [f.reason for f in d.failed] == [LoadFailure.ABORTED]
-    until(lambda: [s.end for s in p.settled][-1:] == [LeaseEnd.RELEASED])
+    wait_until(lambda: [s.end for s in p.settled][-1:] == [LeaseEnd.RELEASED])
     assert bool((d.kv == 9.0).all())
 
 
@@ -184,7 +178,7 @@ def test_a_p_that_slept_while_its_reader_gave_up_serves_on(
     # Against one another no two blocks can be read as one: P has many questions to answer.
     request = d.queue(prompt, p.prefill(prompt, range(24)), "gives up")
     os.kill(p.process.pid or 0, signal.SIGSTOP)
-    until(lambda: is_stopped(p.process.pid or 0))
+    wait_until(lambda: is_stopped(p.process.pid or 0))
     try:
         d.load(request, range(23, -1, -1))
         d.until(lambda: d.failed)

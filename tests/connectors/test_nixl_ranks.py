@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +19,7 @@ from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 from tests.connectors.engines import Engine, RemoteRank, layout, until_still
 from tests.connectors.making import making
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -104,9 +104,7 @@ def stop_rank_in_mid_read(p: Engine, d: Engine, *, rank: int) -> str:
     for attempt in range(20):
         kv.zero_()
         begin(d, p, BIG_PROMPT, BLOCKS, f"r{attempt}")
-        deadline = time.monotonic() + 30.0
-        while not kv[:, 0, 0, 0, 0, 0].any():
-            assert time.monotonic() < deadline
+        wait_until(lambda: kv[:, 0, 0, 0, 0, 0].any())
         os.kill(pid, signal.SIGSTOP)
         until_still(kv)  # what is in the sockets lands
         if not kv[:, -1, -1, -1, -1, -1].all():

@@ -15,6 +15,7 @@ from pdserve.wire.transfer import Failed, LoadFailure, Received
 from tests.connectors.engines import until_still
 from tests.connectors.making import making
 from tests.connectors.push_engines import PushEngine, RemotePushEngine
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,9 +63,7 @@ def stop_in_mid_push(p: RemotePushEngine, d: PushEngine, end: signal.Signals) ->
         # The answer to the call comes when the writes have begun: it must not be waited for.
         p.call("fill_kv", float(attempt))
         p._pipe.send(("run", (f"n{attempt}", BLOCKS, 0, N, N), {"is_computed": True}))
-        deadline = time.monotonic() + 30.0
-        while not d.kvs[0][:, 0, 0, 0, 0, 0].any():
-            assert time.monotonic() < deadline
+        wait_until(lambda: d.kvs[0][:, 0, 0, 0, 0, 0].any())
         os.kill(p.process.pid or 0, end)
         until_still(d.kvs[0])  # what is in the sockets lands
         if not d.kvs[0][:, -1, -1, -1, -1, -1].all():

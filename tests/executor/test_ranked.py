@@ -32,6 +32,7 @@ from pdserve.wire.step import KnownRequests, SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata
 from tests.executor import scripted_worker
 from tests.executor.driving import collect, names, sleep_until_woken, wait_report
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -534,10 +535,7 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
     )
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 30
-    while any(_runs(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(_runs(pid) for pid in pids))
 
 
 def _runs(pid: int) -> bool:

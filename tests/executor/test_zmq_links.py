@@ -14,9 +14,10 @@ import zmq
 from pdserve.errors import ConfigError
 from pdserve.executor.channel import ChannelClosedError, Waiter
 from pdserve.executor.zmq_links import ZmqHub, ZmqLink
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pdserve.executor.zmq_links import ZmqEnds
 
@@ -71,13 +72,6 @@ def received(hub: ZmqHub, timeout_s: float) -> tuple[int, bytes] | None:
     return found
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_every_rank_gets_a_broadcast_and_answers_under_its_own_number(hub: ZmqHub) -> None:
     with linked(hub, 0) as first, linked(hub, 1) as second:
         hub.broadcast(b"step", on_full=lambda: None)
@@ -117,7 +111,7 @@ def test_the_end_of_a_link_is_noticed_after_its_last_words(hub: ZmqHub) -> None:
         assert received(hub, 30) == (1, b"hello")
         assert not hub.has_heard_out(1)
         link.send(b"last words")
-    wait_for(lambda: hub.has_heard_out(1))
+    wait_until(lambda: hub.has_heard_out(1))
     assert hub.receive() == (1, b"last words")
     assert hub.lost() == {1: "lost its connection"}
     hub.broadcast(b"into the void", on_full=lambda: None)
@@ -140,7 +134,7 @@ def test_a_link_to_somebody_else_is_refused(hub: ZmqHub) -> None:
 def test_an_interrupt_comes_after_the_frames_that_are_there(hub: ZmqHub) -> None:
     with linked(hub, 0) as link:
         hub.broadcast(b"step", on_full=lambda: None)
-        wait_for(lambda: link._socket.poll(0))
+        wait_until(lambda: link._socket.poll(0))
         link.interrupt()
         assert link.recv() == b"step"
         assert link.recv() is None

@@ -44,6 +44,7 @@ EXTRAS: list[dict[str, Any]] = [
     {"max_tokens": 1},
     {"n": 2, "max_tokens": 1},
 ]
+COUNTED = {"include_usage": True, "continuous_usage_stats": True}
 
 
 class Deployment:
@@ -139,7 +140,7 @@ def assert_moved(both: Deployment, body: dict[str, Any], *, can_push: bool) -> N
 
 @PULL_AND_PUSH
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("extra", [*EXTRAS, {"stream_options": {"include_usage": True}}], ids=str)
+@pytest.mark.parametrize("extra", [*EXTRAS, {"stream_options": COUNTED}], ids=str)
 async def test_a_stream_through_two_engines_is_the_stream_of_one(text, path, extra, engine):
     body = BODIES[path] | extra | {"stream": True}
     async with deployed(text, prefill=[engine], decode=[engine]) as both:

@@ -29,11 +29,6 @@ from tests.server.engine import MemoryNetwork
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "hi"}]
-BODIES = {
-    COMPLETIONS: {"prompt": "The quick", "max_tokens": 12, "logprobs": 1},
-    CHAT: {"messages": MESSAGES, "max_tokens": 12, "logprobs": True},
-}
 
 
 class Pair:
@@ -72,9 +67,10 @@ async def test_both_engines_render_the_time_at_which_the_first_one_was_asked(tex
     p = make_engine(dated, network=network, role="prefill", engine_id="p")
     d = make_engine(dated, network=network, role="decode", engine_id="d")
     async with serving(dated, p, clock=before) as prefill, serving(dated, d, clock=after) as decode:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12}
         asked = {"kv_transfer_params": {"do_remote_decode": True}}  # as a proxy for vLLM does
-        params = (await prefill.ok(CHAT, BODIES[CHAT] | asked))["kv_transfer_params"]
-        await decode.ok(CHAT, BODIES[CHAT] | {"kv_transfer_params": params})
+        params = (await prefill.ok(CHAT, body | asked))["kv_transfer_params"]
+        await decode.ok(CHAT, body | {"kv_transfer_params": params})
     prompts = [engine.requests[0].prompt_token_ids for engine in (p, d)]
     assert text.tokenizer.decode(prompts[0]) == "14 23:59:59"
     assert prompts[0] == prompts[1]
@@ -106,75 +102,8 @@ async def test_choices_wait_for_their_siblings_for_longer_than_a_lease(text):
     assert not any(stats.kv_ladder.values())
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"n": 2},
-        {"temperature": 0},
-        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-        {"return_token_ids": True},
-        {"stop": ["a", "e"]},
-        {"max_tokens": 1},
-        {"echo": True},
-    ],
-)
-async def test_two_engines_stream_what_one_streams(text, path, extra):
-    body = BODIES[path] | {"seed": 5} | extra
-    if path == CHAT:
-        body.pop("echo", None)
-    async with pair(text) as both:
-        disaggregated = await both.stream(path, body)
-        colocated = events(
-            await both.decode.stream(
-                path,
-                body | {"kv_transfer_params": {"pdserve": {"created": 1700000000}}},
-                X_Request_Id="one",
-            )
-        )
-    # Choices are interleaved as they come; each one's own chunks are in order.
-    for index in range(body.get("n", 1)):
-        assert of_choice(disaggregated, index) == of_choice(colocated, index)
-    assert [e for e in disaggregated if not e["choices"]] == [
-        e for e in colocated if not e["choices"]
-    ]
-
-
 def of_choice(chunks: list[Any], index: int) -> list[Any]:
     return [c for c in chunks if c["choices"] and c["choices"][0]["index"] == index]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", BODIES)
-async def test_a_sequential_proxy_written_for_vllm_gets_the_same_answer(text, path):
-    body = BODIES[path] | {"seed": 5, "min_tokens": 4}
-    leg = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
-    async with pair(text) as both:
-        first = await both.prefill.ok(
-            path,
-            body | {"max_tokens": 1, "stream": False, "kv_transfer_params": leg},
-            X_Request_Id="one",
-        )
-        params = first["kv_transfer_params"]
-        assert params["do_remote_prefill"] is True
-        assert params["remote_engine_id"] == "p"
-        assert params["remote_block_ids"] == [0] or len(params["remote_block_ids"]) > 1
-        whole = await both.decode.ok(
-            path, body | {"kv_transfer_params": params}, X_Request_Id="one"
-        )
-        expected = await both.decode.ok(path, body, X_Request_Id="one")
-        assert both.decode.engine.stats.external_kv_tokens > 0
-    assert whole["choices"] == expected["choices"]
-    assert whole["usage"] == expected["usage"]
-    assert "kv_transfer_params" not in whole
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
