@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from pdserve.engine.merge import MergedOutputs
+from pdserve.engine.open_requests import MergedOutputs
 from pdserve.errors import EngineDeadError
 from pdserve.wire.request import with_siblings
 from tests.toy_executor import ToyExecutor

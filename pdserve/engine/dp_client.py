@@ -23,7 +23,7 @@ import msgspec
 from pdserve.engine.coordinator import Counts
 from pdserve.engine.coordinator_process import CoordinatorProcess
 from pdserve.engine.launch import shares_experts
-from pdserve.engine.merge import MergedOutputs
+from pdserve.engine.open_requests import MergedOutputs
 from pdserve.engine.zmq_client import launch_engine
 from pdserve.errors import (
     ConfigError,

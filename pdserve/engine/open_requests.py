@@ -1,12 +1,13 @@
 """What an engine core was asked, and has not answered to the end, as its server knows it.
 
-What the core says of each request, and of its trace, goes to whoever reads it, and a queue that is
-full refuses more. Knows no sockets and no processes.
+What the core says of each request, and of its trace, goes to whoever reads it, who may read several
+as one; and a queue that is full refuses more. Knows no sockets and no processes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 from pdserve.errors import EngineDeadError, InternalError, OverloadedError
@@ -14,7 +15,7 @@ from pdserve.observe.trace import whole
 from pdserve.wire.request import EngineOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 
     from pdserve.config.schema import SchedulerConfig
     from pdserve.wire.codec import TracePiece
@@ -173,3 +174,65 @@ class TraceDump:
         """Fail the dump: there will be no more pieces."""
         if not self.trace.done():
             self.trace.set_exception(EngineDeadError(reason))
+
+
+class MergedOutputs:
+    """Hands out what several generators yield, in order of arrival.
+
+    One is read directly; several have a task each. `close` must be called; it closes them.
+
+    Args:
+        sources: At least one.
+    """
+
+    def __init__(self, sources: Sequence[AsyncGenerator[EngineOutput, None]]) -> None:
+        self._queue: asyncio.Queue[EngineOutput | Exception | None] = asyncio.Queue()
+        self._single = sources[0] if len(sources) == 1 else None
+        self._tasks: list[asyncio.Task[None]] = []
+        if self._single is None:
+            for source in sources:
+                task = asyncio.create_task(self._pump(source))
+                task.add_done_callback(self._note_end)
+                self._tasks.append(task)
+        self._num_open = len(self._tasks)
+
+    async def next(self) -> EngineOutput | None:
+        """Return the next output; None when all generators have ended.
+
+        Raises:
+            PdserveError: One of them failed.
+        """
+        if self._single is not None:
+            return await anext(self._single, None)
+        while self._num_open:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is not None:
+                return item
+            self._num_open -= 1
+        return None
+
+    async def close(self) -> list[EngineOutput]:
+        """Close the generators and return what nobody has read."""
+        if self._single is not None:
+            await self._single.aclose()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        unread = []
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if item is not None and not isinstance(item, Exception):
+                unread.append(item)
+        return unread
+
+    async def _pump(self, source: AsyncGenerator[EngineOutput, None]) -> None:
+        async with contextlib.aclosing(source) as outputs:
+            async for output in outputs:
+                self._queue.put_nowait(output)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            error = task.exception()
+            self._queue.put_nowait(error if isinstance(error, Exception) else None)

@@ -48,7 +48,7 @@ from pdserve.observe.log import configure_logging, log_event
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.executor.transport import Link
+    from pdserve.executor.base import Link
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport
     from pdserve.worker.info import WorkerInfo

@@ -5,7 +5,7 @@ all ranks beside the steps, and what the ranks' connectors report comes back tha
 on once all ranks have reported it. A rank that fails or ends takes the engine along: the others
 are killed, and the error tells the story.
 
-It works over two seams: a `Hub` carries frames (`pdserve.executor.transport`), `Ranks` starts
+It works over two seams: a `Hub` carries frames (`pdserve.executor.base`), `Ranks` starts
 and ends whoever is behind it, and notices when one has ended.
 """
 
@@ -41,7 +41,7 @@ from pdserve.observe.clock import SystemClock
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.executor.transport import Hub
+    from pdserve.executor.base import Hub
     from pdserve.observe.clock import Clock
     from pdserve.parallel.place import RankPlace
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput

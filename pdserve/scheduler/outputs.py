@@ -103,15 +103,16 @@ class OutputBuffer:
             )
         )
 
-    def refusal(
+    def error(
         self,
         request_id: RequestId,
         why: str,
         code: ErrorCode | None = None,
         *,
         retry_after_s: float | None = None,
+        load_failures: list[str] | None = None,
     ) -> None:
-        """Add the error of a request that was not taken."""
+        """Add the error that a request ends with, or of one that was not taken."""
         self._outputs.append(
             EngineOutput(
                 request_id=request_id,
@@ -119,21 +120,7 @@ class OutputBuffer:
                 error=why,
                 error_code="" if code is None else code.value,
                 retry_after_s=retry_after_s,
-            )
-        )
-
-    def error(
-        self, request: Request, why: str, code: ErrorCode, *, retry_after_s: float | None = None
-    ) -> None:
-        """Add the error that `request` ends with."""
-        self._outputs.append(
-            EngineOutput(
-                request_id=request.request_id,
-                finish_reason=FinishReason.ERROR,
-                error=why,
-                error_code=code.value,
-                retry_after_s=retry_after_s,
-                load_failures=request.load_failures,
+                load_failures=load_failures or [],
             )
         )
 

@@ -101,7 +101,7 @@ class Scheduler:
         vocab_size = self.state.dimensions.vocab_size
         refusal = refusal_of(wire, vocab_size=vocab_size, max_model_len=self._max_model_len)
         if refusal is not None:
-            self._outputs.refusal(wire.request_id, refusal, ErrorCode.BAD_REQUEST)
+            self._outputs.error(wire.request_id, refusal, ErrorCode.BAD_REQUEST)
             return
         shared, history = shared or SharedPrompt(), self.state.drafts
         request = Request(
@@ -118,7 +118,7 @@ class Scheduler:
         refusal = self._transfers.arrive(request)
         if refusal is not None:
             self._counters.count_failure(LoadFailure.INCOMPATIBLE)
-            self._outputs.refusal(wire.request_id, refusal, ErrorCode.HANDOFF_REFUSED)
+            self._outputs.error(wire.request_id, refusal, ErrorCode.HANDOFF_REFUSED)
             return
         if wire.is_fallback and request.source is KVSource.LOCAL:
             ladder = self.state.ladder
@@ -126,7 +126,7 @@ class Scheduler:
             self._counters.count_remedy(decision.remedy)
             if decision.remedy is Remedy.SHED:
                 self._transfers.leave(request)
-                self._outputs.refusal(
+                self._outputs.error(
                     wire.request_id,
                     ladder.over_budget,
                     ErrorCode.RECOMPUTE_BUDGET_EXHAUSTED,
@@ -139,7 +139,7 @@ class Scheduler:
 
     def refuse(self, request_id: RequestId, why: str) -> None:
         """Answer a request that was not taken."""
-        self._outputs.refusal(request_id, why)
+        self._outputs.error(request_id, why)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """Forget requests. Ids that are unknown or over are ignored.
@@ -254,7 +254,7 @@ class Scheduler:
             if request is not None:
                 num = len(request.output_token_ids)
                 why = f"the grammar allows nothing behind {num} tokens of output: {why}"
-                self._end_constrained(request, why, ErrorCode.GRAMMAR_DEAD_END, now_s)
+                self._fail(request, why, ErrorCode.GRAMMAR_DEAD_END, now_s)
         for request_id in result.rejected_ids:
             request = running.get(request_id)
             if request is not None:
@@ -404,13 +404,11 @@ class Scheduler:
         self._counters.num_corrupted += 1
         self.kv.pool.forget(request.holding.blocks)
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        self._outputs.error(
-            request,
+        why = (
             f"the model makes NaN or infinite values of this request, after {num_tokens} tokens: "
-            "its weights are corrupt, or they overflow; try another --dtype",
-            ErrorCode.NON_FINITE_LOGITS,
+            "its weights are corrupt, or they overflow; try another --dtype"
         )
-        self._transfers.end(request, now_s, "its logits are not finite", FinishReason.ERROR)
+        self._fail(request, why, ErrorCode.NON_FINITE_LOGITS, now_s)
 
     def _reject(self, request: Request, now_s: float) -> None:
         """End a request whose grammar does not allow the first token that its handoff brought."""
@@ -419,10 +417,11 @@ class Scheduler:
             "the grammar does not allow the first token that another engine sampled: see that both "
             "have the same tokenizer and release of llguidance"
         )
-        self._end_constrained(request, why, ErrorCode.HANDOFF_REFUSED, now_s)
+        self._fail(request, why, ErrorCode.HANDOFF_REFUSED, now_s)
 
-    def _end_constrained(self, request: Request, why: str, code: ErrorCode, now_s: float) -> None:
-        self._outputs.error(request, why, code)
+    def _fail(self, request: Request, why: str, code: ErrorCode, now_s: float) -> None:
+        failures = request.load_failures
+        self._outputs.error(request.request_id, why, code, load_failures=failures)
         self._transfers.end(request, now_s, why, FinishReason.ERROR)
 
     def _give_up(self, request: Request, why: str) -> None:

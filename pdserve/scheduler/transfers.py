@@ -129,7 +129,7 @@ class Transfers:
             return
         if request is not None:
             self.end(request, now_s, f"could not {what} it", FinishReason.ERROR)
-        self._outputs.refusal(
+        self._outputs.error(
             request_id, f"the engine could not {what} the request: {type(error).__name__}: {error}"
         )
 
@@ -421,24 +421,27 @@ class Transfers:
             case Remedy.RECOMPUTE:
                 self._state.move(request, State.WAITING, now_s, "computed here")
                 request.times.queue_again(now_s)
+                return
             case Remedy.REPORT:
-                error = f"the KV did not arrive: {why}"
-                self._outputs.error(request, error, ErrorCode.KV_TRANSFER_FAILED)
-                self.leave(request)
-                self._state.close(request, now_s, "reported to its sender")
+                error, code = f"the KV did not arrive: {why}", ErrorCode.KV_TRANSFER_FAILED
+                outcome = "reported to its sender"
             case Remedy.SHED:
-                self._outputs.error(
-                    request,
-                    f"the KV did not arrive ({why}), and {self._ladder.over_budget}",
-                    ErrorCode.RECOMPUTE_BUDGET_EXHAUSTED,
-                    retry_after_s=decision.retry_after_s,
-                )
-                self.leave(request)
-                self._state.close(request, now_s, "shed: over the recompute budget")
+                error = f"the KV did not arrive ({why}), and {self._ladder.over_budget}"
+                code = ErrorCode.RECOMPUTE_BUDGET_EXHAUSTED
+                outcome = "shed: over the recompute budget"
             case Remedy.RETRY:
                 raise InternalError(f"a load cannot be tried again now\n{request.story()}")
             case _:
                 assert_never(decision.remedy)
+        self._outputs.error(
+            request.request_id,
+            error,
+            code,
+            retry_after_s=decision.retry_after_s,
+            load_failures=request.load_failures,
+        )
+        self.leave(request)
+        self._state.close(request, now_s, outcome)
 
     def _settle_load(self, request_id: RequestId, now_s: float) -> None:
         """A load was reported that no receiving request waits for."""

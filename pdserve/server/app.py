@@ -195,7 +195,9 @@ async def run_server(
             listener = HttpListener(runner, server_config)
             await listener.start()
             url = listener.url
-            await _until_ready(service, stop)
+            service.text = text = await asyncio.to_thread(load_text, engine_config.model)
+            service.grammars(text)
+            await _until(lambda: client.info is not None, service, stop)
             if stop.first is None and client.info is not None:
                 # To look through what is there by now takes 10 ms, in which every stream waits.
                 keep_flat()
@@ -208,10 +210,10 @@ async def run_server(
                 )
                 service.registration = registration
                 await registration.start()
-                await _until_taken(service, registration, stop)
+                await _until(lambda: registration.is_settled, service, stop)
             if stop.first is None and client.dead_reason is None:
                 on_ready(url)
-            await _until_stopped(service, stop)
+            await _until(lambda: False, service, stop, _POLL_S)
             service.is_leaving = True
             listener.leave()
             if stop.first is not None:  # what ends by itself is told by who runs this
@@ -242,23 +244,12 @@ def _announced_url(config: ServerConfig, url: str) -> str:
     return f"{parts.scheme}://{host}:{parts.port}"
 
 
-async def _until_ready(service: Service, stop: StopSignals) -> None:
-    """Wait for the text side and the engine, or for a reason not to."""
-    service.text = text = await asyncio.to_thread(load_text, service.engine_config.model)
-    service.grammars(text)
-    while service.client.info is None and service.client.dead_reason is None and stop.first is None:
-        await wait_for(stop.asked, _POLL_S / 5)
-
-
-async def _until_taken(service: Service, registration: Registrar, stop: StopSignals) -> None:
-    """Wait until no proxy refuses the engine, of those that are there, or for a reason not to."""
-    while not registration.is_settled and stop.first is None and service.client.dead_reason is None:
-        await wait_for(stop.asked, _POLL_S / 5)
-
-
-async def _until_stopped(service: Service, stop: StopSignals) -> None:
-    while stop.first is None and service.client.dead_reason is None:
-        await wait_for(stop.asked, _POLL_S)
+async def _until(
+    is_there: Callable[[], bool], service: Service, stop: StopSignals, poll_s: float = _POLL_S / 5
+) -> None:
+    """Wait for something, or for a reason not to: a signal, or the engine's end."""
+    while not is_there() and stop.first is None and service.client.dead_reason is None:
+        await wait_for(stop.asked, poll_s)
 
 
 async def _wait_while(

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdserve.engine.merge import MergedOutputs
+from pdserve.engine.open_requests import MergedOutputs
 from pdserve.errors import InternalError
 from pdserve.observe.request_series import EndedRequest
 from pdserve.server.choice import Choice, cached_by_prompt, raise_if_failed, usage_of

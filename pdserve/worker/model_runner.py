@@ -28,8 +28,7 @@ from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.device_sampler import DeviceSampler
-from pdserve.worker.drafting.drafts import drafts_of, measure_rows
-from pdserve.worker.drafting.forced import ForcedTokens
+from pdserve.worker.drafting.drafts import ForcedTokens, drafts_of, measure_rows
 from pdserve.worker.drafting.loading import drafter_of
 from pdserve.worker.drafting.model import FirstRanksDrafts
 from pdserve.worker.expert_steps import ExpertSteps

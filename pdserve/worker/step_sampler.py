@@ -11,7 +11,7 @@ logits are there; on a device with memory of its own where the logits lie.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from pdserve.worker.device_sampler import DeviceSampler
 from pdserve.worker.sampler import Sampler
@@ -33,21 +33,18 @@ if TYPE_CHECKING:
     from pdserve.worker.vocabulary import SpreadVocabulary
 
 
-class StepSampler(Protocol):
-    """See the module.
+class HostSteps:
+    """Steps whose tokens are chosen once the logits are there.
 
     Attributes:
         rows: Keeps what each row of the batch is sampled by.
     """
 
-    @property
-    def rows(self) -> RowSampler:
-        """See above."""
-        ...
+    def __init__(self, rows: RowSampler) -> None:
+        self.rows = rows
 
-    def stage(self, prepared: PreparedStep) -> StagedDraws | None:
-        """Fill in what the step's tokens take, before its inputs are uploaded."""
-        ...
+    def stage(self, prepared: PreparedStep) -> None:
+        """Fill in what the step's tokens take, before its inputs are uploaded: nothing."""
 
     def begin(
         self, logits: Tensor, prepared: PreparedStep, staged: StagedDraws | None
@@ -58,22 +55,6 @@ class StepSampler(Protocol):
             logits: `[L, vocab_size]` fp32, or this rank's columns; the sampler's from here on.
             staged: Of `stage`.
         """
-        ...
-
-
-class HostSteps:
-    """Steps whose tokens are chosen once the logits are there."""
-
-    def __init__(self, rows: RowSampler) -> None:
-        self.rows = rows
-
-    def stage(self, prepared: PreparedStep) -> None:
-        """See `StepSampler`: the logits say when."""
-
-    def begin(
-        self, logits: Tensor, prepared: PreparedStep, staged: StagedDraws | None
-    ) -> Callable[[], Verified]:
-        """See `StepSampler`."""
         return partial(self._sample, logits, prepared)
 
     def _sample(self, logits: Tensor, prepared: PreparedStep) -> Verified:
@@ -84,23 +65,26 @@ class HostSteps:
 
 
 class DeviceSteps:
-    """Steps whose tokens are chosen where their logits are."""
+    """Steps whose tokens are chosen where their logits are; see `HostSteps`."""
 
     def __init__(self, rows: DeviceSampler) -> None:
         self.rows = rows
 
     def stage(self, prepared: PreparedStep) -> StagedDraws:
-        """See `StepSampler`."""
+        """See `HostSteps`."""
         rows = prepared.rows[prepared.sampling]
         return self.rows.stage(rows, prepared.num_outputs, prepared.drafts)
 
     def begin(
         self, logits: Tensor, prepared: PreparedStep, staged: StagedDraws | None
     ) -> Callable[[], Verified]:
-        """See `StepSampler`."""
+        """See `HostSteps`."""
         assert staged is not None
         coming = self.rows.give(logits, *self.rows.choose(logits), staged)
         return partial(self.rows.verified, coming)
+
+
+StepSampler: TypeAlias = HostSteps | DeviceSteps
 
 
 def sampler_of(
@@ -111,7 +95,7 @@ def sampler_of(
     vocabulary: SpreadVocabulary | None,
     buffers: StepBuffers,
     grammars: GrammarPool | None,
-) -> HostSteps | DeviceSteps:
+) -> StepSampler:
     """Return what samples on a rank of the last stage.
 
     Args:

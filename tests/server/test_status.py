@@ -14,8 +14,7 @@ import pdserve
 from pdserve.config.schema import CacheConfig
 from pdserve.connectors.side_channel.frames import Fault
 from pdserve.observe.vllm_series import VLLM_SERIES, SeriesScope
-from pdserve.server.counted import KV_FAULTS
-from pdserve.server.metrics import ServerMetrics
+from pdserve.server.metrics import KV_FAULTS, ServerMetrics
 from pdserve.wire.request import EngineStats
 from pdserve.wire.transfer import LoadFailure
 from tests.cli.process import ROOT

@@ -13,7 +13,7 @@ from pdserve.parallel.mesh import MeshShape
 from pdserve.wire.ids import RequestId
 from pdserve.wire.sampling import Grammar
 from pdserve.wire.step import NewRequest
-from pdserve.worker.drafting.forced import ForcedTokens
+from pdserve.worker.drafting.drafts import ForcedTokens
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tokenizer
 from tests.worker.driver import TINY, params

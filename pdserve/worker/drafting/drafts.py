@@ -12,10 +12,9 @@ propose anything.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from pdserve.worker.drafting.drafter import states_of
-from pdserve.worker.drafting.forced import told_by
 from pdserve.worker.drafting.heads import HeadDrafter
 from pdserve.worker.drafting.medusa import MedusaDrafter
 from pdserve.worker.drafting.ngram import NgramDrafter
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import RequestId
     from pdserve.wire.step import NewRequest
     from pdserve.worker.drafting.drafter import Drafter, StateDrafter
-    from pdserve.worker.drafting.forced import ForcedTokens
     from pdserve.worker.drafting.model import FirstRanksDrafts
     from pdserve.worker.step import PreparedStep
 
@@ -40,6 +38,68 @@ if TYPE_CHECKING:
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 _NUM_ROUNDS: Final = 5
 """Of all numbers of rows, so that what else runs for a moment is in no row's best time alone."""
+Key = TypeVar("Key")
+
+
+class ForcedTokens:
+    """What grammars leave no choice of, as drafts that are always right; by row, on all ranks.
+
+    Where ranks share a vocabulary only the first of them works grammars out, and what it knows at a
+    moment is a matter of time. So it tells the others, in steps that may draft for rows with a
+    grammar and in no others: all ranks of a step have the same drafts.
+
+    Args:
+        known: Returns those of a row, as far as they are known now; on the first rank.
+        tp: The group; all of it asks for the same rows.
+    """
+
+    def __init__(self, known: Callable[[int], list[int]], tp: Group) -> None:
+        self._known = known
+        self._tp = tp
+        self._bound: set[int] = set()
+
+    def add(self, row: int, request: NewRequest) -> None:
+        """Take a request."""
+        if request.sampling.grammar is not None:
+            self._bound.add(row)
+
+    def remove(self, row: int) -> None:
+        """Free `row`: its request is gone."""
+        self._bound.discard(row)
+
+    def of(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return the tokens that must follow, of rows that have some.
+
+        Args:
+            wanted: Rows that may have a draft, and how long.
+        """
+        rows = [row for row in wanted if row in self._bound]
+        if not rows:
+            return {}
+        found = {row: self._known(row)[: wanted[row]] for row in rows}
+        if self._tp.size > 1:
+            found = told_by(self._tp, 0, {row: wanted[row] for row in rows}, found)
+        return {row: tokens for row, tokens in found.items() if tokens}
+
+
+def told_by(
+    group: Group, source: int, lengths: Mapping[Key, int], lists: Mapping[Key, list[int]]
+) -> dict[Key, list[int]]:
+    """Return one rank's lists of integers, on all of a group; those that are empty are left out.
+
+    Args:
+        source: The rank.
+        lengths: How long each may be; the same on all.
+        lists: Its own; of no account elsewhere.
+    """
+    width = 1 + max(lengths.values())
+    mine: list[int] = []
+    for key in lengths:
+        each = lists.get(key, [])
+        mine += [len(each), *each, *[0] * (width - 1 - len(each))]
+    told = group.gather_ints(mine)[source]
+    lines = ((key, told[at * width : (at + 1) * width]) for at, key in enumerate(lengths))
+    return {key: line[1 : 1 + line[0]] for key, line in lines if line[0]}
 
 
 class Drafts:
