@@ -25,7 +25,7 @@ from tests.chaos.streams import NUM_TOKENS, Stream
 from tests.e2e.deployment import Deployment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from tests.chaos.streams import Outcome
 
@@ -345,7 +345,7 @@ class Stage:
         *,
         since_s: float,
         bound_s: float,
-        expect: set[str],
+        expect: Collection[str] = frozenset({"finished"}),
         alive: Iterable[str] = ENGINES,
         silence_s: float | None = None,
     ) -> None:

@@ -97,7 +97,6 @@ def test_a_part_of_p_is_stopped_before_the_hand_over(stage: Stage, part: str) ->
         right,
         since_s=since,
         bound_s=SILENCE_S + RECOVERY_S,
-        expect={"finished"},
         alive=("decode", "decode1"),
         silence_s=SILENCE_S,
     )
@@ -123,7 +122,6 @@ def test_a_part_is_stopped_in_mid_hand_over(slow_stage: Stage, part: str, side: 
         [right],
         since_s=since,
         bound_s=FENCED_S + SILENCE_S + RECOVERY_S,
-        expect={"finished"},
         alive=ENGINES - {name},
         silence_s=SILENCE_S,
     )
@@ -141,7 +139,6 @@ def test_a_part_of_d_is_stopped_after_the_hand_over(stage: Stage, part: str) -> 
         right,
         since_s=since,
         bound_s=LEASE_S + SILENCE_S + RECOVERY_S,
-        expect={"finished"},
         alive=ENGINES - {"decode"},
         silence_s=SILENCE_S,
     )
@@ -174,6 +171,5 @@ def test_the_proxy_is_stopped_and_goes_on(stage: Stage, phase: str) -> None:
         right,
         since_s=since,
         bound_s=PAUSE_S + FENCED_S + RECOVERY_S,
-        expect={"finished"},
         silence_s=PAUSE_S + SILENCE_S,
     )
