@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -27,7 +25,7 @@ from pdserve.config.settings import bench_compare_table
 from pdserve.errors import PeerError
 from pdserve.text.tokenizer import Tokenizer
 from tests.bench.scripted import script, scripted_server
-from tests.cli.process import ROOT, environment
+from tests.cli.process import pdserve
 
 pytestmark = pytest.mark.slow
 
@@ -167,26 +165,12 @@ class TestMeasuring:
 
     def test_bench_serve_says_the_pace_it_measured_and_keeps_it(self, tmp_path):
         with scripted_server("--first-ms", "20", "--gap-ms", "2") as server:
-            done = subprocess.run(
-                [
-                    *(sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", server.url),
-                    *("--tokenizer", "boxed", "--dataset-name", "pd-interference"),
-                    *("--interference-duration", "0.6", "--no-progress", "--allow-invalid"),
-                    *("--interference-steady-output-len", "16"),
-                    *(
-                        "--save-result",
-                        "--result-dir",
-                        str(tmp_path),
-                        "--result-filename",
-                        "r.json",
-                    ),
-                ],
-                capture_output=True,
-                text=True,
-                timeout=200,
-                check=False,
-                cwd=ROOT,
-                env=environment(),
+            done = pdserve(
+                *("bench", "serve", "--base-url", server.url, "--tokenizer", "boxed"),
+                *("--dataset-name", "pd-interference", "--interference-duration", "0.6"),
+                *("--no-progress", "--allow-invalid", "--interference-steady-output-len", "16"),
+                *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"),
+                timeout_s=200,
             )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Pace, measured: a prompt of 1024 tokens takes " in done.stdout

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks.gpu.checks import Ended, check
 from benchmarks.gpu.targets import TARGETS, differences, errors, in_words, judged
 from tests.cli.process import ROOT
+from tests.python import run_python
 
 
 def report(**parts):
@@ -143,16 +142,10 @@ def test_a_check_whose_time_is_over_says_so():
 @pytest.mark.timeout(600)
 def test_without_a_device_every_part_runs_in_small(tmp_path):
     file = tmp_path / "gpu.json"
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--json", str(file)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
+    interpreted = os.environ | {"TRITON_INTERPRET": "1"}
+    run_python(
+        "-m", "benchmarks.gpu", "--json", str(file), env=interpreted, cwd=ROOT, timeout_s=580
     )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     found = json.loads(file.read_text())
     assert errors(found) == []
     assert all(part["results"] for part in found["parts"].values())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.cli.process import ROOT, environment
+from tests.python import run_python
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,11 +25,5 @@ if __name__ == "__main__":
 def test_a_full_garbage_collection_amid_hand_overs_does_not_look_at_torch(tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # a child that is spawned imports it
     program.write_text(_PROGRAM)
-    answer = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(PYTHONPATH=str(ROOT)),
-    )
-    assert int(answer.stdout) < 50_000, answer.stderr
+    answer = run_python(str(program), env=environment(PYTHONPATH=str(ROOT)))
+    assert int(answer.stdout) < 50_000

@@ -9,13 +9,13 @@ import random
 import resource
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from unittest import mock
 
 from pdserve.cli import main
 from tests.logs import unchanged_logging
+from tests.python import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,14 +28,12 @@ def environment(**variables: str) -> dict[str, str]:
 def pdserve(
     *arguments: str, variables: Mapping[str, str] | None = None, timeout_s: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pdserve", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
+    return run_python(
+        *("-m", "pdserve", *arguments),
+        timeout_s=timeout_s,
+        is_to_succeed=False,
         cwd=ROOT,
         env=environment(**(variables or {})),
-        check=False,
     )
 
 

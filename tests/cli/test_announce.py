@@ -1,28 +1,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.process import ROOT, environment
+from tests.python import run_python
 
 PROBE = "from pdserve.commands.announce import program; print(program())"
 
 
 def _called_as(script: str, *, path: str) -> str:
     """What `program` says in a process that was called as `script`."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.argv[0] = {script!r}; {PROBE}"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env=environment(PATH=path),
-    )
-    return done.stdout.strip()
+    code = f"import sys; sys.argv[0] = {script!r}; {PROBE}"
+    return run_python("-c", code, cwd=ROOT, env=environment(PATH=path)).stdout.strip()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pdserve.commands import engine
 from pdserve.commands.catalogue import COMMANDS, Command
 from pdserve.config.load import Source
 from tests.cli.process import ROOT, environment, pdserve, pdserve_here
+from tests.python import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -43,9 +44,7 @@ def test_no_heavy_package_is_imported_before_the_arguments_are_right() -> None:
         "    pass\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    done = run_python("-c", probe, cwd=ROOT)
     assert HEAVY.isdisjoint(done.stdout.splitlines()[-1].split())
 
 

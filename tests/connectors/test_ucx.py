@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pdserve.connectors.ucx import UcxSettings
 from pdserve.errors import ConfigError
+from tests.python import run_python
 
 ROOT = Path(__file__).parents[2]
 _NEITHER = """
@@ -33,10 +32,7 @@ _NIXL = "from pdserve.connectors.nixl.agent import NixlAgent as Make; arguments 
 def test_a_second_copy_of_ucx_in_a_process_is_refused(load: str, loaded: str, says: str) -> None:
     program = _NEITHER.format(loaded=loaded, load=load)
     program += "\ntry:\n    Make(*arguments)\nexcept ConfigError as error:\n    print(error)\n"
-    said = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert says in said.stdout
+    assert says in run_python("-c", program).stdout
 
 
 def test_too_few_messages_are_refused_by_name() -> None:
@@ -47,12 +43,5 @@ def test_too_few_messages_are_refused_by_name() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="pdserve[ucx] is not here")
 def test_the_tests_of_ucx_pass_in_a_process_of_their_own() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not chaos", "tests/ucx"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
+    tests = "-m", "pytest", "-q", "-m", "not slow and not chaos", "tests/ucx"
+    run_python(*tests, cwd=ROOT, timeout_s=200)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.python import run_python
 
 # In a process of its own: here torch has been imported already.
 SCRIPT = """
@@ -19,7 +18,4 @@ print(during, frozen > 100_000, len(collections) > 0)
 
 
 def test_nothing_large_is_searched_for_garbage_while_it_is_imported_nor_afterwards() -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert said.stdout.split() == ["0", "True", "True"]
+    assert run_python("-c", SCRIPT).stdout.split() == ["0", "True", "True"]

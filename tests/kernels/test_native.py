@@ -16,19 +16,13 @@ from pdserve.errors import InternalError
 from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table
 from pdserve.kernels.cpu import build
 from tests.kernels.builds import CPU, KERNELS, needs_native
+from tests.python import run_python
 
 pytestmark = pytest.mark.slow
 
 
 def _python(code: str, **environment: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    run = run_python("-c", code, env={**os.environ, **environment})
     return run.stdout + run.stderr
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.builds import KERNELS
+from tests.python import run_python
 
 pytestmark = pytest.mark.skipif("AMX" not in KERNELS.description, reason="no AMX, or no compiler")
 
@@ -94,8 +92,4 @@ def test_a_process_that_is_refused_tiles_computes_without_and_stays_invariant() 
         "assert torch.equal(layer.unpack(), weight)\n"
         "print('AMX' in kernels.description)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-
-    assert run.stdout.strip() == "False", run.stderr
+    assert run_python("-c", code).stdout.strip() == "False"

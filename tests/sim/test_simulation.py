@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.brain.question import REASONS
 from tests.faulty import FaultKind
+from tests.python import run_python
 from tests.sim import virtual_time
 from tests.sim.__main__ import Summary, simulate
 from tests.sim.scenario import (
@@ -187,14 +186,7 @@ def test_a_seed_says_it_in_another_process_with_other_hashes() -> None:
     # In this one an engine dies with three legs open: their order of being lost decides much.
     seed = 880054
     say = f"from tests.sim.world import run_seed; print(run_seed({seed}).digest)"
-    other = subprocess.run(
-        [sys.executable, "-c", say],
-        env={**os.environ, "PYTHONHASHSEED": "12345"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=120.0,
-    )
+    other = run_python("-c", say, env={**os.environ, "PYTHONHASHSEED": "12345"}, timeout_s=120.0)
     assert other.stdout.strip() == run_seed(seed).digest
 
 

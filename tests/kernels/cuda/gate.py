@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.python import run_python
+
 if TYPE_CHECKING:
     from pdserve.kernels.cuda.target import LaunchTarget
 
@@ -92,16 +94,12 @@ def compiled(calls: str, *names: str) -> dict[str, list[Compiled]]:
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[3]
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.cuda.gate", calls, *names],
+    run = run_python(
+        *("-m", "tests.kernels.cuda.gate", calls, *names),
         env=environment | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
         cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        timeout_s=300,
     )
-    assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert found
     assert not names or found.keys() == set(names)
