@@ -9,7 +9,7 @@ from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.registry import find
 from pdserve.engine.core import EngineCore
 from pdserve.errors import ConfigError
-from pdserve.executor.registry import make_executor
+from pdserve.imports import large_imports
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.request import EngineInfo
 from pdserve.wire.seal import PROTOCOL
@@ -48,7 +48,7 @@ def load_engine(
     incarnation = Incarnation(secrets.token_hex(8))
     engine_id = EngineId(config.engine_id or f"{config.role.value}-{incarnation[:6]}")
     connector = find(config.transfer.kv_connector, config.transfer.settings)
-    executor = make_executor(
+    executor = _executor_of(
         config, core=place, engine_id=engine_id, incarnation=incarnation, progress=progress
     )
     return start_engine(
@@ -60,6 +60,46 @@ def load_engine(
         incarnation=incarnation,
         in_waves=place.num_cores > 1,
     )
+
+
+def _executor_of(
+    config: EngineConfig,
+    *,
+    core: CorePlace,
+    engine_id: EngineId,
+    incarnation: Incarnation,
+    progress: Callable[[str], None],
+) -> Executor:
+    """The executor that `--distributed-executor-backend` names, not started.
+
+    Args:
+        core: Where this engine core sits among those that share a world.
+
+    Raises:
+        ConfigError: The backend cannot be used here.
+    """
+    # Each backend loads what it needs: a core without a worker in it loads no torch.
+    if config.parallel.executor_backend == "inline":
+        with large_imports():
+            from pdserve.executor.inline import InlineExecutor
+
+        make: Callable[..., Executor] = InlineExecutor
+    elif config.parallel.executor_backend == "ray":
+        try:
+            from pdserve.executor.ray import RayExecutor
+        except ImportError as error:
+            raise ConfigError(
+                "--distributed-executor-backend is 'ray', which is not installed: "
+                f"pip install 'pdserve[ray]' ({error})",
+                param="distributed-executor-backend",
+            ) from None
+
+        make = RayExecutor
+    else:
+        from pdserve.executor.multiprocess import MultiprocessExecutor
+
+        make = MultiprocessExecutor
+    return make(config, core=core, engine_id=engine_id, incarnation=incarnation, progress=progress)
 
 
 def start_engine(

@@ -9,7 +9,6 @@ within the shutdown timeout, and ends the engine.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -110,9 +109,7 @@ def build_app(
         created_s=int(clock.wall_s()),
     )
     app[SERVICE] = service
-    app.cleanup_ctx.append(_loop_lag)
-    app.cleanup_ctx.append(_stats_log)
-    app.cleanup_ctx.append(_text_work)
+    app.cleanup_ctx.append(_beside_requests)
     app.cleanup_ctx.append(running_legs)
     app.on_response_prepare.append(_return_id)
     app.on_response_prepare.append(tell_ignored)
@@ -283,27 +280,18 @@ async def _end_engine(client: EngineClient, stop: StopSignals, timeout_s: float)
         insisted.cancel()
 
 
-async def _text_work(app: web.Application) -> AsyncGenerator[None, None]:
+async def _beside_requests(app: web.Application) -> AsyncGenerator[None, None]:
+    """Measure the loop's lag and log statistics while the app runs; end the threads for texts."""
     service = app[SERVICE]
+    tasks = [
+        asyncio.create_task(measure_loop_lag(service.metrics.loop_lag, service.clock)),
+        asyncio.create_task(log_stats(EngineStatsLog(service.client, service.clock).read)),
+    ]
     yield
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     service.close_text()
-
-
-async def _loop_lag(app: web.Application) -> AsyncGenerator[None, None]:
-    service = app[SERVICE]
-    task = asyncio.create_task(measure_loop_lag(service.metrics.loop_lag, service.clock))
-    yield
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-async def _stats_log(app: web.Application) -> AsyncGenerator[None, None]:
-    service = app[SERVICE]
-    task = asyncio.create_task(log_stats(EngineStatsLog(service.client, service.clock).read))
-    yield
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 @web.middleware

@@ -80,7 +80,9 @@ class ModelRunner:
         grammars: GrammarPool | None = None,
     ) -> None:
         self._model = loaded.model
-        self._experts = ExpertSteps(loaded.experts, world.dp)
+        self._experts: ExpertSteps | None = None
+        if loaded.experts is not None or world.dp.size > 1:
+            self._experts = ExpertSteps(loaded.experts, world.dp)
         self._vocab_size = loaded.arch.vocab_size
         self._hidden_size = loaded.arch.hidden_size
         self._kv_layers = list(kv.unbind(1))
@@ -390,12 +392,13 @@ class ModelRunner:
         """
         if self._drafts is not None:
             self._drafts.finish()
-        self._experts.end()
+        if self._experts is not None:
+            self._experts.end()
 
     def _answer(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         if not self._is_output:
             return ModelRunnerOutput(step_id=output.step_id)
-        return self._experts.told_in(output)
+        return output if self._experts is None else self._experts.told_in(output)
 
     def _run_empty(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """A step without tokens: nothing, but in a wave the layers shared with other engines."""
@@ -409,7 +412,7 @@ class ModelRunner:
     def _begin(self, step: SchedulerOutput, num_tokens: int) -> bool:
         """Begin a step's forward; is its wave over?"""
         self.finish_step()
-        return self._experts.begin(step, num_tokens)
+        return self._experts is not None and self._experts.begin(step, num_tokens)
 
     def _apply(self, step: SchedulerOutput) -> None:
         for request_id in step.gone_request_ids:

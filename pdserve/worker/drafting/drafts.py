@@ -42,7 +42,7 @@ Key = TypeVar("Key")
 
 
 class ForcedTokens:
-    """What grammars leave no choice of, as drafts that are always right; by row, on all ranks.
+    """Tokens that grammars force, as drafts that are always right; by row, on all ranks.
 
     Where ranks share a vocabulary only the first of them works grammars out, and what it knows at a
     moment is a matter of time. So it tells the others, in steps that may draft for rows with a
