@@ -69,6 +69,20 @@ class RunLocally:
     decision: PairDecision | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What engines are chosen for.
+
+    Attributes:
+        failed: Engines that come last.
+        may_push: Whether this request's KV may be pushed.
+    """
+
+    prompt: RoutePrompt
+    failed: Collection[Backend] = ()
+    may_push: bool = False
+
+
 class Router:
     """Applies the policies to the engines there are.
 
@@ -123,9 +137,10 @@ class Router:
         """
         ready = self.considered(prompt, layout, failed) if among is None else self._ready(layout)
         self._check(ready, layout)
+        wish = _Wish(prompt, failed, may_push)
         decodes = [b for b in ready if b.decodes() and (among is None or b in among)]
         if not decodes:
-            return self._locally(ready, prompt, failed, "no_decode", is_outage=True)
+            return self._locally(wish, ready, "no_decode", is_outage=True)
         prefills = [backend for backend in ready if backend.home is Role.PREFILL]
         if not prefills:
             dedicated = [backend for backend in decodes if backend.home is Role.DECODE]
@@ -133,69 +148,59 @@ class Router:
             if not prefills:
                 reason = "no_prefill" if dedicated else "colocated"
                 is_outage = self._backends.has_lost_prefill
-                return self._locally(decodes, prompt, failed, reason, is_outage=is_outage)
-        paired = [p for p in prefills if self._serves(p, decodes, prompt, may_push=may_push)]
+                return self._locally(wish, decodes, reason, is_outage=is_outage)
+        paired = [each for each in prefills if self._serves(wish, each, decodes)]
         if not paired:
-            return self._locally(decodes, prompt, failed, "no_pair", is_outage=True)
-        decided = self._decided(paired, decodes, prompt, failed, may_push=may_push)
+            return self._locally(wish, decodes, "no_pair", is_outage=True)
+        decided = self._decided(wish, paired, decodes)
         if decided is not None and not self._is_shadow:
             return decided
-        plan = self._chosen_in_turn(paired, decodes, prompt, failed, may_push=may_push)
+        plan = self._chosen_in_turn(wish, paired, decodes)
         return plan if decided is None else replace(plan, decision=decided.decision)
 
     def _chosen_in_turn(
-        self,
-        prefills: Sequence[Backend],
-        decodes: Sequence[Backend],
-        prompt: RoutePrompt,
-        failed: Collection[Backend],
-        *,
-        may_push: bool,
+        self, wish: _Wish, prefills: Sequence[Backend], decodes: Sequence[Backend]
     ) -> Disaggregate | RunLocally:
         """Return what the policies say, one after the other."""
-        prefill = self._choose_prefill(prefills, prompt, failed)
+        number = next(self._prefill_sequence)
+        prefill = self._choose(self._prefill_policy, number, wish, prefills)
+        assert prefill is not None
         if self._split is not always:
             number = next(self._split_sequence)  # or those that are split would skip every other
-            local = self._choose(self._decode_policy, number, prompt, decodes, failed)
+            local = self._choose(self._decode_policy, number, wish, decodes)
             assert local is not None
-            if reason := self._split(*self._seen(prompt, prefill, local)):
+            seen = self._views(wish.prompt, (prefill, local))
+            if reason := self._split(_shown(wish.prompt), *seen):
                 return RunLocally(local, reason)
-        receivers = [d for d in decodes if may_push and self._pushes(prefill, d, prompt)]
+        receivers = [each for each in decodes if self._pushes(wish, prefill, each)]
         if receivers:
-            decode = self._choose_decode(receivers, prompt, failed)
+            decode = self._choose_decode(wish, receivers)
             return Disaggregate(prefill, decode, self._undecided)
         return Disaggregate(prefill, reason=self._undecided)
 
     def _decided(
-        self,
-        prefills: Sequence[Backend],
-        decodes: Sequence[Backend],
-        prompt: RoutePrompt,
-        failed: Collection[Backend],
-        *,
-        may_push: bool,
+        self, wish: _Wish, prefills: Sequence[Backend], decodes: Sequence[Backend]
     ) -> Disaggregate | RunLocally | None:
         """Return what the joint decision says; None if there is none, or not enough is known."""
         if self._pairing is None or self._prefixes is None:
             return None
-        first = [each for each in prefills if each not in failed]
-        second = [each for each in decodes if each not in failed and each.home is not Role.PREFILL]
+        first = [each for each in prefills if each not in wish.failed]
+        second = [each for each in decodes if each not in wish.failed]
+        second = [each for each in second if each.home is not Role.PREFILL]
         by_url = {each.url: each for each in (*first, *second)}
 
         def may_pair(prefill: str, decode: str) -> bool:
-            pair = by_url[prefill], (by_url[decode],)
-            return self._serves(*pair, prompt, may_push=may_push)
+            return self._serves(wish, by_url[prefill], (by_url[decode],))
 
-        known = self._prefixes.known(prompt)
-        decision = self._pairing.decide(prompt, first, second, known, may_pair)
+        known = self._prefixes.known(wish.prompt)
+        decision = self._pairing.decide(wish.prompt, first, second, known, may_pair)
         if decision is None:
             return None
         chosen = decision.chosen
         prefill, decode = by_url[chosen.prefill], by_url[chosen.decode]
         if chosen.is_local:
             return RunLocally(decode, decision.reason, decision=decision)
-        is_pushed = may_push and self._pushes(prefill, decode, prompt)
-        pushed = decode if is_pushed else None
+        pushed = decode if self._pushes(wish, prefill, decode) else None
         return Disaggregate(prefill, pushed, decision.reason, decision, decode)
 
     def considered(
@@ -205,30 +210,16 @@ class Router:
         some = self._candidates and self._candidates.of(prompt, layout, failed)
         return some or self._ready(layout)
 
-    def _seen(
-        self, prompt: RoutePrompt, prefill: Backend, local: Backend
-    ) -> tuple[RouteRequest, BackendView, BackendView]:
-        """Return what a split policy is shown."""
+    def _views(self, prompt: RoutePrompt, engines: Iterable[Backend]) -> list[BackendView]:
+        """Return what a policy is shown of engines."""
         known = {} if self._prefixes is None else self._prefixes.known(prompt)
-        views = [
-            self._backends.view(each, hit_tokens=known.get(each.url, 0))
-            for each in (prefill, local)
-        ]
-        return RouteRequest(0, prompt.num_bytes, prompt.num_tokens), views[0], views[1]
+        return [self._backends.view(each, hit_tokens=known.get(each.url, 0)) for each in engines]
 
-    def _serves(
-        self,
-        prefill: Backend,
-        decodes: Iterable[Backend],
-        prompt: RoutePrompt,
-        *,
-        may_push: bool,
-    ) -> bool:
+    def _serves(self, wish: _Wish, prefill: Backend, decodes: Iterable[Backend]) -> bool:
         """Whether KV can come from this engine to one of those in some way."""
         return any(
-            self._pulls(prefill, decode, prompt)
-            or (may_push and self._pushes(prefill, decode, prompt))
-            for decode in decodes
+            self._pulls(prefill, each, wish.prompt) or self._pushes(wish, prefill, each)
+            for each in decodes
         )
 
     def pairs(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
@@ -241,11 +232,12 @@ class Router:
         can_pair = self.pairs(prefill, decode, prompt)
         return can_pair and self._backends.pulls_well(prefill, decode)
 
-    def _pushes(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
-        """Whether a request that may be is to be pushed over this pair."""
+    def _pushes(self, wish: _Wish, prefill: Backend, decode: Backend) -> bool:
+        """Whether a request is to be pushed over this pair."""
         backends = self._backends
-        can = self.pairs(prefill, decode, prompt) and backends.can_push(prefill, decode)
-        if self._kv_mode is KVTransfer.PULL or not can:
+        if self._kv_mode is KVTransfer.PULL or not wish.may_push:
+            return False
+        if not (self.pairs(prefill, decode, wish.prompt) and backends.can_push(prefill, decode)):
             return False
         insists = self._kv_mode is KVTransfer.PUSH and backends.pulls_well(prefill, decode)
         return insists or backends.pushes_well(prefill, decode)
@@ -293,7 +285,7 @@ class Router:
             for backend in self._backends
             if backend not in without and self._can_decode_for(prefill, backend, prompt)
         ]
-        return self._choose_decode(candidates, prompt, failed)
+        return self._choose_decode(_Wish(prompt, failed), candidates)
 
     def can_decode_for(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Whether a decode engine can be sent a handoff of `prefill` now."""
@@ -329,7 +321,7 @@ class Router:
             [backend for backend in ready if backend.role is not last],
             ready,
         ):
-            if (engine := self._choose_decode(pool, prompt, ())) is not None:
+            if (engine := self._choose_decode(_Wish(prompt), pool)) is not None:
                 return engine
         raise self._nobody("decode", layout)
 
@@ -362,46 +354,23 @@ class Router:
             raise self._nobody("decode", layout)
 
     def _locally(
-        self,
-        engines: Sequence[Backend],
-        prompt: RoutePrompt,
-        failed: Collection[Backend],
-        reason: str,
-        *,
-        is_outage: bool,
+        self, wish: _Wish, engines: Sequence[Backend], reason: str, *, is_outage: bool
     ) -> RunLocally:
-        engine = self._choose_decode(engines, prompt, failed)
+        engine = self._choose_decode(wish, engines)
         assert engine is not None
         return RunLocally(engine, reason, is_outage)
 
-    def _choose_prefill(
-        self, candidates: Sequence[Backend], prompt: RoutePrompt, failed: Collection[Backend]
-    ) -> Backend:
-        number = next(self._prefill_sequence)
-        chosen = self._choose(self._prefill_policy, number, prompt, candidates, failed)
-        assert chosen is not None
-        return chosen
-
-    def _choose_decode(
-        self, candidates: Sequence[Backend], prompt: RoutePrompt, failed: Collection[Backend]
-    ) -> Backend | None:
+    def _choose_decode(self, wish: _Wish, candidates: Sequence[Backend]) -> Backend | None:
         number = next(self._decode_sequence)
-        return self._choose(self._decode_policy, number, prompt, candidates, failed)
+        return self._choose(self._decode_policy, number, wish, candidates)
 
     def _choose(
-        self,
-        policy: Policy,
-        number: int,
-        prompt: RoutePrompt,
-        candidates: Sequence[Backend],
-        failed: Collection[Backend],
+        self, policy: Policy, number: int, wish: _Wish, candidates: Sequence[Backend]
     ) -> Backend | None:
-        engines = [backend for backend in candidates if backend not in failed] or candidates
-        known = {} if self._prefixes is None else self._prefixes.known(prompt)
-        views = [self._backends.view(each, hit_tokens=known.get(each.url, 0)) for each in engines]
-        if not views:
+        engines = [each for each in candidates if each not in wish.failed] or candidates
+        if not engines:
             return None
-        chosen = policy(RouteRequest(number, prompt.num_bytes, prompt.num_tokens), views)
+        chosen = policy(_shown(wish.prompt, number), self._views(wish.prompt, engines))
         return self._backends.get(chosen.url)
 
     def _nobody(self, role: str, layout: str | None = None) -> UnavailableError:
@@ -434,6 +403,11 @@ class Router:
             code="no_prefill_available" if role == "prefill" else "no_decode_available",
             detail=detail,
         )
+
+
+def _shown(prompt: RoutePrompt, number: int = 0) -> RouteRequest:
+    """Return what a policy is shown of a request."""
+    return RouteRequest(number, prompt.num_bytes, prompt.num_tokens)
 
 
 def _differ_in_text(one: Backend, other: Backend) -> bool:
