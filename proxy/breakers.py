@@ -85,7 +85,7 @@ class Breakers:
 
     @contextmanager
     def exchange(
-        self, backend: Backend, leg: Leg, *, kind: str, request_id: str, num_tokens: int = 0
+        self, backend: Backend, leg: Leg, *, kind: str, num_tokens: int = 0
     ) -> Iterator[Breaker]:
         """Count a leg towards its engine's load and, by how the block ends, its breaker.
 
@@ -110,7 +110,7 @@ class Breakers:
         except WorkerError as failure:
             if failure.blames_engine:
                 breaker.fail()
-            _note(self._metrics, kind, backend.url, failure, request_id)
+            _note(self._metrics, kind, backend.url, failure, leg.request_id)
             raise
         finally:
             breaker.leave(trial_s)

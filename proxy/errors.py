@@ -204,13 +204,12 @@ def openai_shaped(status: int, body: bytes) -> bytes:
         parsed = {}
     if bytes(parsed.get("error", b"")).lstrip().startswith(b"{"):
         return body
-    return _error_json(
+    message = (
         f"an engine refused the request with status {status}, and did not say why in a form that "
-        "can be passed on",
-        "invalid_request_error",
-        None,
-        str(status),
+        "can be passed on"
     )
+    error = {"message": message, "type": "invalid_request_error", "param": None}
+    return msgspec.json.encode({"error": {**error, "code": str(status)}})
 
 
 def failure_in(
@@ -286,9 +285,3 @@ def _error_of(body: bytes) -> Mapping[str, object]:
         return {}
     error = parsed.get("error") if isinstance(parsed, dict) else None
     return error if isinstance(error, dict) else {}
-
-
-def _error_json(message: str, type_: str, param: str | None, code: str) -> bytes:
-    return msgspec.json.encode(
-        {"error": {"message": message, "type": type_, "param": param, "code": code}}
-    )

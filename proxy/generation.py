@@ -230,9 +230,7 @@ class Generation:
             engine = services.router.any_engine(failed)
             leg = services.http.leg(f"{engine.url}{path}", body, headers)
             try:
-                with services.breakers.exchange(
-                    engine, leg, kind="forward", request_id=request[REQUEST_ID_KEY]
-                ) as breaker:
+                with services.breakers.exchange(engine, leg, kind="forward") as breaker:
                     content_type = await leg.open()
                     answer = await leg.read()
                     breaker.succeed()

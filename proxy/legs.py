@@ -312,13 +312,11 @@ class Legs:
     @contextmanager
     def _exchange(self, kind: str, backend: Backend, leg: Leg) -> Iterator[Breaker]:
         """Count a leg for as long as the block runs; see `Breakers.exchange`."""
-        services, prompt, request_id = self.services, self.prompt, self.story.request_id
+        services, prompt = self.services, self.prompt
         known = services.prefixes.sent(prompt, backend) if services.prefixes else UNKNOWN
         self.story.looked_up(kind, prompt, known)
         num_tokens = prompt.num_tokens - known.num_tokens
-        exchange = services.breakers.exchange(
-            backend, leg, kind=kind, request_id=request_id, num_tokens=num_tokens
-        )
+        exchange = services.breakers.exchange(backend, leg, kind=kind, num_tokens=num_tokens)
         with ExitStack() as stack:
             if services.pairing is not None:
                 held = services.pairing.hold(backend, kind, prompt, known.num_tokens)

@@ -293,7 +293,6 @@ class VirtualProxy:
                 engine,
                 cast("Any", leg.request.request_id),
                 kind=kind,
-                request_id=leg.request.request_id,
                 num_tokens=num_tokens,
             )
         )
