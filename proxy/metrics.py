@@ -5,7 +5,6 @@ One registry per `Metrics`, so that two proxies in one process do not share coun
 
 from __future__ import annotations
 
-from collections import Counter as CountOf
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
@@ -30,8 +29,6 @@ from pdserve.proxy.totals import ALL, Totals
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pdserve.observe.request_series import RequestObserver
     from pdserve.proxy.story import Story
 
@@ -266,30 +263,10 @@ class Metrics:
             for stage, seconds in terms.items():
                 self.stage_duration.labels(stage).observe(seconds)
 
-    def exposition(
-        self,
-        *,
-        backends: Mapping[tuple[str, str], int],
-        open_edges: int,
-        running: int,
-        waiting: int,
-        stages: Iterable[Stage],
-    ) -> bytes:
-        """Return all series in Prometheus' text format, with the gauges as given.
-
-        Args:
-            stages: Where each request that has not ended is.
-        """
+    def exposition(self) -> bytes:
+        """Return all series in Prometheus' text format."""
         if self.totals.model_name:
             self._of_clients.of(self.totals.model_name, ALL)
-        by_stage = CountOf(stages)
-        for where in Stage:
-            self.in_flight.labels(where.value).set(by_stage[where])
-        for (role, state), number in backends.items():
-            self.backends.labels(role, state).set(number)
-        self.open_edges.set(open_edges)
-        self.running.set(running)
-        self.waiting.set(waiting)
         return exposition(self.registry)
 
 

@@ -6,6 +6,7 @@ Answers from what the proxy knows already; only that command and a trace ask the
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +27,7 @@ from pdserve.http.replies import ServerLoad
 from pdserve.observe.metrics import CONTENT_TYPE
 from pdserve.observe.trace_query import trace_query
 from pdserve.proxy.backend import Health
+from pdserve.proxy.story import Stage
 from pdserve.proxy.trace import Tracer
 from pdserve.wire.finished import number_in
 
@@ -66,13 +68,15 @@ class Status:
             self._services.pairing.measure()
         metrics.route.set_homes({each.url: each.home.value for each in backends})
         metrics.totals.look(list(backends), stories)
-        return metrics.exposition(
-            backends=backends.count(),
-            open_edges=self._services.breakers.num_open_pairs,
-            running=admission.num_running,
-            waiting=admission.num_waiting,
-            stages=[story.stage for story in stories],
-        )
+        by_stage = Counter(story.stage for story in stories)
+        for stage in Stage:
+            metrics.in_flight.labels(stage.value).set(by_stage[stage])
+        for (role, state), number in backends.count().items():
+            metrics.backends.labels(role, state).set(number)
+        metrics.open_edges.set(self._services.breakers.num_open_pairs)
+        metrics.running.set(admission.num_running)
+        metrics.waiting.set(admission.num_waiting)
+        return metrics.exposition()
 
     def _known_models(self) -> list[dict[str, Any]]:
         """The engines' models, each once; the shortest context of those that serve it."""
