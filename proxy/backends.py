@@ -19,7 +19,6 @@ from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Backend, BreakerState, Health
 from pdserve.proxy.policies import BackendView
 from pdserve.wire.seal import PROTOCOL
-from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.breakers import Breakers
     from pdserve.wire.hop import Registration
     from pdserve.wire.request import EngineInfo
+    from pdserve.wire.transfer import KVMode
 
 log = logging.getLogger(__name__)
 
@@ -335,13 +335,9 @@ class Backends:
             and all(e.can_push and e.endpoints and e.kv_shape is not None for e in (ours, theirs))
         )
 
-    def pulls_well(self, prefill: Backend, decode: Backend) -> bool:
-        """Whether the pair's breaker lets a pull through."""
-        return self._breakers.lets_through(prefill, decode, KVMode.PULL)
-
-    def pushes_well(self, prefill: Backend, decode: Backend) -> bool:
-        """Whether the pair's breaker lets a push through."""
-        return self._breakers.lets_through(prefill, decode, KVMode.PUSH)
+    def lets_through(self, prefill: Backend, decode: Backend, mode: KVMode) -> bool:
+        """Whether the pair's breaker lets KV through in this way."""
+        return self._breakers.lets_through(prefill, decode, mode)
 
     def count(self) -> dict[tuple[str, str], int]:
         """Return the number of engines by (role, state); every combination is present."""

@@ -69,7 +69,12 @@ class ClientBody:
         fallback_seed: The seed if the client sent none, so that a replay repeats itself.
 
     Attributes:
-        fields: Of its top level, undecoded.
+        fields: Of its top level, undecoded: JSON as the client wrote it.
+        is_pushable: Its KV may be written to the decode engine while it is prefilled; a stream may
+            go from engine to engine then as well. A ticket is of one choice, so several prompts or
+            choices are pulled. So is a whole answer with the prompt's log-probabilities, which
+            travel with a handoff only, and a request for one token, which never gets to a decode
+            engine.
 
     Raises:
         BadRequestError: The body is not a JSON object.
@@ -82,7 +87,8 @@ class ClientBody:
                 _value(self.fields.get(name)) for name in ("stream", "seed", "model")
             )
             self.stream = stream is True
-            self._is_pushable = self._looks_pushable()
+            self.is_pushable = self._looks_pushable()
+            self._may_move = self.stream and self.is_pushable
         except RecursionError:
             raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
         except UNREADABLE as error:
@@ -94,23 +100,6 @@ class ClientBody:
         self.model = model[:MAX_MODEL_CHARS] if isinstance(model, str) else ""
         self.created = created
         self.seed = seed if isinstance(seed, int) else fallback_seed
-
-    def raw(self, name: str) -> msgspec.Raw | None:
-        """Return a field's JSON, as the client wrote it; None if it is not there."""
-        return self.fields.get(name)
-
-    def can_be_pushed(self) -> bool:
-        """Whether its KV may be written to the decode engine while it is prefilled.
-
-        A ticket is of one choice, so several prompts or choices are pulled. So is a whole
-        answer with the prompt's log-probabilities, which travel with a handoff only, and a
-        request for one token, which never gets to a decode engine.
-        """
-        return self._is_pushable
-
-    def can_be_moved(self) -> bool:
-        """Whether it may go from engine to engine while it is decoded: a stream of one choice."""
-        return self.stream and self._is_pushable
 
     def ends_with_first_token(self) -> bool:
         """Whether no more is asked for than a prefill engine samples."""
@@ -161,7 +150,7 @@ class ClientBody:
             **self._pinned(),
             first_delivered=first_delivered,
             on_load_failure=OnLoadFailure.REPORT,
-            may_move=self.can_be_moved(),
+            may_move=self._may_move,
         )
         both = {**handed_over[OURS], **msgspec.to_builtins(ours)}
         return self._encode({**handed_over, OURS: both})
@@ -176,7 +165,7 @@ class ClientBody:
             ticket=ticket,
             first_delivered=self.stream,
             on_load_failure=OnLoadFailure.REPORT,
-            may_move=self.can_be_moved(),
+            may_move=self._may_move,
         )
         return self._encode(KVTransferParams(do_remote_prefill=True, pdserve=ours))
 
@@ -189,7 +178,7 @@ class ClientBody:
             is_fallback: It computes the prompt in another engine's place.
         """
         pinned = self._pinned()
-        ours = PdserveParams(**pinned, is_fallback=is_fallback, may_move=self.can_be_moved())
+        ours = PdserveParams(**pinned, is_fallback=is_fallback, may_move=self._may_move)
         return self._encode(KVTransferParams(pdserve=ours))
 
     def note_cached(self, cached_tokens: list[int] | None) -> None:

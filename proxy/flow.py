@@ -81,7 +81,7 @@ class Flow:
         self._story = legs.story
         self._delivery = legs.delivery
         self._preferred: Backend | None = None
-        self._setbacks = Setbacks(services, legs.story, is_pushable=legs.body.can_be_pushed())
+        self._setbacks = Setbacks(services, legs.story, is_pushable=legs.body.is_pushable)
         self.outcome = "error"
 
     async def run(self) -> web.StreamResponse:

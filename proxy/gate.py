@@ -95,7 +95,7 @@ def as_asked(
 
 
 def _decoded(body: ClientBody, name: str, kind: object) -> Any:
-    raw = body.raw(name)
+    raw = body.fields.get(name)
     try:
         return None if raw is None else msgspec.json.decode(raw, type=kind)
     except UNREADABLE as error:

@@ -29,7 +29,6 @@ from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     from aiohttp import web
 
@@ -302,12 +301,6 @@ class Legs:
         raise WorkerError(f"{backend.url} broke off its stream", reason="dropped")
 
     # --- parts of the legs
-
-    def transfer(
-        self, prefill: Backend, decode: Backend, mode: KVMode
-    ) -> AbstractContextManager[TransferAttempt]:
-        """Let KV go from one engine to another while the block runs."""
-        return self.services.breakers.transfer(prefill, decode, mode, self.story)
 
     @contextmanager
     def _exchange(self, kind: str, backend: Backend, leg: Leg) -> Iterator[Breaker]:

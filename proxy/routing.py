@@ -19,6 +19,7 @@ from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.policies import RouteRequest, policy_named, split_policy_named
 from pdserve.proxy.policies.splitting import always
 from pdserve.proxy.story import NotPushed
+from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -230,7 +231,7 @@ class Router:
     def _pulls(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Whether a request can be pulled over this pair."""
         can_pair = self.pairs(prefill, decode, prompt)
-        return can_pair and self._backends.pulls_well(prefill, decode)
+        return can_pair and self._backends.lets_through(prefill, decode, KVMode.PULL)
 
     def _pushes(self, wish: _Wish, prefill: Backend, decode: Backend) -> bool:
         """Whether a request is to be pushed over this pair."""
@@ -239,8 +240,10 @@ class Router:
             return False
         if not (self.pairs(prefill, decode, wish.prompt) and backends.can_push(prefill, decode)):
             return False
-        insists = self._kv_mode is KVTransfer.PUSH and backends.pulls_well(prefill, decode)
-        return insists or backends.pushes_well(prefill, decode)
+        if backends.lets_through(prefill, decode, KVMode.PUSH):
+            return True
+        insists = self._kv_mode is KVTransfer.PUSH
+        return insists and backends.lets_through(prefill, decode, KVMode.PULL)
 
     def why_pulled(self, prefill: Backend) -> NotPushed | None:
         """Return why a request from this engine is not pushed; None if pushes are switched off."""

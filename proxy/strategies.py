@@ -67,7 +67,8 @@ async def read(legs: Legs, backend: Backend, handoff: Handoff) -> web.StreamResp
     legs.story.kv_mode = KVMode.PULL
     legs.story.leg_sent(Stage.TRANSFER, backend.url)
     body = legs.body.for_decode(handoff.params, first_delivered=handoff.answer is None)
-    with legs.transfer(handoff.prefill, backend, KVMode.PULL) as transfer:
+    breakers = legs.services.breakers
+    with breakers.transfer(handoff.prefill, backend, KVMode.PULL, legs.story) as transfer:
         outcome = await legs.decode(backend, body, transfer, handoff)
         if isinstance(outcome, LegFailure):
             outcome.blame(transfer)
@@ -78,7 +79,8 @@ async def push(legs: Legs, pair: Disaggregate, handoff: Handoff) -> Outcome:
     """Let one engine prefill into the other's blocks, and pass on what both say."""
     assert pair.decode is not None
     legs.begin(KVMode.PUSH)
-    with legs.transfer(pair.prefill, pair.decode, KVMode.PUSH) as transfer:
+    breakers = legs.services.breakers
+    with breakers.transfer(pair.prefill, pair.decode, KVMode.PUSH, legs.story) as transfer:
         outcome = await _both(legs, pair.decode, handoff, transfer)
         if isinstance(outcome, LegFailure):  # the prefill engine may have refused the ticket
             outcome.blame(transfer)

@@ -93,7 +93,7 @@ class PromptReader:
 
     async def read(self, body: ClientBody) -> RoutePrompt:
         """Return a request's prompt; never raises for what is in it."""
-        messages, text = body.raw("messages"), body.raw("prompt")
+        messages, text = body.fields.get("messages"), body.fields.get("prompt")
         num_bytes = len(messages or b"") + len(text or b"")
         if num_bytes < GRAIN_TOKENS:  # each token is of one byte at least
             return RoutePrompt(body.num_bytes, num_tokens=num_bytes // BYTES_PER_TOKEN)
@@ -186,13 +186,13 @@ def _read(path: str) -> str:
 
 def _asks(body: ClientBody, name: str) -> bool:
     """Whether a field is there and asks for something."""
-    raw = body.raw(name)
+    raw = body.fields.get(name)
     return raw is not None and bytes(raw).strip() not in (b"null", b"[]", b"false")
 
 
 def _part(body: ClientBody, names: str, kind: type[T]) -> T:
     """Decode some fields of a body."""
-    fields = {name: raw for name in names.split() if (raw := body.raw(name)) is not None}
+    fields = {name: raw for name in names.split() if (raw := body.fields.get(name)) is not None}
     try:
         return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -201,8 +201,8 @@ def _part(body: ClientBody, names: str, kind: type[T]) -> T:
 
 def _by_bytes(body: ClientBody, why: str) -> RoutePrompt:
     """Name a prompt by its bytes; those of fields before it that templates write first."""
-    data = b"".join(bytes(body.raw(name) or b"") for name in ("tools", "messages", "prompt"))
-    name = b"pdserve-bytes\0" + bytes(body.raw("cache_salt") or b"")
+    data = b"".join(bytes(body.fields.get(name) or b"") for name in ("tools", "messages", "prompt"))
+    name = b"pdserve-bytes\0" + bytes(body.fields.get("cache_salt") or b"")
     grains = []
     for start in range(0, len(data) - _GRAIN_BYTES + 1, _GRAIN_BYTES):
         name = hashlib.blake2b(name + data[start : start + _GRAIN_BYTES], digest_size=8).digest()

@@ -18,12 +18,12 @@ def body(raw: bytes) -> ClientBody:
 @pytest.mark.parametrize("prompts", [b'["a",%b"b"]', b"[[1],%b[2]]"])
 def test_several_prompts_are_not_pushed_however_they_are_spaced(space, prompts):
     spaced = prompts.replace(b"[", b"[" + space) % space
-    assert not body(b'{"prompt":%b}' % spaced).can_be_pushed()
+    assert not body(b'{"prompt":%b}' % spaced).is_pushable
 
 
 @pytest.mark.parametrize("prompt", [b'"a"', b"[1, 2]", b"[\n  1\n]", b'[\n  "a"\n]', b"[[ 1]]"])
 def test_one_prompt_is_pushed_however_it_is_spaced(prompt):
-    assert body(b'{"prompt":%b}' % prompt).can_be_pushed()
+    assert body(b'{"prompt":%b}' % prompt).is_pushable
 
 
 @pytest.mark.parametrize("name", ["n", "max_tokens", "logprobs"])
