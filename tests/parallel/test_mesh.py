@@ -54,14 +54,6 @@ def test_a_ranks_index_is_its_place_in_the_rising_group(shape: MeshShape, axis: 
         assert list(mesh.group(axis)) == sorted(mesh.group(axis))
 
 
-@given(_shapes, st.sampled_from(_GRID_AXES))
-def test_the_index_along_an_axis_of_the_grid_is_the_coordinate(
-    shape: MeshShape, axis: Axis
-) -> None:
-    for rank in range(shape.world_size):
-        assert Mesh(shape, rank).index(axis) == shape.coordinates(rank)[axis]
-
-
 @given(_shapes)
 def test_coordinates_number_the_grid_without_gaps_or_repeats(shape: MeshShape) -> None:
     found = [
@@ -83,12 +75,6 @@ def test_experts_are_shared_within_one_stage_of_one_external_replica(shape: Mesh
     for ranks in shape.groups(Axis.EP):
         at = [shape.coordinates(rank) for rank in ranks]
         assert len({(here[Axis.EXTERNAL_DP], here[Axis.PP]) for here in at}) == 1
-
-
-@given(_shapes)
-def test_tensor_parallel_ranks_are_neighbours(shape: MeshShape) -> None:
-    for ranks in shape.groups(Axis.TP):
-        assert ranks == tuple(range(ranks[0], ranks[0] + shape.tp))
 
 
 @given(_shapes, st.sampled_from([-1, 0]))

@@ -99,18 +99,6 @@ def test_leased_blocks_stay_until_the_reader_has_settled() -> None:
     assert pair.decode.scheduler.stats().local_compute_tokens == 0
 
 
-def test_an_aborted_load_keeps_its_blocks_until_it_has_settled() -> None:
-    pair = Pair()
-    pair.decode.scheduler.add(make_request("d", 8, handoff=pair.hand_off()))
-    pair.decode.submit()
-    assert pair.decode.blocks("receiving") == 3
-    pair.decode.scheduler.abort([RequestId("d")])
-    assert pair.decode.blocks("quarantined") == 3
-    assert pair.decode.blocks("free") == pair.decode.scheduler.stats().num_blocks - 3
-    pair.decode.settle()
-    assert_nothing_held(pair.decode.scheduler)
-
-
 def test_a_request_that_ends_keeps_its_blocks_while_a_step_in_flight_may_write_them() -> None:
     engine = Pair().decode
     engine.scheduler.add(make_request("r", 8))
@@ -125,19 +113,6 @@ def test_a_request_that_ends_keeps_its_blocks_while_a_step_in_flight_may_write_t
     assert engine.blocks("held") > 0
     engine.collect()
     assert engine.blocks("held") == 0
-
-
-def test_a_failed_load_is_computed_here_and_the_first_token_stays() -> None:
-    pair = Pair()
-    handoff = pair.hand_off()
-    pair.prefill.close()
-    pair.decode.scheduler.add(make_request("d", 8, handoff=handoff))
-    outputs = pair.decode.settle()
-    tokens = [t for o in outputs for t in o.new_token_ids]
-    assert tokens == expected_output(PROMPT, sampling(8, ignore_eos=True))
-    assert tokens[0] == handoff.first_token_ids[0]
-    assert outputs[-1].load_failures == ["peer_lost", "peer_lost"]  # once more, and then here
-    assert pair.decode.scheduler.stats().local_compute_tokens == len(PROMPT)
 
 
 def test_a_handoff_with_its_last_token_already_out_needs_no_kv() -> None:
@@ -294,14 +269,6 @@ def test_a_prompt_whose_tokens_all_count_takes_nothing_from_the_prefix_cache(
     (output,) = engine.settle()
     assert (output.num_cached_tokens > 0) is is_cached
     assert (output.pooled is not None) is (pooling is not None)
-
-
-def test_a_prefill_with_prompt_logprobs_is_handed_over_like_any_other() -> None:
-    pair = Pair()
-    pair.prefill.scheduler.add(make_request("p", 8, remote_decode=True, prompt_logprobs=0))
-    (output,) = pair.prefill.settle()
-    assert output.finish_reason is FinishReason.HANDOFF
-    assert output.prompt_logprobs is not None
 
 
 def test_a_request_that_waits_leaves_no_hole_in_the_heap_and_takes_little() -> None:

@@ -56,17 +56,6 @@ def arrive(engine: Engine, first_token_id: int) -> list[int]:
     return [token_id for output in outputs for token_id in output.new_token_ids]
 
 
-def test_a_request_that_is_pushed_goes_on_from_the_token_that_came_with_its_kv() -> None:
-    engine = reserved()
-    assert engine.blocks("receiving") == 4  # the first token has its place, too
-    assert arrive(engine, expected(1)[0]) == expected(8)
-    stats = engine.scheduler.stats()
-    assert stats.local_compute_tokens == 0
-    assert stats.external_kv_tokens == len(PROMPT)
-    assert stats.kv_loads == {"push": 1, "pull": 0}
-    assert_nothing_held(engine.scheduler)
-
-
 def test_a_request_whose_first_token_was_its_last_ends_when_its_kv_is_there() -> None:
     engine = reserved(max_tokens=1)
     assert arrive(engine, expected(1)[0]) == expected(1)
@@ -377,16 +366,6 @@ def test_settling_frees_only_what_it_names() -> None:
     engine.run()
     engine.report(settled=[settled("p", nonce="another")])
     assert engine.blocks("leased") == 4
-    engine.report(settled=[settled("p")])
-    assert_nothing_held(engine.scheduler)
-
-
-def test_a_push_that_is_withdrawn_before_it_begins_is_leased_for_a_pull() -> None:
-    engine = expecting()
-    engine.connector.is_registered = True  # that is: there is an answer
-    engine.report(payloads=[told_of()])
-    (output,) = engine.run()
-    assert output.finish_reason is FinishReason.HANDOFF
     engine.report(settled=[settled("p")])
     assert_nothing_held(engine.scheduler)
 
