@@ -40,8 +40,8 @@ class SharedPrompt:
             cache does not count.
     """
 
-    def __init__(self) -> None:
-        self.num_cached_tokens: int | None = None
+    def __init__(self, num_cached_tokens: int | None = None) -> None:
+        self.num_cached_tokens = num_cached_tokens
         self.hashes: list[BlockHash] = []
 
 
