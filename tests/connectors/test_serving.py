@@ -34,10 +34,8 @@ def lease(p: PushEngine, nonce: str, *, generation: int = 1) -> None:
     p.post(grants=[Grant(nonce, RequestId(f"p-{nonce}"), blocks, [generation] * 3, N)])
 
 
-def test_a_read_that_ends_before_the_digests_are_taken_waits_for_them(
-    make: Callable[..., PushEngine],
-) -> None:
-    p, d = make("P"), make("D")
+def held_back(p: PushEngine) -> threading.Event:
+    """Let P take digests only once the event is set."""
     digests, may_go = p.server._seams.digests, threading.Event()
     take = digests.take
 
@@ -46,6 +44,14 @@ def test_a_read_that_ends_before_the_digests_are_taken_waits_for_them(
         take(*args, **kwargs)
 
     digests.take = later
+    return may_go
+
+
+def test_a_read_that_ends_before_the_digests_are_taken_waits_for_them(
+    make: Callable[..., PushEngine],
+) -> None:
+    p, d = make("P"), make("D")
+    may_go = held_back(p)
     lease(p, "n")
     d.pull("n", p.ref, P_BLOCKS, D_BLOCKS, N, load_id=1)
     d.until(lambda: d.holds(D_BLOCKS, 1, 0, N))
@@ -93,19 +99,12 @@ def test_a_digest_of_a_request_that_is_gone_is_not_taken_for_the_next_ones(
 ) -> None:
     """It is taken so late that the blocks have another owner, who is half through."""
     p, d = make("P"), make("D")
-    digests, may_go = p.server._seams.digests, threading.Event()
-    take = digests.take
-
-    def later(*args: Any, **kwargs: Any) -> None:
-        assert may_go.wait(10.0)
-        take(*args, **kwargs)
-
-    digests.take = later
+    may_go = held_back(p)
     p.write_kv(P_BLOCKS, 5, 0, N)
     compute_ahead(p, 36)
     p.write_kv(P_BLOCKS, 1, 0, 20)
     may_go.set()
-    p.until(lambda: digests._generations[P_BLOCKS[0], 0] == 1)
+    p.until(lambda: p.server._seams.digests._generations[P_BLOCKS[0], 0] == 1)
     lease(p, "n", generation=2)
     d.pull("n", p.ref, P_BLOCKS, D_BLOCKS, N, load_id=1)
     d.until_said(Received)

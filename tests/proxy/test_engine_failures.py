@@ -18,6 +18,7 @@ from tests.proxy.hooks import (
     decodes,
     drops,
     first_chunk,
+    hangs,
     in_bursts,
     legs,
     prefills,
@@ -281,12 +282,7 @@ async def test_a_decode_engine_that_dies_does_not_open_the_breaker_of_prefill(ma
 @pytest.mark.slow
 async def test_requests_at_an_engine_that_hangs_go_on_elsewhere(make_stack):
     stuck, good = prefills(2)
-    never = asyncio.Event()
-
-    async def hang(call, request):
-        await never.wait()
-
-    stuck.hook = hang
+    stuck.hook = hangs()
     stack = await make_stack(
         [stuck, good],
         decodes(),
@@ -296,7 +292,7 @@ async def test_requests_at_an_engine_that_hangs_go_on_elsewhere(make_stack):
     )
     request = asyncio.create_task(stack.stream())
     await until(lambda: len(stuck.calls) == 1)
-    stuck.hang_health = never
+    stuck.hang_health = asyncio.Event()
     assert text_in(await asyncio.wait_for(request, 30)) == text_of(3, 4)
 
 

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from tests.proxy.conftest import until
-from tests.proxy.hooks import DONE, REFUSAL, answers, decodes, legs, prefills, streaming
+from tests.proxy.hooks import DONE, REFUSAL, answers, decodes, hangs, legs, prefills, streaming
 from tests.proxy.scripted import ScriptedEngine, events_of, text_in, text_of, word
 
 # --- when all is well
@@ -94,13 +94,7 @@ async def test_kv_transfer_params_of_a_user_are_dropped_and_never_returned(make_
 
 async def test_the_first_token_does_not_wait_for_the_decode_engine(make_stack):
     (prefill,), (decode,) = prefills(), decodes()
-    decode.gate.clear()
-    never = asyncio.Event()
-
-    async def hang(call, request):
-        await never.wait()
-
-    decode.hook = hang
+    decode.hook = hangs()
     stack = await make_stack([prefill], [decode])
     async with stack.post({"prompt": "hi", "seed": 3, "stream": True}) as response:
         chunk = await response.content.readany()
