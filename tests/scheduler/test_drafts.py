@@ -15,7 +15,6 @@ from pdserve.scheduler.drafts import (
     DraftWish,
     RowBudget,
 )
-from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason
 from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import Engine, make_request
@@ -155,18 +154,6 @@ def test_where_steps_are_planned_ahead_a_request_that_rarely_has_a_draft_seldom_
         granted[num_stages] = num
     assert granted[2] > 240
     assert granted[1] < 40
-
-
-def test_a_request_that_is_aborted_with_a_draft_in_flight_leaves_nothing() -> None:
-    under_test = engine(right)
-    under_test.scheduler.add(make_request("r", [1], 30))
-    under_test.step()
-    step = under_test.submit()
-    assert step is not None
-    assert step.num_draft_rows == {RequestId("r"): 5}
-    under_test.scheduler.abort([RequestId("r")])
-    under_test.settle()
-    assert_nothing_held(under_test.scheduler)
 
 
 class TestRowBudget:

@@ -184,26 +184,6 @@ def test_an_aborted_load_that_fails_is_not_tried_again() -> None:
     assert_nothing_held(engine.scheduler)
 
 
-def test_who_came_with_its_kv_and_is_preempted_goes_on_with_the_same_tokens() -> None:
-    engine = Engine(num_blocks=7)
-    prompts = {name: [index] * 8 for index, name in enumerate(("d1", "d2"))}
-    answers = {
-        name: expected_output(prompt, sampling(30, ignore_eos=True))
-        for name, prompt in prompts.items()
-    }
-    for name, prompt in prompts.items():
-        handoff = make_handoff(name, answers[name][:1], num_tokens=len(prompt))
-        engine.scheduler.add(make_request(name, prompt, 30, handoff=handoff))
-    outputs = engine.step()
-    for name, prompt in prompts.items():
-        engine.fill(prompt, name)
-    outputs += engine.report(received=[received(name) for name in prompts]) + engine.run()
-    assert engine.scheduler.stats().num_preemptions > 0
-    for name, answer in answers.items():
-        assert tokens([each for each in outputs if each.request_id == name]) == answer
-    assert_nothing_held(engine.scheduler)
-
-
 # ---- the bucket ------------------------------------------------------------------------
 
 
