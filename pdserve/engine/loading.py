@@ -48,7 +48,7 @@ def load_engine(
     incarnation = Incarnation(secrets.token_hex(8))
     engine_id = EngineId(config.engine_id or f"{config.role.value}-{incarnation[:6]}")
     connector = find(config.transfer.kv_connector, config.transfer.settings)
-    executor = _executor_of(
+    executor = _executor_class(config.parallel.executor_backend)(
         config, core=place, engine_id=engine_id, incarnation=incarnation, progress=progress
     )
     return start_engine(
@@ -62,29 +62,19 @@ def load_engine(
     )
 
 
-def _executor_of(
-    config: EngineConfig,
-    *,
-    core: CorePlace,
-    engine_id: EngineId,
-    incarnation: Incarnation,
-    progress: Callable[[str], None],
-) -> Executor:
-    """The executor that `--distributed-executor-backend` names, not started.
-
-    Args:
-        core: Where this engine core sits among those that share a world.
+def _executor_class(backend: str) -> Callable[..., Executor]:
+    """Return the executor that `--distributed-executor-backend` names.
 
     Raises:
-        ConfigError: The backend cannot be used here.
+        ConfigError: It cannot be used here.
     """
     # Each backend loads what it needs: a core without a worker in it loads no torch.
-    if config.parallel.executor_backend == "inline":
+    if backend == "inline":
         with large_imports():
             from pdserve.executor.inline import InlineExecutor
 
-        make: Callable[..., Executor] = InlineExecutor
-    elif config.parallel.executor_backend == "ray":
+        return InlineExecutor
+    if backend == "ray":
         try:
             from pdserve.executor.ray import RayExecutor
         except ImportError as error:
@@ -94,12 +84,10 @@ def _executor_of(
                 param="distributed-executor-backend",
             ) from None
 
-        make = RayExecutor
-    else:
-        from pdserve.executor.multiprocess import MultiprocessExecutor
+        return RayExecutor
+    from pdserve.executor.multiprocess import MultiprocessExecutor
 
-        make = MultiprocessExecutor
-    return make(config, core=core, engine_id=engine_id, incarnation=incarnation, progress=progress)
+    return MultiprocessExecutor
 
 
 def start_engine(
