@@ -1,28 +1,29 @@
 """The connector interface: how KV leaves and enters an engine's blocks.
 
-Two halves that meet only in frozen values. The scheduler half lives beside the
-scheduler, decides and counts, and sees no tensor. The worker half lives beside the
-model runner, owns a transfer thread, and decides nothing. What need not wait for a step goes at
-once, also while one runs: the scheduler half's `take_instructions` to the worker half's
-`post`, and `get_finished` back to `update_connector_output`. What belongs to a step goes with
-it: `build_connector_meta` to `start_load_kv`.
+A connector has two halves, which exchange only frozen values. The scheduler half lives beside
+the scheduler, decides and counts, and sees no tensor. The worker half lives beside the model
+runner, owns a transfer thread, and decides nothing. Messages that need not wait for a step are
+sent at once, even while one runs: from the scheduler half's `take_instructions` to the worker
+half's `post`, and from `get_finished` back to `update_connector_output`. Messages that belong to
+a step travel with it: from `build_connector_meta` to `start_load_kv`.
 
-An engine has one scheduler half, and a worker half per rank, each with its own side
-channel, leases and transfers. All of them get the same metadata; what they report goes
-through a `Quorum`, so the scheduler half learns of a fact once, when every rank has seen it.
+An engine has one scheduler half, and a worker half per rank, each with its own side channel,
+leases and transfers. All ranks get the same metadata. Their reports pass through a `Quorum`, so
+the scheduler half learns of a fact once, when every rank has seen it.
 
-Every request passes the same calls of the scheduler half, whatever the connector does with it:
-`request_arrived` -> (`get_num_new_matched_tokens` -> `update_state_after_alloc`, both again behind
-each load that runs beside the steps -> steps, and perhaps `preempted`, after which it begins again)
--> `request_finished`, however it ended. Whatever the workers report of it comes in between, or
-behind that, in `update_connector_output`.
+Every request goes through the same calls of the scheduler half, whatever the connector does:
+`request_arrived` -> (`get_num_new_matched_tokens` -> `update_state_after_alloc`, both repeated
+after each load beside the steps -> steps, and perhaps `preempted`, after which this part starts
+over) -> `request_finished`, however the request ended. The workers' reports about the request
+arrive in `update_connector_output`, during or after these calls.
 
-A load runs beside the steps (`Match.is_async`: the request waits for `Received` or `Failed`, and
-its blocks are never freed before), or inside the step that the request starts in: then each
-layer is waited for (`wait_for_layer_load`) and `wait_for_save` says what did not come.
+A load runs either beside the steps (`Match.is_async`: the request waits for `Received` or
+`Failed`, and its blocks are not freed before that) or inside the step in which the request
+starts. Then the step waits for each layer (`wait_for_layer_load`), and `wait_for_save` returns
+the loads that failed.
 
-A save reads the request's blocks while it computes, and may go on behind its end: then
-`preempted` or `request_finished` answers with a `Hold`, and nobody gets the blocks before the
+A save reads the request's blocks while it computes, and may continue after its end: then
+`preempted` or `request_finished` returns a `Hold`, and the blocks are not reused until the
 workers have reported it as `Settled`.
 """
 
@@ -67,7 +68,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a connector's halves can do.
 
     Attributes:
-        push: It takes tickets, on both sides.
+        push: Whether it accepts tickets, at either end of a push.
     """
 
     push: bool = False
@@ -80,9 +81,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     a block with all its layers is one range of `block_bytes`.
 
     Attributes:
-        num_layers: Of this rank's pipeline stage.
+        num_layers: Layers of this rank's pipeline stage.
         num_planes: 2 (K and V), or 1 for the latent cache of MLA.
-        num_kv_heads: Of this rank's share.
+        num_kv_heads: KV heads on this rank.
     """
 
     num_blocks: int
@@ -96,12 +97,12 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers of this rank."""
+        """Bytes of one block in all layers of this rank."""
         num_vectors = self.num_layers * self.num_planes * self.num_kv_heads * self.block_size
         return num_vectors * self.head_dim * self.dtype_bytes
 
     def shape_of_one_rank(self) -> KVShape:
-        """The shape of an engine that has no rank but this one."""
+        """Return the shape of an engine whose only rank this is."""
         return KVShape(
             num_blocks=self.num_blocks,
             num_layers=self.num_layers,
@@ -114,7 +115,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def fields(self, *, model: str, weights: str) -> dict[str, str]:
-        """What two engines must agree on to exchange KV, by name, for messages."""
+        """Return what two engines must agree on to exchange KV, by name, for messages."""
         return {
             "protocol": str(PROTOCOL),
             "model": model,
@@ -128,10 +129,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVSource(enum.Enum):
-    """Where the KV of a request that arrives is, as far as the queue has to know.
+    """Where an arriving request's KV is, as far as the queue needs to know.
 
-    PLANNED: another engine computes it once the request has blocks here. READY: another engine
-    has computed it, and keeps blocks for it until it is loaded. LOCAL: anything else.
+    PLANNED: another engine will compute it once the request has blocks here. READY: another
+    engine has computed it and keeps it until it is loaded. LOCAL: anything else.
     """
 
     PLANNED = "planned"
@@ -143,13 +144,13 @@ class Match(msgspec.Struct, frozen=True):
     """Tokens a connector can provide beyond the local prefix hit.
 
     Attributes:
-        num_tokens: How many; 0 = none. They may cover the whole prompt: the last token is
-            computed again then, unless the one behind it comes along.
-        is_async: The request waits, without blocking a step, until they have arrived. If not,
-            they are loaded inside the step that it starts in.
-        is_pinned: A peer writes its blocks, or is written from them: it gets those of its whole
-            prompt, and of the token behind it, when it starts. It is not preempted until its load
-            has arrived or, if nothing is loaded, until it ends.
+        num_tokens: Number of tokens; 0 = none. They may cover the whole prompt: then the last
+            token is computed again, unless the token after the prompt comes with them.
+        is_async: Whether the request waits, without blocking a step, until they have arrived. If
+            not, they are loaded inside the step in which it starts.
+        is_pinned: Whether a peer writes into the request's blocks, or is written to from them. At
+            its start it gets the blocks for its whole prompt and the token after it. It is not
+            preempted until its load has arrived or, if nothing is loaded, until it ends.
     """
 
     num_tokens: int
@@ -158,13 +159,13 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """A request's blocks are not used for anything else until `Settled` has this id as its nonce.
+    """Keeps a request's blocks from other uses until a `Settled` has this id as its nonce.
 
     Attributes:
-        hold_id: Never used before by this connector.
-        handoff: Goes to the client's next hop. Only for a request that ended as HANDOFF.
-        connector: As in the `Settled` that ends it.
-        others: They have to end, too.
+        hold_id: An id that this connector has never used before.
+        handoff: The handoff to pass on; only for a request that ended as HANDOFF.
+        connector: The same as in the `Settled` that ends it.
+        others: Holds that must end as well.
     """
 
     hold_id: str
@@ -174,22 +175,23 @@ class Hold(msgspec.Struct, frozen=True):
 
     @property
     def keys(self) -> set[HoldKey]:
-        """What has to settle: this one, and the others."""
+        """The holds that have to settle: this one and the others."""
         return {(self.connector, self.hold_id)}.union(*(each.keys for each in self.others))
 
 
 class ConnectorNews(msgspec.Struct, frozen=True, kw_only=True):
-    """What a report means for requests.
+    """Consequences of a report for requests.
 
     Attributes:
-        loaded: Their blocks may be read. With a handoff, its tokens are their first outputs.
-        failed: Their loads are over, and nothing writes their blocks any more.
-        elsewhere: The same, of loads whose tokens another source has: it is asked for them.
-        retried: Loads that have failed and are tried once more, into the same blocks.
+        loaded: Loads whose blocks may now be read. The tokens of a handoff, if there is one, are
+            the request's first outputs.
+        failed: Loads that are over; nothing writes to their blocks any more.
+        elsewhere: Failed loads whose tokens another source has; that source is asked next.
+        retried: Failed loads that are tried once more, into the same blocks.
         released: Holds that are over.
-        ready: Who was told to wait (`get_num_new_matched_tokens` gave None), and is to be asked
-            again; and what has happened, for its story.
-        fetched: What came from a store, for the request's line; to be told before its first token.
+        ready: Requests for which `get_num_new_matched_tokens` returned None and should be called
+            again, each with what has happened, for its story.
+        fetched: What a store delivered, for the request's log line, before its first token.
     """
 
     loaded: Sequence[Received] = ()
@@ -202,20 +204,21 @@ class ConnectorNews(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(report: ConnectorReport) -> ConnectorNews:
-        """What a report says by itself."""
+        """Return the news of a report that needs no interpretation."""
         return ConnectorNews(loaded=report.received, failed=report.failed, released=report.settled)
 
 
 class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What both halves know of the engine.
+    """What both halves know about the engine.
 
     Attributes:
         rank: The worker half's rank within its engine; 0 for the scheduler half.
         num_ranks: Ranks of the engine (TP x PP); each has a worker half.
-        layout_digest: Equal digests mean that KV can be exchanged, however it is shared out.
-        layout_fields: What it was taken over.
-        shape: How this engine's KV is shared out over its ranks.
-        numerics: How it rounds; None where that is not known.
+        layout_digest: Digest of the KV layout. Engines with equal digests can exchange KV, however
+            it is spread over their ranks.
+        layout_fields: The fields that the digest covers.
+        shape: How this engine's KV is spread over its ranks.
+        numerics: How the engine rounds; None if unknown.
     """
 
     config: EngineConfig
@@ -231,9 +234,9 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def guarded(call: Callable[[], T]) -> T | Exception:
-    """Return what `call` returns, or what it raises.
+    """Return what `call` returns or, if it fails, the exception.
 
-    A connector is others' code, and one request's trouble with it must not be everybody's.
+    Connectors are third-party code; an error over one request must not affect the others.
     """
     try:
         return call()
@@ -242,22 +245,22 @@ def guarded(call: Callable[[], T]) -> T | Exception:
 
 
 class KVConnectorScheduler:
-    """The half beside the scheduler. One thread, no I/O, no clock of its own.
+    """The half beside the scheduler: single-threaded, without I/O or a clock of its own.
 
-    What a connector does not override does nothing.
+    Methods that a connector does not override do nothing.
 
-    Whatever a method raises over a request ends that request alone, with an error; the connector
-    is left as it was before the call. What ends so at `preempted` or `request_finished` has
-    nothing under way in its blocks, unless it is pinned. Only `take_instructions` and `take_events`
-    are about no request, and do not fail.
+    An exception that a method raises over a request ends only that request, with an error; the
+    connector must be left as it was before the call. If `preempted` or `request_finished` raises,
+    nothing is in flight in the request's blocks, unless it is pinned. `take_instructions` and
+    `take_events` concern no single request, and must not raise.
 
     Attributes:
         hands_over: Whether a request may end as HANDOFF. If not, it is decoded where it was
-            prefilled, and what comes from another engine is refused.
-        faults: Count by name of what should stay rare, since the engine started.
-        num_loaded: Tokens by the source that had them, where a connector has several: those that
-            have come beside the steps, and those that a step has begun to load.
-        store_stats: What a store has done for this engine; None where there is none.
+            prefilled, and handoffs from other engines are refused.
+        faults: Counts of events that should stay rare, by name, since the engine started.
+        num_loaded: Tokens by source, for a connector with several: those that have arrived beside
+            the steps, and those that a step has begun to load.
+        store_stats: What a store has done for this engine; None without a store.
     """
 
     hands_over: bool = False
@@ -266,26 +269,26 @@ class KVConnectorScheduler:
     store_stats: KVStoreStats | None = None
 
     def request_arrived(self, request: RequestView) -> KVSource:
-        """A request is taken: peers may be met, leases kept alive, KV fetched from now on.
+        """Accept a request; from now on peers may be met, leases kept alive and KV fetched.
 
-        Nothing that came with it has been believed yet, but that it is from this deployment.
+        Of what came with it, only that it is from this deployment has been verified.
 
         Raises:
-            HandoffRefusedError: What it came with cannot be trusted or used here; the message
-                says what that is, and names both values of what differs.
+            HandoffRefusedError: Its handoff or ticket cannot be trusted or used here; the message
+                says why, with both values of whatever differs.
         """
         return KVSource.LOCAL
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
     ) -> Match | None:
-        """Tokens loadable beyond the `num_computed_tokens` (block-aligned, or all) that are here.
+        """Return what can be loaded beyond the `num_computed_tokens` here (block-aligned, or all).
 
-        No side effect; called whenever the request may start, and again when a load beside the
-        steps has come: what there is behind it is loaded then, also beside the steps. None = not
-        known yet: it stands aside, and is asked about again once `ConnectorNews.ready` names it;
-        behind a load that is nothing. What is matched of a request of which a load has failed is
-        computed, but for `ConnectorNews.elsewhere`.
+        Has no side effect. Called whenever the request may start, and again after each load beside
+        the steps, to load what follows, also beside the steps. None = not known yet: the request
+        stands aside until `ConnectorNews.ready` names it; after a load, None means no tokens. Once
+        a load of a request has failed, what matches is computed instead, except after
+        `ConnectorNews.elsewhere`.
         """
         return Match(0, is_async=False)
 
@@ -297,51 +300,52 @@ class KVConnectorScheduler:
         *,
         generations: Sequence[int] = (),
     ) -> None:
-        """`block_ids` (the whole table) are held for the request: a load begins, or it starts.
+        """Begin a load, or start the request: `block_ids`, its whole table, are held for it.
 
         Args:
-            num_external_tokens: What is to be loaded: as many as were matched, or 0 if nothing
-                will be (the local hit covers it, loads have brought it, or one has failed).
-            generations: Of each block, if the request starts; a load has none.
+            num_external_tokens: Tokens to load: as many as were matched, or 0 to load nothing
+                (the local hit covers them, loads have brought them, or a load has failed).
+            generations: The generation of each block if the request starts; empty for a load
+                beside the steps.
         """
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata | None:
-        """What belongs to this step, for `start_load_kv`. None = nothing."""
+        """Return what belongs to this step, for `start_load_kv`. None = nothing."""
         return None
 
     def take_instructions(self) -> ConnectorMetadata | None:
-        """Drain what is staged and need not wait for a step, for `post`. None = nothing."""
+        """Drain the staged instructions that belong to no step, for `post`. None = nothing."""
         return None
 
     def preempted(
         self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
     ) -> Hold | None:
-        """The request lost its blocks, and waits again. Not None = they are kept until then."""
+        """Handle a preemption: the request waits again. A `Hold` keeps its blocks until it ends."""
         return None
 
     def request_finished(
         self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
     ) -> Hold | None:
-        """The request has ended, see its `finish_reason`; it has no blocks if it never started.
+        """Handle a request's end (see its `finish_reason`); it has no blocks if it never started.
 
         A load in flight is still reported, as received or failed, and holds the blocks until then.
-        A handoff that was never loaded is released at its owner. Not None = its blocks, which a
-        peer or a save still reads, are kept until `Settled`; always so after HANDOFF.
+        A handoff that was never loaded is released at its owner. A `Hold` keeps the blocks, which a
+        peer or a save still reads, until `Settled`; HANDOFF always returns one.
         """
         return None
 
     def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
-        """Learn one fact that the workers saw, and say what it means for requests.
+        """Take a report of the workers; return what it means for requests.
 
-        A load inside a step that has failed is told, too; what it means is decided already.
+        Failed loads inside a step are reported too; their consequences are decided already.
         """
         return ConnectorNews.of(report)
 
     def take_events(self) -> Sequence[KVEvent]:
-        """Drain what the tiers that it owns have gained and lost, each with its own `medium`.
+        """Drain what the connector's own tiers have gained and lost, each with its own `medium`.
 
-        Called after each step if `ConnectorContext.config.cache.events` is enabled, else never:
-        then nothing is to be noted down.
+        Called after each step if `ConnectorContext.config.cache.events` is enabled, otherwise
+        never: then record nothing.
         """
         return ()
 
@@ -349,16 +353,16 @@ class KVConnectorScheduler:
 class KVConnectorWorker:
     """The half beside the model runner.
 
-    `post` and `get_finished` may be called from any one thread at a time, also while a step
-    runs; the others belong to the thread that runs steps.
+    `post` and `get_finished` may be called from any thread, one at a time, even while a step
+    runs; the others are called only by the thread that runs steps.
     """
 
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint | None:
-        """Once, after allocation.
+        """Register the KV memory; called once, after allocation.
 
         Args:
             kv: `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`.
-            layout: The same in numbers.
+            layout: The shape and dtype of `kv`.
 
         Returns:
             The side channel's address, if there is one.
@@ -372,8 +376,8 @@ class KVConnectorWorker:
         """Take the instructions of the step that is about to run. Never blocks.
 
         Returns:
-            Whether the next two methods are to be called around each layer of this step. They are
-            not in any other step, nor in one that has no instructions: a device may replay those.
+            Whether to call the next two methods around each layer of this step. They are called in
+            no other step, nor in one without instructions, which a device may replay.
         """
         return False
 
@@ -381,40 +385,40 @@ class KVConnectorWorker:
         """Return once `layer`'s KV may be read."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """`layer`'s KV of this step is written. Starts; does not finish."""
+        """Start saving `layer`'s KV, which this step has written, without waiting for the end."""
 
     def wait_for_save(self) -> Sequence[Failed]:
-        """Once per step, after the forward: the device has this step's KV complete in its memory.
+        """Called once per step, when all of its KV is complete in the device's memory.
 
         Returns:
-            What of the loads inside this step did not come, and will not be written any more.
+            The failed loads inside this step; nothing of them will be written any more.
         """
         return ()
 
     def get_finished(self) -> ConnectorReport:
-        """What happened since the last call; each fact once."""
+        """Return what has happened since the last call, each fact once."""
         return ConnectorReport()
 
     def close(self, timeout_s: float) -> None:
-        """Complete or abandon what is in flight within `timeout_s`. Never hangs."""
+        """Complete or abandon everything in flight within `timeout_s`. Never hangs."""
 
 
 class NoSettings(msgspec.Struct, frozen=True):
-    """Of a connector that has no settings of its own."""
+    """The settings of a connector that has none of its own."""
 
 
 class KVConnectorBase(msgspec.Struct, frozen=True, kw_only=True):
-    """A connector, as one value: what an author subclasses, and the registry's line names.
+    """A connector as one value: authors subclass it, and the registry's line names it.
 
-    It is made when the command line is read, so its module imports nothing heavy: what the halves
-    need is imported when they are made.
+    It is created when the command line is parsed, so its module must import nothing heavy: import
+    what the halves need where they are made.
 
     Attributes:
-        name: What `--kv-transfer-config.kv-connector` calls it.
-        capabilities: What its halves can do; asked for instead of its class.
-        settings: What it may be told by `--kv-transfer-config.NAME.FIELD`, in a struct of its own.
-            Each field has a default, and its help as `msgspec.Meta(description=...)`;
-            `__post_init__` refuses what cannot be with a `ConfigError`.
+        name: Its name in `--kv-transfer-config.kv-connector`.
+        capabilities: What its halves can do; callers check this, never the class.
+        settings: Its own struct of settings, set by `--kv-transfer-config.NAME.FIELD`. Each field
+            has a default, and its help text as `msgspec.Meta(description=...)`; `__post_init__`
+            refuses invalid values with a `ConfigError`.
     """
 
     name: str
@@ -433,6 +437,6 @@ class KVConnectorBase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NullConnector(KVConnectorBase, frozen=True, kw_only=True):
-    """The connector of an engine that exchanges KV with nobody. It stages and reports nothing."""
+    """The connector of an engine that exchanges no KV. It stages and reports nothing."""
 
     name: str = "null"

@@ -1,12 +1,12 @@
 """Makes one report out of those of an engine's ranks: a fact counts when every rank has it.
 
-A block is freed, or read, on all ranks at once. So a lease has settled when it has settled
-on the last of them, and a load is over when the last of them has received it or given it
-up: until then some rank's NIC may still write into its share of the blocks. A load of which
-one rank's part is missing has failed as a whole. Payloads are passed on: only their connector can
-read them.
+A block is freed, or read, on all ranks at once. So a lease has settled once it has settled on
+the last rank, and a load is over once the last rank has received it or given it up: until then
+some rank's NIC may still write into its share of the blocks. If one rank's part of a load is
+missing, the whole load has failed. Payloads are passed on unread; only their connector can
+decode them.
 
-Pure: it knows neither how the reports came nor what the engine does with them.
+Pure: it knows neither how reports arrive nor what the engine does with them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 F = TypeVar("F")
 
-# From the best to the worst: nothing was wasted, D did not want it, this engine took it
-# back, nobody came for as long as a lease lives.
+# From the best to the worst: nothing was wasted, D did not want the lease, this engine took it
+# back, no heartbeat came for the length of a lease.
 _SEVERITY: Final = {
     end: severity
     for severity, end in enumerate(
         (LeaseEnd.READ, LeaseEnd.RELEASED, LeaseEnd.ABORTED, LeaseEnd.EXPIRED)
     )
 }
-# From the least to the most telling: what an engine took back, which either side's ranks follow, so
-# that the first to say it knows; what may go better at once; what will not; and wrong bytes, which
-# nothing hides.
+# From the least to the most telling: an engine withdrew, and the ranks of both sides only follow;
+# failures that an immediate retry may avoid; failures that it will not; and wrong bytes, which no
+# other reason may hide.
 _TELLING: Final = {
     LoadFailure.ABORTED: 0,
     LoadFailure.WITHDRAWN: 0,
@@ -60,33 +60,32 @@ MAX_REMEMBERED = 1 << 12
 class Quorum:
     """The votes of one engine's ranks, by fact.
 
-    Votes are per lease and per load, which reports name (`Settled.nonce`, `Received.load_id`), and
-    not per request: a request may be loaded again. What one connector says is no other's vote.
-    What a rank says twice is ignored and counted as the fault `report_repeated`, also after the
-    vote is over, and also if there is only one rank; a connector that does not name its loads
-    gets a vote of its own for what comes then.
+    Votes are per lease and per load, as named in reports (`Settled.nonce`, `Received.load_id`),
+    not per request: a request may be loaded again. Each connector has its own votes. A repeated
+    report of a rank is ignored and counted as the fault `report_repeated`, even after the vote is
+    over or with a single rank; for a connector that does not name its loads, a report after the
+    vote opens another one.
 
-    Its memory is bounded: of more than 65536 votes that lack a rank the oldest is given up,
-    as the fault `report_incomplete`.
+    Memory is bounded: beyond 65536 votes that lack a rank, the oldest is given up and counted as
+    the fault `report_incomplete`.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        # By lease or load, what each rank has said; those of a lease end in a nonce, of a load in
-        # a number.
+        # Each rank's vote, by lease or load; a lease's key ends in a nonce, a load's in a number.
         self._open: OrderedDict[Hashable, dict[int, Any]] = OrderedDict()
         self._over: OrderedDict[Hashable, None] = OrderedDict()
 
     @property
     def num_open(self) -> int:
-        """Leases and loads that some ranks have reported, and others not yet."""
+        """Number of leases and loads that some ranks, but not all, have reported."""
         return len(self._open)
 
     def add(self, rank: int, report: ConnectorReport) -> ConnectorReport:
-        """Take what `rank` saw; return the facts that are complete with it.
+        """Add a report of `rank`; return the facts that it completes.
 
-        Faults are of one rank alone and come back at once. A report of a rank that the
-        engine does not have is the fault `report_of_unknown_rank`, and counts for nothing.
+        Faults need no other rank and are returned at once. A report of a rank that the engine
+        does not have is ignored and counted as the fault `report_of_unknown_rank`.
         """
         if not 0 <= rank < self._num_ranks:
             return ConnectorReport(faults={"report_of_unknown_rank": 1})
@@ -109,7 +108,7 @@ class Quorum:
             if parts is None:
                 continue
             if len(parts) < self._num_ranks:
-                # The others may wait for a peer that only this rank has found to be gone.
+                # The others may still wait for a peer that only this rank knows to be gone.
                 told = [part for part in parts.values() if isinstance(part, Failed)]
                 failing += told if told == [load] else []
                 continue
@@ -132,7 +131,7 @@ class Quorum:
     def _vote(
         self, key: tuple[str, RequestId, str | int], rank: int, fact: F, faults: Counter[str]
     ) -> dict[int, F] | None:
-        """Take one vote; all of them so far, by rank, as they came. None = it does not count."""
+        """Take a vote; return those so far, by rank, in order of arrival. None = not counted."""
         vote = self._open.get(key)
         if (vote is None and key in self._over) or (vote is not None and rank in vote):
             faults["report_repeated"] += 1
@@ -145,7 +144,7 @@ class Quorum:
         vote[rank] = fact
         if len(vote) == self._num_ranks:
             del self._open[key]
-            if key[-1]:  # there is never another vote under this name
+            if key[-1]:  # this name is never used for another vote
                 self._over[key] = None
                 if len(self._over) > MAX_REMEMBERED:
                     self._over.popitem(last=False)
@@ -153,7 +152,7 @@ class Quorum:
 
 
 def _whole(parts: dict[int, Received | Failed]) -> Received | Failed:
-    """One load out of its ranks' parts, which are in the order of their reports."""
+    """Combine the ranks' parts of one load, given in the order of their reports."""
     failed = {rank: part for rank, part in parts.items() if isinstance(part, Failed)}
     if failed:
         worst = max(failed.values(), key=lambda part: _TELLING[part.reason])
@@ -165,7 +164,7 @@ def _whole(parts: dict[int, Received | Failed]) -> Received | Failed:
                 for rank, part in failed.items()
             ),
             load_id=worst.load_id,
-            # A rank that has all of it does not narrow down what the others have.
+            # A rank that has all tokens does not lower the minimum over the others.
             num_valid_tokens=min(part.num_valid_tokens for part in failed.values()),
             connector=worst.connector,
         )

@@ -18,14 +18,14 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 def find(kv_connector: str, told: Mapping[str, Any] = _NOTHING) -> KVConnectorBase:
-    """Return the connector that an engine uses: one of several, if several are named.
+    """Return the connector that an engine uses, which combines all that are named.
 
     Args:
-        kv_connector, told: As `kv_connector` and `settings` of `TransferConfig`.
+        kv_connector, told: `kv_connector` and `settings` of `TransferConfig`.
 
     Raises:
-        ConfigError: There is none of a name, and the message lists the known names; one refuses a
-            setting; or they cannot be used together.
+        ConfigError: A name is unknown (the message lists the known names), a connector refuses a
+            setting, or the connectors cannot be combined.
     """
     connectors = [
         msgspec.structs.replace(

@@ -1,8 +1,8 @@
 """What is over, remembered for a time, so that what comes too late is told from what is unknown.
 
-A nonce is used once. Whoever keeps a book of nonces has to know those that are over for as long
-as somebody may still speak of them, and not for longer, or the book grows with every request
-that was ever served. Times are the caller's, of whichever clock it reads; pure.
+A nonce is used once. A table of nonces must remember the finished ones for as long as messages
+about them may still arrive, but no longer, or it would grow with every request served. Pure: the
+caller passes in times, from any one clock.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 V = TypeVar("V")
 
 LEASES_REMEMBERED: Final = 10
-"""For how many lease times a rank remembers a lease or a push that is over.
+"""How long a rank remembers a lease or a push that is over, in lease lengths.
 
-Whoever speaks of it later is only told more slowly that it is gone: it is unknown then, which is
-never a yes.
+After that its nonce is unknown: still never valid, but a peer that asks learns later that it is
+gone.
 """
 _MAX_REMEMBERED: Final = 1 << 16
 
 
 class Remembered(Generic[V]):
-    """Keys that are over, each with a value, until a time of its own.
+    """Finished keys, each remembered with a value until a time of its own.
 
-    A key is forgotten by a later `add`, never before its time, unless more than `max_remembered`
-    are known: then the oldest is. O(1) each, amortised. Keys are forgotten in the order in which
-    they came: one that is to be remembered for longer keeps those behind it.
+    A later `add` forgets a key, never before its time, unless there are more than
+    `max_remembered`: then the oldest goes. O(1) each, amortised. Keys are forgotten in the order
+    in which they were added: one with a later deadline keeps all those after it.
     """
 
     def __init__(self, max_remembered: int = _MAX_REMEMBERED) -> None:
@@ -43,17 +43,17 @@ class Remembered(Generic[V]):
         return key in self._until_s
 
     def get(self, key: Hashable) -> V | None:
-        """The key's value; None if it is not known (any more)."""
+        """Return the key's value; None if it is unknown or forgotten."""
         entry = self._until_s.get(key)
         return None if entry is None else entry[1]
 
     def pop(self, key: Hashable) -> V | None:
-        """Forget a key; return its value, None if it was not known (any more)."""
+        """Forget a key; return its value, or None if it is unknown or forgotten."""
         entry = self._until_s.pop(key, None)
         return None if entry is None else entry[1]
 
     def add(self, key: Hashable, value: V, *, now_s: float, until_s: float) -> None:
-        """Remember a key until `until_s`, anew if it is known; forget those whose time is over."""
+        """Remember a key until `until_s`, replacing any entry; forget those whose time is over."""
         self._until_s[key] = until_s, value
         self._until_s.move_to_end(key)
         while self._until_s:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class ConnectorParams(Protocol):
-    """What came with a request, and nobody reads but its connector."""
+    """Parameters of a request that only its connector reads."""
 
     @property
     def ticket(self) -> PushTicket | None:
-        """The push that it is part of, at either end, if it is."""
+        """The push that the request is part of, at either end; None if none."""
         ...
 
 
@@ -37,12 +37,12 @@ class RequestView(Protocol):
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Tokens out so far."""
+        """Tokens generated so far."""
         ...
 
     @property
     def arrival_s(self) -> float:
-        """When this engine's server took it, in monotonic seconds."""
+        """When this engine's server accepted it, in monotonic seconds."""
         ...
 
     @property
@@ -52,59 +52,59 @@ class RequestView(Protocol):
 
     @property
     def num_cached_prompt_tokens(self) -> int:
-        """Prompt tokens that a prefix cache had when it was prefilled."""
+        """Prompt tokens that came from a prefix cache when it was prefilled."""
         ...
 
     @property
     def cache_salt(self) -> str:
-        """What its prefixes are shared within."""
+        """Salt of its block hashes: only requests with an equal salt share prefixes."""
         ...
 
     @property
     def prompt_block_hashes(self) -> Sequence[BlockHash]:
-        """Of the blocks that its prompt fills: each names all tokens up to there, and the salt."""
+        """Hashes of the blocks its prompt fills; each covers the salt and all tokens to its end."""
         ...
 
     @property
     def is_unproven(self) -> bool:
-        """Whether a load inside a step in flight, or in the one that is built, may still fail.
+        """Whether a load inside a step in flight, or in the one being built, may still fail.
 
-        What is in its blocks is nothing to be saved or sent until that is known.
+        Until that is known, the contents of its blocks must not be saved or sent.
         """
         ...
 
     @property
     def remote_decode(self) -> bool:
-        """Whether its KV is to be leased out."""
+        """Whether another engine will decode it, so that its KV must be leased."""
         ...
 
     @property
     def handoff(self) -> KVHandoff | None:
-        """Where another engine has prefilled it, if one has."""
+        """The handoff of the engine that prefilled it; None if none did."""
         ...
 
     @property
     def kv_transfer_params(self) -> ConnectorParams:
-        """What came with it for its connector alone."""
+        """Parameters that only its connector reads."""
         ...
 
     @property
     def on_load_failure(self) -> OnLoadFailure:
-        """What becomes of it if its KV does not arrive."""
+        """What to do with it if its KV does not arrive."""
         ...
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How it has ended; HANDOFF if another engine is to go on from here, None if it has not."""
+        """How it ended; HANDOFF if another engine continues it, None if it has not ended."""
         ...
 
 
 class ScheduledRequest(NamedTuple):
-    """What a step computes of one request: the tokens `start_token` to `end_token`.
+    """What a step computes for one request: the tokens `start_token` to `end_token`.
 
-    `block_ids` is its table so far, `generations` how often each block had been handed out. It may
-    be preempted or gone before the step has run; the blocks then have other generations once they
-    are used again.
+    `block_ids` is its table so far, `generations` how often each block has been handed out. The
+    request may be preempted or end before the step has run; once its blocks are reused, they have
+    other generations.
     """
 
     view: RequestView
@@ -119,10 +119,10 @@ class StepView:
 
     Args:
         num_scheduled_tokens: Tokens to compute, by request.
-        look_up: Makes the rest of what a connector may ask for.
+        look_up: Returns what the step computes for a request.
 
     Attributes:
-        asked_about: The request that was looked at last, which is whose fault an error is.
+        asked_about: The request that was looked up last, to which an error is attributed.
     """
 
     def __init__(
@@ -136,21 +136,21 @@ class StepView:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it computes, of all requests."""
+        """Tokens that the step computes, over all requests."""
         return sum(self._num_scheduled_tokens.values())
 
     def __iter__(self) -> Iterator[RequestId]:
-        """Ids of its requests, in its order."""
+        """Iterate over the ids of its requests, in the step's order."""
         return iter(self._num_scheduled_tokens)
 
     def without(self, request_ids: Collection[RequestId]) -> StepView:
-        """The same step, but for some of its requests."""
+        """Return the same step without some of its requests."""
         left = {
             name: n for name, n in self._num_scheduled_tokens.items() if name not in request_ids
         }
         return StepView(left, self.get)
 
     def get(self, request_id: RequestId) -> ScheduledRequest:
-        """What it computes of one of them."""
+        """Return what the step computes for one request."""
         self.asked_about = request_id
         return self._look_up(request_id)
