@@ -1,4 +1,4 @@
-"""openai-python against the server: what no test with whole processes shows of it, and a stream."""
+"""openai-python against the server: what no test with whole processes shows of it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,6 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 def client_of(server, **settings) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="key", max_retries=0, **settings)
-
-
-@pytest.fixture
-async def client(text):
-    async with (
-        serving(text, scripted(text, "a lazy dog"), api_keys=("key",)) as server,
-        client_of(server) as client,
-    ):
-        yield client
-
-
-async def test_a_chat_stream(client):
-    stream = await client.chat.completions.create(
-        model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = [chunk async for chunk in stream]
-    assert chunks[0].choices[0].delta.role == "assistant"
-    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
-    assert "".join(texts) == "a lazy dog"
-    assert chunks[-2].choices[0].finish_reason == "stop"
-    assert chunks[-1].usage.completion_tokens > 0
 
 
 class See(pydantic.BaseModel):
