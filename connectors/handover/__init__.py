@@ -1,7 +1,7 @@
 """What connectors share that hand KV over: D reads P's leased blocks, or P writes into D's.
 
-The scheduler half (`scheduler`), the transfers that it knows (`transfers`) and what it believes
-(`checks`), what it and the worker halves say (`instructions`), and P's book of leases (`lease`).
-All of it is pure: no tensor, socket, thread or clock of its own, so it runs the same under a real
-transfer thread and in a simulation.
+`scheduler` is the scheduler half, `transfers` the state of its transfers, `checks` its verification
+of handoffs and tickets, `instructions` its messages to and from the worker halves, and `lease` P's
+table of leases. All of it is pure: without tensors, sockets, threads or a clock of its own, it runs
+the same under a real transfer thread and in a simulation.
 """

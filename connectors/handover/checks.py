@@ -1,10 +1,9 @@
 """Whether a handoff or a ticket can be believed and used here, decided before anything of it is.
 
-Pure functions over what came with a request and what this engine is. They know neither
-leases nor transfers: a handoff that is good here may be of a lease that has ended.
+Pure functions of a request's handoff or ticket and this engine's context. They know neither
+leases nor transfers: a handoff that passes may belong to a lease that has ended.
 
-Every answer names both values, because two deployments are usually involved in finding out
-why.
+Every answer names both values, because finding the reason usually involves two deployments.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ def why_not_handoff(
     cache_salt: str,
     ticket: PushTicket | None = None,
 ) -> str | None:
-    """Why this engine cannot use `handoff` for that prompt; None = it can.
+    """Return why this engine cannot use `handoff` for that prompt; None = it can.
 
     Args:
-        ticket: Of the push that the handoff came with, if it did.
+        ticket: The ticket of the push that the handoff belongs to, if any.
     """
     owner = handoff.engine_id
     if ticket is not None:
@@ -89,7 +88,7 @@ def why_not_handoff(
 
 
 def why_not_ticket(ticket: PushTicket, mine: ConnectorContext, *, is_prefill: bool) -> str | None:
-    """Why this engine cannot be the end of `ticket` that it is to be; None = it can."""
+    """Return why this engine cannot serve its end of `ticket`; None = it can."""
     here, peer = (ticket.prefill, ticket.decode) if is_prefill else (ticket.decode, ticket.prefill)
     if (here.engine_id, here.incarnation) != (mine.engine_id, mine.incarnation):
         return (
@@ -130,9 +129,9 @@ def _why_not_peer(
 
 
 def _why_not_endpoint(endpoint: Endpoint, *, has_secret: bool) -> str | None:
-    """Why no engine can be there; connecting to it would serve whoever wrote it.
+    """Return why no engine can be at an endpoint; connecting could serve an attacker.
 
-    A host that is no address belongs to a connector that opens no sockets.
+    A host that is not an IP address belongs to a connector that opens no sockets.
     """
     if not 0 < endpoint.port < 1 << 16:
         return "there is no such port"
@@ -148,7 +147,7 @@ def _why_not_endpoint(endpoint: Endpoint, *, has_secret: bool) -> str | None:
 
 
 def _why_not_name(what: str, name: str) -> str | None:
-    """Names are remembered, and sent in every message about what they name."""
+    """Return why a name is too long, or empty: names are kept, and sent in every message."""
     if not 0 < len(name) <= _MAX_NAME_CHARS:
         return f"its {what} has {len(name)} characters: it must have 1 to {_MAX_NAME_CHARS}"
     return None

@@ -1,13 +1,13 @@
 """What the scheduler half of a connector asks of its worker halves, and what they say, as values.
 
-`Instructions` belong to no step and are posted as soon as they are staged; the same value
-goes to every rank, and each does its part. `StepInstructions` go with a step: what it
-computes of requests that are pushed.
+`Instructions` belong to no step and are posted as soon as they are staged; every rank gets the
+same value and does its part. `StepInstructions` travel with a step: what it computes of requests
+that are handed over.
 
-Within one `Instructions` the order of application is that of its fields.
+One `Instructions` is applied in the order of its fields.
 
-What means the same for all connectors comes back in reports; the rest, at P alone and of pushes, is
-the opaque payload of them: `PushNews`.
+Facts that mean the same for all connectors come back in the fields of reports. The others, which
+concern pushes at P, come back in their opaque payload: `PushNews`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pdserve.wire.transfer import ConnectorMetadata, EngineRef, KVHandoff, Lease
 class Expect(msgspec.Struct, frozen=True, array_like=True):
     """At P: a request waits for `decode` to register blocks under `nonce`.
 
-    A registration that came before is taken up now. If none has come and the D does not say
-    that it still has the request queued, the push is withdrawn after a lease's time.
+    An earlier registration takes effect now. Without one, the push is withdrawn after the length
+    of a lease, unless D says that the request is still queued there.
     """
 
     nonce: str
@@ -31,13 +31,13 @@ class Expect(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """At P: lease the blocks of a finished request to whoever holds the nonce.
+    """At P: lease the blocks of a finished request to the engine that presents the nonce.
 
     Attributes:
         block_ids, generations: The request's whole table.
-        num_tokens: Tokens in them.
-        handoff: For a push that is under way under this nonce: what D gets with the last byte.
-        is_proof: The last chunk was unproven, and what it waited for has come.
+        num_tokens: Tokens in these blocks.
+        handoff: What D gets with the last byte, if a push is in flight under this nonce.
+        is_proof: Whether the last chunk was unproven, and the load it depended on has arrived.
     """
 
     nonce: str
@@ -62,13 +62,13 @@ class Watch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """At D: pull the tokens from `first_token` on, as far as the handoff goes.
+    """At D: pull the tokens from `first_token` to the end of the handoff.
 
-    Both tables are whole: they begin with token 0. Which bytes of which ranks that means is
-    `connectors.slicing`'s to say.
+    Both tables are whole: they begin with token 0. `connectors.slicing` computes which bytes of
+    which ranks to copy.
 
     Attributes:
-        load_id: Never used before by this engine; above 0. Reports carry it.
+        load_id: A number above 0 that this engine has never used before; reports carry it.
     """
 
     load_id: int
@@ -85,8 +85,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 class Reserve(msgspec.Struct, frozen=True, array_like=True):
     """At D: have `owner` write the tokens from `first_token` on into these blocks.
 
-    The table is whole. It ends in one report, `Received` with a handoff or `Failed`; until
-    then the blocks are P's to write.
+    The table is whole. The reservation ends in one report, `Received` with a handoff or `Failed`;
+    until then P may write to the blocks.
     """
 
     load_id: int
@@ -99,10 +99,10 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EndLease(msgspec.Struct, frozen=True, array_like=True):
-    """At D: tell the owner that its lease is not needed any more, and stop its heartbeats.
+    """At D: tell the owner that its lease is no longer needed, and stop its heartbeats.
 
     Attributes:
-        end: READ if all ranks have what they wanted, RELEASED if nothing was read.
+        end: READ if all ranks have everything they wanted, RELEASED if nothing was read.
     """
 
     nonce: str
@@ -111,10 +111,10 @@ class EndLease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True):
-    """At P: write nothing more under this nonce and tell D so.
+    """At P: write nothing more under this nonce, and tell D.
 
-    Ends in `Settled`, once nothing is read from the blocks any more; also if nothing ever was.
-    A step that was planned before may still bring a `Chunk` of it, which is ignored.
+    Ends in `Settled` once nothing reads from the blocks any more, even if nothing ever did. A step
+    that was planned earlier may still bring a `Chunk` of it, which is ignored.
     """
 
     nonce: str
@@ -130,13 +130,13 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is posted at once.
+    """Instructions that are posted at once.
 
     Attributes:
-        unwatches: At D: nonces whose heartbeats are to stop, unknown ones too. Their owners are
-            not told: the leases are left to whoever takes over, or to expire.
-        keeps: At P: nonces of leases that nobody can read yet, as their handoffs are still here.
-        aborts: Requests whose load or reservation is to stop; each still ends in one report.
+        unwatches: At D: nonces, possibly unknown, whose heartbeats stop. Their owners are not
+            notified: another engine takes the leases over, or they expire.
+        keeps: At P: nonces of leases that cannot be read yet, as their handoffs are still here.
+        aborts: Requests whose load or reservation must stop; each still ends in one report.
     """
 
     expects: list[Expect] = []
@@ -165,18 +165,18 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """What of a request that is handed over is complete in memory once this step has run.
+    """The part of a handed-over request that is complete in memory once this step has run.
 
     Attributes:
         nonce: The push's; empty if the KV will be pulled, under a nonce that is not drawn yet.
         block_ids: P's whole table so far.
-        start_token: Tokens that were complete before; of a push they were announced already.
-        end_token: Tokens that are complete after. Only whole blocks are worth writing before
-            the last chunk, whose end is `num_tokens`. There is no last one of what is pulled.
-        num_tokens: Of the prompt.
-        num_step_tokens: Tokens that the step computes, of all requests.
-        is_unproven: What was to be loaded inside the step may not have come. It is not written
-            before the grant says so; a chunk that follows has its tokens, too.
+        start_token: Number of tokens complete before; for a push they were announced already.
+        end_token: Number of tokens complete after. Only whole blocks are worth writing before the
+            last chunk, whose end is `num_tokens`. For a pull, no last chunk is sent.
+        num_tokens: Tokens of the prompt.
+        num_step_tokens: Tokens that the step computes, over all requests.
+        is_unproven: Whether a load inside the step may have failed. The chunk is not written until
+            the grant confirms it; the chunk after it contains its tokens as well.
     """
 
     nonce: str
@@ -191,7 +191,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepInstructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What goes with one step: what it computes of prompts that are handed over."""
+    """Instructions for one step: what it computes of prompts that are handed over."""
 
     chunks: list[Chunk] = []
 
@@ -212,9 +212,9 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Withdrawn(msgspec.Struct, frozen=True, kw_only=True):
-    """There will be no push under `nonce`, or no more of it. One rank is enough.
+    """The push under `nonce` was withdrawn, before or during it. One rank's report is enough.
 
-    D gave it up or is gone. What is computed can still be leased and pulled.
+    D gave it up or is gone. The computed KV can still be leased and pulled.
     """
 
     nonce: str
@@ -222,7 +222,7 @@ class Withdrawn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one rank has seen of pushes since its last report; each fact once."""
+    """What one rank has learned about pushes since its last report, each fact once."""
 
     rank: int
     registered: list[Registered] = []
@@ -230,16 +230,16 @@ class PushNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @staticmethod
     def from_payload(payload: bytes) -> PushNews:
-        """Decode what `to_payloads` has encoded."""
+        """Decode a payload made by `to_payloads`."""
         return _NEWS_DECODER.decode(payload)
 
     def to_payloads(self) -> list[bytes]:
-        """Encode it for a report; nothing if there is none."""
+        """Encode for a report; empty if there is no news."""
         return [msgspec.msgpack.encode(self)] if self.registered or self.withdrawn else []
 
 
-# Made here and not at the first use, which is in a transfer thread: when two threads of a
-# process learn the same type at once, msgspec 0.22 crashes.
+# Made here and not at the first use, which is in a transfer thread: msgspec 0.22 crashes when two
+# threads of a process make a decoder for the same type at once.
 _DECODER = msgspec.msgpack.Decoder(Instructions)
 _STEP_DECODER = msgspec.msgpack.Decoder(StepInstructions)
 _NEWS_DECODER = msgspec.msgpack.Decoder(PushNews)

@@ -1,19 +1,18 @@
 """P's book of leases: who may still read which request's blocks, and until when.
 
 A lease is granted once, lives as long as heartbeats come, and ends once: read, released,
-expired or aborted. It *settles* (its blocks may be freed) when it has ended and nobody is at
-work on its blocks any more. Two kinds are: readers (a D that pulls), from `begin_read` until
-`confirm`, `end_read` or their own deadline; and writers (this engine, which pushes from the
-blocks to a D), from `begin_write` until `end_write`, with no deadline, because only this engine
-knows when its NIC has let go of them.
+expired or aborted. It *settles* (its blocks may be freed) when it has ended and its blocks have
+no users left. There are two kinds of users. Readers (a D that pulls) use them from `begin_read`
+until `confirm`, `end_read` or their own deadline. Writers (this engine, pushing from the blocks
+to a D) use them from `begin_write` until `end_write`, without a deadline, because only this
+engine knows when its NIC has let go of them.
 
-Whether a read was good is decided by `confirm` alone: the lease must be live after the reader's
-last byte, and a settled lease never is, so blocks that were freed can never be confirmed. A
-confirmation does not end the lease: all ranks of D must have theirs, and a read that went wrong
-on the way may be tried again.
+`confirm` alone decides whether a read was valid: the lease must be live after the reader's last
+byte. A settled lease is not live, so reads of freed blocks are never confirmed. A confirmation
+does not end the lease: all ranks of D need one, and a read that failed on the way may be retried.
 
-Writers are counted by request and not by lease: they begin before there is a lease, and go on
-behind whichever one the request's blocks end up under.
+Writers are counted by request and not by lease: they begin before there is a lease, and keep
+whichever lease the request's blocks end up under from settling.
 
 Pure: time comes in as `now_s` (monotonic seconds). It knows neither peers nor sockets; a
 reader or writer is any hashable name.
@@ -38,10 +37,10 @@ V = TypeVar("V")
 
 
 class ReadVerdict(enum.Enum):
-    """What P says of a read that has ended.
+    """P's verdict on a read that has ended.
 
-    UNKNOWN is not yet a refusal: the handoff travels to D faster than the grant travels
-    from P's scheduler to its worker when a step is in between.
+    UNKNOWN is not yet a refusal: if a step runs in between, the handoff may reach D before the
+    grant gets from P's scheduler to its worker.
     """
 
     VALID = "valid"
@@ -62,14 +61,14 @@ class LeaseTable:
     """Leases by nonce.
 
     Args:
-        lease_s: A lease expires so many seconds after its grant or last heartbeat.
-        remembered_s: For so long it is known that a lease is over, or was released before it was
-            granted; `LEASES_REMEMBERED` leases if not given. Later its nonce is unknown, which
-            is not valid either. Counted from the last time that this table was told.
+        lease_s: Seconds from a lease's grant or last heartbeat until it expires.
+        remembered_s: Seconds for which the table remembers that a lease is over, or was released
+            before its grant, from the latest time passed in; `LEASES_REMEMBERED` lease lengths by
+            default. Later its nonce is unknown, which is not valid either.
 
     Attributes:
-        num_reused: Leases that were live when one of their blocks turned up in another
-            generation; they are lost. The engine is to free no block before its lease has
+        num_reused: Leases that were lost because one of their blocks turned up in another
+            generation while they were live. The engine must not free a block before its lease has
             settled, so this stays 0.
     """
 
@@ -93,7 +92,7 @@ class LeaseTable:
 
     @property
     def due_s(self) -> float:
-        """No call of `expire` before this time can change anything; may be too early."""
+        """The time before which `expire` changes nothing; it may be earlier than necessary."""
         return self._due_s
 
     def grant(
@@ -108,7 +107,7 @@ class LeaseTable:
         """Start a lease. False: the nonce was granted before, and nothing has changed.
 
         Args:
-            block_ids, generations: What is leased, and how often each had been handed out.
+            block_ids, generations: The leased blocks, and how often each has been handed out.
         """
         self._seen_s = now_s
         if nonce in self._leases or nonce in self._ended:
@@ -125,7 +124,7 @@ class LeaseTable:
         return True
 
     def hand_out(self, block_ids: Sequence[BlockId], generations: Sequence[int]) -> None:
-        """These blocks are somebody's in these generations: leases of earlier ones are lost."""
+        """Note that blocks were handed out: leases of their earlier generations are lost."""
         for block_id, generation in zip(block_ids, generations, strict=True):
             for nonce in list(self._by_block.get(block_id, ())):
                 lease = self._leases[nonce]
@@ -134,17 +133,17 @@ class LeaseTable:
                     self._finish(nonce, lease, LeaseEnd.ABORTED)
 
     def heartbeat(self, nonces: Iterable[str], now_s: float) -> None:
-        """Renew what is still live; others are ignored."""
+        """Renew the leases that are still live; ignore the others."""
         for nonce in nonces:
             lease = self._live(nonce, now_s)
             if lease is not None:
                 lease.expires_s = now_s + self._lease_s
 
     def begin_read(self, nonce: str, reader: Hashable, now_s: float, *, until_s: float) -> None:
-        """`reader` is about to read: it renews the lease and holds off its settling.
+        """Renew the lease for `reader`, which is about to read, and delay its settling.
 
         Args:
-            until_s: The reader is taken for gone after this time.
+            until_s: When the reader is presumed gone.
         """
         lease = self._live(nonce, now_s)
         if lease is not None:
@@ -153,17 +152,17 @@ class LeaseTable:
             self._due_s = min(self._due_s, until_s)
 
     def end_read(self, nonce: str, reader: Hashable) -> None:
-        """`reader` gave up. The lease, if it has not ended otherwise, goes on."""
+        """Remove a reader that gave up. This does not end the lease."""
         lease = self._leases.get(nonce)
         if lease is not None and lease.readers.pop(reader, None) is not None:
             self._settle_if_over(nonce, lease)
 
     def begin_write(self, request_id: RequestId, writer: Hashable) -> None:
-        """`writer` pushes from the request's blocks: it holds off the settling of their lease."""
+        """Delay the settling of leases while `writer` pushes from the request's blocks."""
         self._writers.setdefault(request_id, set()).add(writer)
 
     def end_write(self, request_id: RequestId, writer: Hashable) -> None:
-        """Nothing of `writer`'s is in flight any more. Unknown ones are ignored."""
+        """Remove a writer that has nothing in flight any more; unknown ones are ignored."""
         writers = self._writers.get(request_id)
         if writers is None:
             return
@@ -174,9 +173,9 @@ class LeaseTable:
                 self._settle_if_over(nonce, self._leases[nonce])
 
     def stop(self, nonce: str, request_id: RequestId, now_s: float) -> None:
-        """A push is over from this side: `Settled` follows once its writers are through.
+        """End a push from this side: `Settled` follows once its writers have finished.
 
-        It also follows if the nonce was never granted; then it never will be. A nonce that has
+        It follows even if the nonce was not granted, which it cannot be any more. A nonce that has
         settled is ignored.
         """
         self._seen_s = now_s
@@ -187,7 +186,7 @@ class LeaseTable:
         self._finish(nonce, lease, LeaseEnd.ABORTED)
 
     def confirm(self, nonce: str, reader: Hashable, now_s: float) -> ReadVerdict:
-        """`reader` has all bytes: were they leased until now? The lease goes on until released."""
+        """Return the verdict on a read after its last byte; this does not end the lease."""
         lease = self._leases.get(nonce)
         if lease is None:
             return ReadVerdict.LOST if nonce in self._ended else ReadVerdict.UNKNOWN
@@ -198,7 +197,7 @@ class LeaseTable:
         return ReadVerdict.VALID
 
     def release(self, nonce: str, now_s: float, end: LeaseEnd = LeaseEnd.RELEASED) -> None:
-        """Nobody will read this lease. A release that overtakes its grant is remembered."""
+        """End a lease that no reader needs. A release that overtakes its grant is remembered."""
         self._seen_s = now_s
         lease = self._leases.get(nonce)
         if lease is not None:
@@ -207,7 +206,7 @@ class LeaseTable:
             self._remember(self._released_early, nonce, end)
 
     def expire(self, now_s: float) -> None:
-        """End what is overdue and forget readers past their deadline. O(leases) when due."""
+        """End overdue leases and drop readers past their deadline. O(leases) when due."""
         self._seen_s = now_s
         if now_s < self._due_s:
             return
@@ -235,7 +234,7 @@ class LeaseTable:
         return bool(self._settled)
 
     def take_settled(self) -> list[Settled]:
-        """What has settled since the last call; each lease appears once."""
+        """Return the leases that have settled since the last call, each once."""
         settled, self._settled = self._settled, []
         return settled
 

@@ -1,8 +1,8 @@
 """The scheduler half of every connector that hands KV over: decides, counts, moves nothing.
 
-It makes and checks handoffs, finds the transfer that something is about (`transfers`), and stages
-what the worker halves shall do about it. It knows neither tensors nor sockets; time is asked for
-when a ticket comes, and the randomness of nonces is passed in.
+It makes and checks handoffs, matches reports to their transfers (`transfers`), and stages
+instructions for the worker halves. It knows neither tensors nor sockets; it reads the clock only
+when a ticket arrives, and the randomness of nonces is passed in.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ if TYPE_CHECKING:
     )
 
 _TICKETS_REMEMBERED: Final = 1 << 13
-"""So many tickets of late are known if they come again, and their pushes if they are spoken of."""
+"""How many recent tickets are remembered, to detect replays and reports about unknown pushes."""
 
 
 class HandoverScheduler(KVConnectorScheduler):
-    """See `KVConnectorScheduler`. What is written from is pinned: nobody reads what is preempted.
+    """See `KVConnectorScheduler`. Pushed requests are pinned, so no preempted blocks are read.
 
     Args:
-        endpoints: Where this engine's worker halves listen, in rank order; they go into the
+        endpoints: Addresses of this engine's worker halves, in rank order; they go into the
             handoffs.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
-        clock: Tells which tickets have expired.
+        clock: The clock by which tickets expire.
 
     Attributes:
-        faults: `report_unknown`, about a request or nonce of no transfer: it is ignored.
-            `report_repeated` and `report_of_unknown_rank`, of a push, likewise.
-            `ticket_replayed`, a request at P whose ticket was seen before: it is pulled.
-            `ticket_expired`, likewise, whose ticket came after its time.
+        faults: `report_unknown` counts ignored reports about a request or nonce without a transfer,
+            `report_repeated` and `report_of_unknown_rank` ignored reports about pushes.
+            `ticket_replayed` counts requests at P whose ticket was seen before, `ticket_expired`
+            those whose ticket came too late: both are pulled instead.
     """
 
     hands_over = True
@@ -92,7 +92,7 @@ class HandoverScheduler(KVConnectorScheduler):
         self._load_ids = itertools.count(1)
         self._incoming: dict[RequestId, Incoming] = {}
         self._pushed_here: set[str] = set()
-        # Those whose requests have not ended; and pushes that are not over, and leases.
+        # By request: those that have not ended. By nonce: pushes that are not over, and leases.
         self._outgoing: dict[RequestId, Outgoing] = {}
         self._by_nonce: dict[str, Outgoing] = {}
         self._tickets: dict[str, None] = {}
@@ -116,16 +116,16 @@ class HandoverScheduler(KVConnectorScheduler):
         self._incoming[request.request_id] = Incoming(
             request, self._block_size, *named[:2], handoff
         )
-        self._staged.watches.append(Watch(*named))  # from now on the lease is kept alive
+        self._staged.watches.append(Watch(*named))  # this keeps the lease alive from now on
         if handoff is None:
             return KVSource.PLANNED
         return KVSource.LOCAL if request.remote_decode else KVSource.READY
 
     def _expect(self, request: RequestView, ticket: PushTicket | None) -> None:
-        """At P: let D's registration be known, if the request is to be pushed.
+        """At P: wait for D's registration if the request has a ticket for a push.
 
-        With a ticket that has expired, or was seen before, it will be pulled; of the former D is
-        told so at once.
+        If the ticket has expired or was seen before, the request will be pulled; D is notified at
+        once of an expired one.
         """
         request_id, num_tokens = request.request_id, len(request.prompt_token_ids)
         outgoing = self._outgoing[request_id] = Outgoing(request_id, num_tokens)
@@ -147,7 +147,7 @@ class HandoverScheduler(KVConnectorScheduler):
         self._staged.expects.append(Expect(nonce, request_id, ticket.decode))
 
     def _stop(self, outgoing: Outgoing, why: str) -> None:
-        """At P: end a push, which settles then."""
+        """At P: end a push; it settles afterwards."""
         outgoing.stage = PushStage.STOPPED
         self._by_nonce[outgoing.nonce] = outgoing
         self._staged.stops.append(Stop(outgoing.nonce, outgoing.request_id, why))
@@ -160,7 +160,7 @@ class HandoverScheduler(KVConnectorScheduler):
                 return f"ticket: {why}"
             is_pushed_here = request.handoff is None and not request.remote_decode
             if is_pushed_here and ticket.nonce in self._pushed_here:
-                return "another request has its nonce"  # P can write to one of them
+                return "another request has its nonce"  # P can write to only one of them
         if request.handoff is None:
             return None
         return self._refusal_of_handoff(request, request.handoff)
@@ -197,9 +197,9 @@ class HandoverScheduler(KVConnectorScheduler):
         """See `KVConnectorScheduler`.
 
         Raises:
-            InternalError: The tokens to load do not start at a block's edge, the table is
-                too short for them, or nothing was offered; or a request is to be pushed whose
-                table is not that of its whole prompt.
+            InternalError: The tokens to load do not start at a block's edge, do not fit into the
+                table, or were not offered; or the table of a request that will be pushed does not
+                cover its whole prompt.
         """
         outgoing = self._outgoing.get(request.request_id)
         if outgoing is not None:
@@ -227,12 +227,12 @@ class HandoverScheduler(KVConnectorScheduler):
             self._pushed_here.discard(incoming.nonce)
 
     def _end(self, incoming: Incoming, end: LeaseEnd) -> None:
-        """At D: it needs the lease no more."""
+        """At D: give up a lease that is no longer needed."""
         self._forget(incoming)
         self._staged.releases.append(EndLease(incoming.nonce, incoming.owner, end))
 
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata | None:
-        """See `KVConnectorScheduler`. O(requests of the step) if any is for another engine."""
+        """See `KVConnectorScheduler`. O(requests of the step) if any request is handed over."""
         if not self._outgoing:
             return None
         scheduled = [
@@ -254,8 +254,8 @@ class HandoverScheduler(KVConnectorScheduler):
     ) -> Hold | None:
         """See `KVConnectorScheduler`.
 
-        A handoff names as many blocks as all tokens but the last fill, the last one perhaps in
-        part. A push that is live gives the lease its nonce.
+        A handoff names the blocks of all tokens but the last; the last block may be partly filled.
+        A live push passes its nonce on to the lease.
         """
         if request.finish_reason is FinishReason.HANDOFF:
             handoff = self._hand_over(request, block_ids, generations)
@@ -286,7 +286,7 @@ class HandoverScheduler(KVConnectorScheduler):
         if outgoing is None:
             outgoing = Outgoing(request.request_id, num_tokens)
         is_pushed = outgoing.stage is PushStage.LIVE
-        if not is_pushed:  # one that was withdrawn may be released by its D already
+        if not is_pushed:  # D may already have released the nonce of a withdrawn push
             self._by_nonce.pop(outgoing.nonce, None)
             outgoing.nonce = self._new_nonce()
         outgoing.stage = PushStage.LEASED
@@ -324,9 +324,9 @@ class HandoverScheduler(KVConnectorScheduler):
     def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
         """See `KVConnectorScheduler`.
 
-        A load that failed may be tried once more, from the same P: the first rung of the ladder.
-        A push that came with a handoff that cannot be used has failed: its lease was not read, and
-        is left to others.
+        A failed load may be tried once more, from the same P: the first rung of the ladder. A push
+        whose handoff cannot be used has failed: its lease was not read, and is left to other
+        engines.
         """
         for nonce in filter(self._is_leased, report.given_up):
             self._staged.ends.append(End(nonce, LeaseEnd.RELEASED))
@@ -365,7 +365,7 @@ class HandoverScheduler(KVConnectorScheduler):
         return outgoing is not None and outgoing.stage is PushStage.LEASED
 
     def _hear(self, news: PushNews) -> list[tuple[RequestId, str]]:
-        """At P: take what a rank says of pushes; what may go on by it, and why."""
+        """At P: take a rank's news of pushes; return the requests that may go on, and why."""
         rank, num_ranks = news.rank, self._context.num_ranks
         if not 0 <= rank < num_ranks:
             self.faults["report_of_unknown_rank"] += 1
@@ -375,14 +375,14 @@ class HandoverScheduler(KVConnectorScheduler):
         for fact in facts:
             self.faults["report_unknown"] += fact.nonce not in self._tickets
             outgoing = self._by_nonce.get(fact.nonce)
-            if outgoing is not None:  # else there is nothing of it any more
+            if outgoing is not None:  # otherwise the push is over
                 why, is_repeated = outgoing.hear(fact, rank, num_ranks)
                 self.faults["report_repeated"] += is_repeated
                 ready += [] if why is None else [(outgoing.request_id, why)]
         return ready
 
     def _settle(self, settled: Settled) -> None:
-        """At P: a lease, or a push that was stopped, is over."""
+        """At P: forget a lease or a stopped push that is over."""
         outgoing = self._by_nonce.get(settled.nonce)
         is_known = outgoing is not None and outgoing.stage in (PushStage.LEASED, PushStage.STOPPED)
         self.faults["report_unknown"] += not is_known
@@ -390,7 +390,7 @@ class HandoverScheduler(KVConnectorScheduler):
             del self._by_nonce[settled.nonce]
 
     def _incoming_of(self, report: Received | Failed) -> Incoming | None:
-        """At D: whose end this report is; None if of nothing that is under way."""
+        """At D: return the transfer that this report ends; None if none is in flight."""
         incoming = self._incoming.get(report.request_id)
         if incoming is not None and report.load_id:
             if report.load_id == incoming.tried:
@@ -401,18 +401,18 @@ class HandoverScheduler(KVConnectorScheduler):
         return incoming
 
     def _retry(self, failed: Failed) -> bool:
-        """At D: load once more what has not come; False if that is not worth it."""
+        """At D: load the missing tokens once more; False if that is not worth it."""
         incoming = self._incoming.get(failed.request_id)
         again = None if incoming is None else incoming.again(failed, next(self._load_ids))
         if again is None:
             return False
-        if failed.request_id in self._staged.aborts:  # of the load that is over now
+        if failed.request_id in self._staged.aborts:  # it was for the load that is over now
             self._staged.aborts.remove(failed.request_id)
         self._staged.loads.append(again)
         return True
 
     def _give_up(self, failed: Failed) -> bool:
-        """At D: its KV will not come. False if it is of no load of ours."""
+        """At D: give up a load whose KV will not arrive. False if there is no such load."""
         incoming = self._incoming_of(failed)
         if incoming is None:
             return False
@@ -424,7 +424,7 @@ class HandoverScheduler(KVConnectorScheduler):
         return True
 
     def _checked(self, received: Sequence[Received]) -> tuple[list[Received], list[Failed]]:
-        """What can be used of it, and what came with a handoff that cannot."""
+        """Split into usable loads, and failures for pushes whose handoff cannot be used."""
         usable, refused = [], []
         for each in received:
             incoming = self._incoming.get(each.request_id)

@@ -1,6 +1,6 @@
 """A transfer as the scheduler half knows it, from its request's arrival until it is over.
 
-An `Incoming` one at D, by what was staged for it last:
+An `Incoming` transfer at D, by what was staged for it last:
 
     (none) --queued--> WATCHED --begun--> LOADING --received--> (none), lease released as read
                           |               |  |  `--failed--> (none), its lease perhaps left alive
@@ -8,7 +8,7 @@ An `Incoming` one at D, by what was staged for it last:
                           |               `--aborted--> LOADING (its report settles it)
                           `--aborted, nothing to load--> (none), lease released
 
-An `Outgoing` one at P, by its stage:
+An `Outgoing` transfer at P, by its stage:
 
     (none) --queued--> PULLED --finished--> LEASED under a nonce of its own --settled--> (none)
     (none) --queued with a ticket--> EXPECTED --registered--> LIVE --finished--> LEASED as the push
@@ -16,11 +16,10 @@ An `Outgoing` one at P, by its stage:
                                         `------withdrawn-------+--> WITHDRAWN, goes on as PULLED
     EXPECTED, LIVE, WITHDRAWN --aborted--> STOPPED --settled--> (none)
 
-One whose ticket comes too late is STOPPED at once, and its request PULLED. A withdrawn push that
-was never live has nothing to settle: it is forgotten when it is aborted.
+A push whose ticket comes too late is STOPPED at once, and its request PULLED. A withdrawn push
+that was never live has nothing to settle: it is forgotten when it is aborted.
 
-They decide; whoever has them stages what they answer. They know neither tensors nor sockets, and no
-time.
+Transfers decide; their owner stages what they return. They know neither tensors, sockets nor time.
 """
 
 from __future__ import annotations
@@ -45,19 +44,19 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.transfer import EngineRef, Failed, KVHandoff
 
-# After these the lease may hold, and what went wrong need not go wrong again.
+# After these the lease may still hold, and a second try may succeed.
 _TRIED_AGAIN: Final = (LoadFailure.DIGEST, LoadFailure.TIMEOUT, LoadFailure.PEER_LOST)
 
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """A request whose KV another engine has, or is to write here.
+    """A request whose KV another engine has, or will write here.
 
     Attributes:
-        block_size: Of this engine.
+        block_size: Tokens per block of this engine.
         handoff: None if the KV is pushed.
-        load: What was staged last; None while it only waits.
-        tried: The load that was tried again.
+        load: The load that was staged last; None while it only waits.
+        tried: Id of the load that was tried again.
     """
 
     request: RequestView
@@ -71,12 +70,12 @@ class Incoming:
 
     @property
     def num_tokens(self) -> int:
-        """Of which there is KV."""
+        """Number of tokens whose KV the other engine has, or will have."""
         handoff = self.handoff
         return len(self.request.prompt_token_ids) if handoff is None else handoff.num_tokens
 
     def match(self, num_computed_tokens: int) -> Match:
-        """What can be loaded behind so many tokens; nothing once a load was begun."""
+        """Return what can be loaded after `num_computed_tokens`; nothing once a load has begun."""
         num_tokens = self.num_tokens - num_computed_tokens
         if self.load is not None or num_tokens <= 0:
             return Match(0, is_async=False)
@@ -85,10 +84,10 @@ class Incoming:
     def begin(
         self, load_id: int, block_ids: Sequence[BlockId], num_external_tokens: int
     ) -> Load | Reserve:
-        """Load so many tokens into a table.
+        """Load the last `num_external_tokens` into a table.
 
         Raises:
-            InternalError: They do not start at a block's edge, or the table is too short for them.
+            InternalError: They do not start at a block's edge, or do not fit into the table.
         """
         num_blocks = -(-self.num_tokens // self.block_size)
         first_token = self.num_tokens - num_external_tokens
@@ -108,11 +107,11 @@ class Incoming:
         return self.load
 
     def is_loading(self, load_id: int) -> bool:
-        """Whether this is the load that is under way."""
+        """Whether this is the load in flight."""
         return self.load is not None and self.load.load_id == load_id
 
     def again(self, failed: Failed, load_id: int) -> Load | None:
-        """Load once more from the same P what was not confirmed; None if that is not worth it."""
+        """Retry the unconfirmed part from the same P; None if that is not worth it."""
         if (
             not isinstance(self.load, Load)
             or not self.is_loading(failed.load_id)
@@ -134,15 +133,15 @@ class Incoming:
     def leaves_lease(self) -> bool:
         """Whether a failure leaves the lease alive.
 
-        Whoever it is told to may have the same KV pulled under the same lease, by this engine or
-        another: this engine only stops renewing it.
+        The recipient of the failure may have the same KV pulled under the same lease, by this
+        engine or another: this engine only stops renewing it.
         """
         is_reported = self.request.on_load_failure is OnLoadFailure.REPORT
         return not self.is_aborted and (is_reported or self.handoff is None)
 
 
 class PushStage(enum.Enum):
-    """Whether an outgoing transfer is pushed, and how far it is; see the module."""
+    """Whether an outgoing transfer is pushed, and its progress; see the module."""
 
     PULLED = enum.auto()
     EXPECTED = enum.auto()
@@ -154,16 +153,16 @@ class PushStage(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """A request whose KV another engine is to have.
+    """A request whose KV goes to another engine.
 
     Attributes:
-        num_tokens: Of its prompt.
-        nonce: Of its push, or of its lease; empty if it has neither.
-        was_live: Its push was, so that its blocks may be written from.
-        registered_by: Ranks at which D has reserved blocks. It counts once every rank has it.
-        withdrawn_by: Ranks that have no push any more. One rank is enough.
-        block_ids, generations: Of its whole prompt, while it is pushed.
-        num_told: Tokens that were announced to the workers, unproven ones not counted.
+        num_tokens: Tokens of its prompt.
+        nonce: Nonce of its push or of its lease; empty if it has neither.
+        was_live: Whether its push has ever been live, so that its blocks may be written from.
+        registered_by: Ranks that have D's registration, which counts once every rank has it.
+        withdrawn_by: Ranks at which the push was withdrawn. One rank is enough.
+        block_ids, generations: The blocks of its whole prompt, while it is pushed.
+        num_told: Tokens announced to the workers, without unproven ones.
     """
 
     request_id: RequestId
@@ -180,10 +179,10 @@ class Outgoing:
     def hear(
         self, fact: Registered | Withdrawn, rank: int, num_ranks: int
     ) -> tuple[str | None, bool]:
-        """Take what a rank says of its push.
+        """Take a rank's news of its push.
 
         Returns:
-            Why its request may go on now, if it may; and whether the rank has said so before.
+            The reason if its request may go on now; and whether the rank repeats itself.
         """
         said_by = self.withdrawn_by if isinstance(fact, Withdrawn) else self.registered_by
         is_repeated = rank in said_by
@@ -199,10 +198,10 @@ class Outgoing:
     def begin(
         self, block_ids: Sequence[BlockId], generations: Sequence[int], block_size: int
     ) -> None:
-        """`block_ids` are held for the request.
+        """Take the blocks that are held for the request.
 
         Raises:
-            InternalError: It is to be pushed, and they are not those of its whole prompt.
+            InternalError: It will be pushed, and they do not cover its whole prompt.
         """
         if self.stage is not PushStage.LIVE:
             return
@@ -217,10 +216,10 @@ class Outgoing:
         self.generations = list(generations[:num_blocks])
 
     def take_chunk(self, scheduled: ScheduledRequest, num_step_tokens: int) -> Chunk | None:
-        """What a step computes of it, to be told to the workers.
+        """Return what a step computes of it, for the workers; None = nothing.
 
-        The first chunk of a push begins with token 0, whatever it found in the prefix cache:
-        D needs that, too. Of a prompt that will be pulled the last chunk is its lease's.
+        The first chunk of a push begins with token 0, whatever the prefix cache had: D needs that
+        as well. The last part of a prompt that will be pulled is covered by its lease.
         """
         is_unproven, end_token = scheduled.view.is_unproven, scheduled.end_token
         if self.stage is not PushStage.LIVE:
