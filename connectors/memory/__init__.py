@@ -1,8 +1,8 @@
 """KV between engines of one process: for tests and simulation.
 
-It is the transfer protocol that ships (`connectors.transfer`), over links and copies inside the
-process (`exchange`, `rank`), run by the calls of its engines: no thread, and no time but that of
-the clock that is passed in.
+It runs the product's transfer protocol (`connectors.transfer`) over links and copies inside the
+process (`exchange`, `rank`), driven by its engines' calls: without threads, and with no time but
+that of the clock that is passed in.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class MemoryConnector(KVConnectorBase, frozen=True, kw_only=True):
     """See `KVConnectorBase`. Engines meet if their connectors share an exchange.
 
     Attributes:
-        exchange: One of this connector's own if none is given.
-        clock: Owns the lives of leases.
+        exchange: The exchange of its ranks; by default one of this connector's own.
+        clock: The clock by which leases expire.
         new_nonce: Names leases; tests pass a counter.
-        trouble: What goes wrong on the wire of its ranks.
-        piece_bytes: Transfers are cut into copies of about so many bytes.
+        trouble: Faults to inject on the wire of its ranks.
+        piece_bytes: Approximate size in bytes of the copies into which transfers are cut.
     """
 
     name: str = "memory"

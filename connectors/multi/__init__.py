@@ -1,10 +1,9 @@
 """Several connectors as one: a prompt's KV comes in parts, each from the cheapest that has it.
 
-Who loads is chosen by `sources`: of the connectors that have what comes next, the one that takes
-the least time for a token, as measured. A load beside the steps is followed by the next one; loads
-inside a step begin together. What fails is asked of another source, and computed if there is none.
-Every connector may save, sees its own reports only, and keeps a request's blocks until it lets go
-of them.
+`sources` chooses who loads: of the connectors that have the next tokens, the one with the least
+measured time per token. Loads beside the steps follow one after the other; loads inside a step
+begin together. If a load fails, another source is asked; if there is none, the tokens are computed.
+Every connector may save, sees only its own reports, and may hold a request's blocks after its end.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ class MultiConnector(KVConnectorBase, frozen=True, kw_only=True):
     """See `KVConnectorBase`.
 
     Attributes:
-        connectors: At least two, of different names; at most one of them has peers.
+        connectors: At least two, with different names; at most one of them has peers.
     """
 
     connectors: tuple[KVConnectorBase, ...]
 
     @classmethod
     def of(cls, connectors: Sequence[KVConnectorBase]) -> MultiConnector:
-        """Combine connectors; sources that cost the same are asked in this order.
+        """Combine connectors; sources of equal cost are asked in this order.
 
         Raises:
-            ConfigError: One comes twice, or two of them exchange KV with other engines.
+            ConfigError: One is named twice, or two of them exchange KV with other engines.
         """
         names = [each.name for each in connectors]
         if len(set(names)) < len(names):

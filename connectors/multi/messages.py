@@ -17,9 +17,9 @@ class MultiInstructions(msgspec.Struct, frozen=True, omit_defaults=True):
     """To the worker halves, with a step or beside them.
 
     Attributes:
-        payloads: What each child's scheduler half says, by the child's name.
+        payloads: Metadata of each child's scheduler half, by the child's name.
         num_loading: Tokens that each child loads inside this step.
-        lost: Requests whose loads inside this step their connectors have failed to begin.
+        lost: Requests whose connectors failed to begin their loads inside this step.
     """
 
     payloads: dict[str, bytes]
@@ -28,7 +28,7 @@ class MultiInstructions(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, said: Mapping[str, ConnectorMetadata | None]) -> MultiInstructions:
-        """What the children say; whoever says nothing is left out."""
+        """Combine the children's metadata, leaving out those without any."""
         return cls({name: each.payload for name, each in said.items() if each is not None})
 
     def to_metadata(self) -> ConnectorMetadata | None:
@@ -46,9 +46,9 @@ class ChildNews(msgspec.Struct, frozen=True, omit_defaults=True):
     """To the scheduler half, from one rank.
 
     Attributes:
-        child: Whose news it is.
-        payload: What its worker half says; None if it is our own.
-        num_tokens, waited_s: A load inside a step, and how long the step has waited for it.
+        child: Name of the child that the news concerns.
+        payload: Payload of the child's worker half; None if the news is the multi connector's own.
+        num_tokens, waited_s: Tokens loaded inside a step, and how long the step waited.
     """
 
     child: str

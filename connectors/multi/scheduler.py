@@ -1,7 +1,7 @@
 """The scheduler half: asks every child, has the cheapest load, and combines what they say.
 
-What a child raises over a request ends that request alone, at the latest before its next step; none
-of the others misses anything by it, nor is told anything twice.
+An exception that a child raises over a request ends only that request, at the latest before its
+next step; the other children still get every call, exactly once.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _NO_PLAN: Final = LoadPlan([], is_async=False)
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of one request.
+    """State of one request.
 
     Attributes:
-        plan: What was matched last.
-        is_pinned: As it was matched then.
-        loading: Who loads beside the steps, and how many tokens.
-        inside: Who loads inside the step that it starts in, and how many tokens.
-        failed: Whose loads have failed.
-        owed: Holds of a preemption that another child has failed over.
-        is_over: It has ended, and its load has not.
+        plan: The latest plan, of what was matched last.
+        is_pinned: Whether that match was pinned.
+        loading: The child that loads beside the steps, and its number of tokens.
+        inside: Tokens that each child loads inside the step in which the request starts.
+        failed: Children whose loads have failed.
+        owed: Holds from a preemption during which another child failed.
+        is_over: Whether it has ended while its load has not.
     """
 
     view: RequestView
@@ -87,7 +87,7 @@ class MultiScheduler(KVConnectorScheduler):
 
     @property
     def faults(self) -> Mapping[str, int]:  # type: ignore[override]
-        """Those of all children."""
+        """Faults of all children and its own."""
         faults = self._faults.copy()
         for child in self._children.values():
             faults.update(child.faults)
@@ -95,20 +95,20 @@ class MultiScheduler(KVConnectorScheduler):
 
     @property
     def store_stats(self) -> KVStoreStats | None:  # type: ignore[override]
-        """Of all stores together; the first says whether it is up."""
+        """Sum over all stores; the first one determines whether it is up."""
         said = [each.store_stats for each in self._children.values()]
         stats = [each for each in said if each is not None]
         return stats[0].plus(stats[1:]) if stats else None
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended, or whose loads have not."""
+        """Number of requests that have not ended, or whose loads have not."""
         return len(self._entries)
 
     # ---- requests come and go --------------------------------------------------------------
 
     def request_arrived(self, request: RequestView) -> KVSource:
-        """See `KVConnectorScheduler`. Whoever has taken what another refuses hears of its end."""
+        """See `KVConnectorScheduler`. If a child refuses, those before it are told of the end."""
         sources: list[KVSource] = []
         taken: list[KVConnectorScheduler] = []
         for child in self._children.values():
@@ -130,7 +130,7 @@ class MultiScheduler(KVConnectorScheduler):
         holds, errors = self._let_go(
             lambda child: child.preempted(request, block_ids, generations), self._children
         )
-        if errors:  # what the others hold is for the end that follows
+        if errors:  # the request ends next, which returns the others' holds
             entry.owed += holds
             raise next(iter(errors.values()))
         return _together(holds)
@@ -140,7 +140,7 @@ class MultiScheduler(KVConnectorScheduler):
     ) -> Hold | None:
         """See `KVConnectorScheduler`.
 
-        A child that fails over an end is logged: the others' holds count all the same.
+        If a child fails over an end, that is logged, and the others' holds still count.
         """
         entry = self._entries[request.request_id]
         children = dict(self._children)
@@ -149,7 +149,7 @@ class MultiScheduler(KVConnectorScheduler):
             error = self._broken.pop(request.request_id, None)
             if error is not None:
                 raise error
-            # Without a handoff it ends in another way, of which nobody has been told yet.
+            # If this raises, the request ends in another way, which no child has been told yet.
             for name in [name for name, child in children.items() if child.hands_over]:
                 hold = children.pop(name).request_finished(request, block_ids, generations)
                 holds += [] if hold is None else [_named(hold, name)]
@@ -173,7 +173,7 @@ class MultiScheduler(KVConnectorScheduler):
         end: Callable[[KVConnectorScheduler], Hold | None],
         children: Mapping[str, KVConnectorScheduler],
     ) -> tuple[list[Hold], dict[str, Exception]]:
-        """Tell children of an end; what each holds, and who has failed over it."""
+        """Tell children of an end; return their holds, and the errors of those that failed."""
         holds: list[Hold] = []
         errors: dict[str, Exception] = {}
         for name, child in children.items():
@@ -191,7 +191,7 @@ class MultiScheduler(KVConnectorScheduler):
     ) -> Match | None:
         """See `KVConnectorScheduler`.
 
-        Nobody waits for a store's answer if all of the prompt can be had elsewhere.
+        A request does not wait for a store's answer if its whole prompt is available elsewhere.
         """
         entry = self._entries[request.request_id]
         matches: dict[str, Match] = {}
@@ -229,8 +229,8 @@ class MultiScheduler(KVConnectorScheduler):
     ) -> None:
         """See `KVConnectorScheduler`.
 
-        Of a load beside the steps only the one that loads is told; of the start all are, those that
-        load last: if one of the others fails, nothing has begun.
+        Only the child that loads is told of a load beside the steps. All are told of the start,
+        those that load last, so that no load has begun if another child fails.
         """
         entry = self._entries[request.request_id]
         plan = entry.plan if num_external_tokens else _NO_PLAN
@@ -253,12 +253,12 @@ class MultiScheduler(KVConnectorScheduler):
     def build_connector_meta(self, step: StepView) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`.
 
-        A request over which a child fails is not in the child's step; it ends before its next one,
-        when no child has been told of that yet.
+        A request over which a child fails is left out of that child's step. It ends before its
+        next step, before any child has been told of that one.
         """
         over = next((each for each in step if each in self._broken), None) if self._broken else None
         if over is not None:
-            step.get(over)  # it is about this one
+            step.get(over)  # attributes the error to this request
             raise self._broken.pop(over)
         num_loading: Counter[str] = Counter()
         lost: list[RequestId] = []
@@ -280,7 +280,7 @@ class MultiScheduler(KVConnectorScheduler):
     def _said(
         self, name: str, child: KVConnectorScheduler, step: StepView
     ) -> tuple[ConnectorMetadata | None, set[RequestId]]:
-        """What a child has for a step, and the requests that it has failed over."""
+        """Return a child's metadata for a step, and the requests over which it failed."""
         broken: set[RequestId] = set()
         while True:
             left = step.without(broken) if broken else step
@@ -300,13 +300,13 @@ class MultiScheduler(KVConnectorScheduler):
         return MultiInstructions.of(said).to_metadata()
 
     def take_events(self) -> Sequence[KVEvent]:
-        """See `KVConnectorScheduler`. Those of all children."""
+        """See `KVConnectorScheduler`. Events of all children."""
         return [event for child in self._children.values() for event in child.take_events()]
 
     # ---- news ------------------------------------------------------------------------------
 
     def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
-        """See `KVConnectorScheduler`. Each child sees what its own worker halves say."""
+        """See `KVConnectorScheduler`. Each child sees only reports of its own worker halves."""
         payloads: dict[str, list[bytes]] = {name: [] for name in self._children}
         for each in map(ChildNews.from_payload, report.payloads):
             if each.payload is not None:
@@ -329,7 +329,7 @@ class MultiScheduler(KVConnectorScheduler):
             news = guarded(partial(child.update_connector_output, own))
             if isinstance(news, Exception):
                 facts: list[Received | Failed] = [*own.received, *own.failed]
-                for fact in facts:  # it has happened all the same
+                for fact in facts:  # the loads have ended all the same
                     self._end_load(name, fact.request_id)
                 raise news
             said.append(self._combined(name, news))
@@ -342,14 +342,14 @@ class MultiScheduler(KVConnectorScheduler):
         return [each for each in facts if self._is_of(name, each)]
 
     def _is_of(self, name: str, fact: Fact) -> bool:
-        """Whose a fact is. Of a load inside a step that failed on another rank, nobody says it."""
+        """Whether a fact is this child's; failed loads inside a step may name no connector."""
         if fact.connector:
             return fact.connector == name
         entry = self._entries.get(fact.request_id)
         return entry is not None and name in entry.inside
 
     def _combined(self, name: str, news: ConnectorNews) -> ConnectorNews:
-        """What a child's news mean beside those of the others."""
+        """Interpret a child's news in the light of the other children."""
         loaded: list[Received] = []
         failed: list[Failed] = []
         elsewhere: list[Failed] = []
@@ -381,7 +381,7 @@ class MultiScheduler(KVConnectorScheduler):
         return entry is not None and entry.loading is not None and entry.loading[0] == name
 
     def _end_load(self, name: str, request_id: RequestId) -> int:
-        """Take the end of a load beside the steps; its tokens, 0 if there is no such load."""
+        """End a load beside the steps; return its tokens, 0 if there is no such load."""
         if not self._loads(name, request_id):
             self._faults["report_unknown"] += 1
             return 0
@@ -393,10 +393,11 @@ class MultiScheduler(KVConnectorScheduler):
         return num_tokens
 
     def _is_elsewhere(self, name: str, entry: _Entry, failed: Failed) -> bool:
-        """Whether another source has what has not come.
+        """Whether another source has the tokens that failed to arrive.
 
-        Instead of an engine whose KV is leased, it has to have all: what would be computed here in
-        that engine's place is not ours to decide. Nor is a push: it was planned by others.
+        To replace an engine whose KV is leased, it must have them all: whether to compute tokens
+        here in that engine's place is not decided here. A push, planned elsewhere, has no
+        replacement.
         """
         entry.failed.add(name)
         if entry.is_over or entry.is_pinned:
@@ -417,5 +418,5 @@ def _named(hold: Hold, name: str) -> Hold:
 
 
 def _together(holds: Sequence[Hold]) -> Hold | None:
-    """One hold that ends when all of them have; the first may have a handoff."""
+    """Combine holds into one that ends when all of them have; the first may have a handoff."""
     return msgspec.structs.replace(holds[0], others=tuple(holds[1:])) if holds else None

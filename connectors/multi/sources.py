@@ -1,8 +1,8 @@
 """Chooses which connector loads what comes next of a prompt. Pure, but for what it has measured.
 
-Who has a token of a prompt has all before it. So what comes next is loaded by the cheapest of those
-that have it, as far as that one goes; then it is asked again who is the cheapest. That is the
-quickest way to all that is anywhere.
+A source that has a token of a prompt has all tokens before it. So the cheapest source of the next
+token loads as far as it can; then the next one is chosen in the same way. That is the fastest way
+to load everything that any source has.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import Match
 
 _NEWEST: Final = 0.2
-"""The share that the newest measurement has in what is believed."""
+"""The weight of the newest measurement in the moving average."""
 
 
 class LoadPlan(NamedTuple):
-    """What is loaded next.
+    """The next load.
 
     Attributes:
-        parts: Connectors, by name, and how many tokens each loads, one behind the other. There are
-            several only inside a step.
-        is_async: They are loaded beside the steps.
+        parts: Names of connectors and the number of tokens that each loads, in prompt order. There
+            are several only inside a step.
+        is_async: Whether they are loaded beside the steps.
     """
 
     parts: list[tuple[str, int]]
@@ -32,39 +32,40 @@ class LoadPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of all parts."""
+        """Tokens of all parts."""
         return sum(num_tokens for _, num_tokens in self.parts)
 
 
 class Costs:
-    """Seconds per token of each source, as measured; 0 of what was not measured yet."""
+    """Measured seconds per token of each source; 0 for sources without a measurement."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     def observe(self, name: str, num_tokens: int, seconds: float) -> None:
-        """Take a load's time."""
+        """Record the time of a load."""
         if num_tokens > 0:
             new = seconds / num_tokens
             self._seconds[name] = new + (1 - _NEWEST) * (self._seconds.get(name, new) - new)
 
     def cheapest(self, names: Iterable[str]) -> str:
-        """The cheapest of these, the first if several are."""
+        """Return the cheapest of these; the first one in case of a tie."""
         return min(names, key=lambda name: self._seconds.get(name, 0.0))
 
 
 def choose(
     matches: Mapping[str, Match], num_behind: Callable[[str, int], int], costs: Costs
 ) -> LoadPlan:
-    """Choose what is loaded next.
+    """Choose the next load.
 
-    A peer that writes into our blocks is about to bring everything. Else, loads beside the steps
-    come first, as a step cannot wait for them; if only a load inside the step goes further, it
-    brings all that they have, too.
+    A peer that writes into our blocks will bring everything. Otherwise loads beside the steps come
+    first, as a step cannot wait for them. If a load inside the step goes further than they do, it
+    covers all of their tokens as well.
 
     Args:
-        matches: What each source has behind what is here.
-        num_behind: Tokens that a source loads inside a step, behind so many more than are here.
+        matches: What each source has after the tokens that are here.
+        num_behind: Returns how many tokens a source can load inside a step after the given number
+            of tokens beyond those here.
     """
     found = {name: each for name, each in matches.items() if each.num_tokens > 0}
     for name, each in found.items():
@@ -81,10 +82,10 @@ def choose(
 def _chain(
     ends: dict[str, int], num_behind: Callable[[str, int], int], costs: Costs
 ) -> list[tuple[str, int]]:
-    """Parts that are loaded inside one step.
+    """Return the parts to load inside one step.
 
     Args:
-        ends: How far each source goes.
+        ends: How many tokens each source has.
     """
     parts: list[tuple[str, int]] = []
     num_tokens = 0

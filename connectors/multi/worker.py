@@ -38,7 +38,7 @@ class MultiWorker(KVConnectorWorker):
 
     Args:
         halves: Worker halves, by the names of their connectors.
-        clock: Measures what steps wait for loads.
+        clock: Measures how long steps wait for loads.
     """
 
     def __init__(self, halves: Mapping[str, KVConnectorWorker], *, clock: Clock) -> None:
@@ -104,7 +104,7 @@ class MultiWorker(KVConnectorWorker):
         first: dict[RequestId, Failed] = {}
         for name, half in self._each():
             lost += _named(name, half.wait_for_save())
-        for each in lost:  # what was loaded behind what has not come is worth nothing
+        for each in lost:  # tokens loaded after a gap are useless
             known = first.setdefault(each.request_id, each)
             if each.num_valid_tokens < known.num_valid_tokens:
                 first[each.request_id] = each
@@ -130,7 +130,7 @@ class MultiWorker(KVConnectorWorker):
         )
 
     def close(self, timeout_s: float) -> None:
-        """See `KVConnectorWorker`. All of them are closed, whatever one of them raises."""
+        """See `KVConnectorWorker`. All halves are closed, even if one of them raises."""
         until_s = self._clock.monotonic_s() + timeout_s
         with contextlib.ExitStack() as ends:
             for _, half in self._each():
