@@ -1,7 +1,7 @@
 """KV in an LMCache server: what one request computed, later ones of any engine load.
 
-`scheduler` decides what is looked up, loaded and saved; `worker` has the threads that do it, and
-`slots` what lies in the server's memory. `client` and `http_side` alone know LMCache.
+`scheduler` decides what to look up, load and save; `worker` runs the threads that do it, and
+`slots` defines the layout of the server's memory. Only `client` and `http_side` know LMCache.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """All that is known of LMCache: how its server is called, and how its answers are read.
 
-Its server keeps objects in shared memory. Whoever registered a geometry for a (model, world size)
-may ask for slots to write, or to read what a lookup has locked. The geometry is ours to choose: an
-object is so many opaque bytes, of one *unit* (its `worker_id`) of the `world_size` units that make
-up the KV of a chunk. A chunk that lacks a unit is not found.
+LMCache's server keeps objects in shared memory. A client that has registered a geometry for a
+(model, world size) may ask for slots to write, or to read what a lookup has locked. We choose the
+geometry: an object is a fixed number of opaque bytes, one *unit* (its `worker_id`) of the
+`world_size` units that make up the KV of a chunk. A chunk that lacks a unit is not found.
 
-Nothing here waits longer than it is told to. Knows no blocks, layers or digests. For any thread.
+No call waits longer than its time-out. Knows no blocks, layers or digests. Usable from any thread.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _ASK_AGAIN_S: Final = 0.002
 
 
 class StoreGoneError(PdserveError):
-    """The server does not answer in time, or not as it should."""
+    """The server gave no answer in time, or not a valid one."""
 
 
 class StoreMissError(PdserveError):
-    """The server has not got what a lookup found any more."""
+    """The server no longer has what a lookup found."""
 
 
 def require_lmcache() -> None:
-    """Refuse to start without the one version that this module was written for.
+    """Check that the one version of LMCache that this module supports is installed.
 
     Raises:
         ConfigError: It is not installed, or another version is.
@@ -73,14 +73,14 @@ class StoreClient:
     """A connection of one rank to a server.
 
     Args:
-        layout: How chunks are cut into units, and what they are called.
-        engine: Begins the names of sessions; no two engines have the same.
+        layout: How chunks are cut into units, and their names.
+        engine: Prefix of session names; unique among engines.
         instance_id: Unique among the ranks of all engines.
-        reach: Has a device reach the server's memory, if KV lies on one that does not by itself.
+        reach: Makes the server's memory accessible to the device of the KV, if that is necessary.
 
     Attributes:
-        chunk_tokens: Of a chunk; 0 until it was connected once.
-        stages: Of the layout.
+        chunk_tokens: Tokens per chunk; 0 until the first connection.
+        stages: Stages of the layout.
 
     Raises:
         ConfigError: See `require_lmcache`.
@@ -98,7 +98,7 @@ class StoreClient:
         require_lmcache()
         for name, value in (*LMCACHE_SILENT.items(), ("LMCACHE_LOG_LEVEL", "ERROR")):
             os.environ.setdefault(name, value)
-        with warnings.catch_warnings(action="ignore"):  # of what it imports
+        with warnings.catch_warnings(action="ignore"):  # from its own imports
             from lmcache.v1.multiprocess.custom_types import (
                 IPCCacheServerKey,
                 RegisterEngineDrivenContextPayload,
@@ -131,8 +131,8 @@ class StoreClient:
             num_physical_slots=1,
         )
         self._context = zmq.Context()
-        # Of a server that is gone nobody takes the messages in. Without these, LMCache's thread
-        # would stand once a thousand wait, and `close` would wait for the last one to be sent.
+        # A server that is gone takes in no messages. Without these options, LMCache's thread would
+        # block once a thousand are queued, and `close` would wait until the last one is sent.
         self._context.setsockopt(zmq.SNDHWM, 0)
         self._context.setsockopt(zmq.LINGER, 0)
         self._client = create_request_client(settings.server_url, context=self._context)
@@ -143,11 +143,12 @@ class StoreClient:
     # --- the server
 
     def connect(self) -> None:
-        """Register, anew if this rank was known, and map the server's memory.
+        """Register this rank, again if it was known, and map the server's memory.
 
         Raises:
-            StoreGoneError: It does not answer.
-            ConfigError: Its memory is not this machine's, or the device's, or it gives none out.
+            StoreGoneError: The server does not answer.
+            ConfigError: The server's chunk size has changed, it offers no memory, or its memory
+                cannot be accessed from this machine or device.
         """
         chunk_tokens = int(self._answer(self._client.get_chunk_size(), "get_chunk_size"))
         if self.chunk_tokens not in (0, chunk_tokens):
@@ -156,31 +157,31 @@ class StoreClient:
                 f"tokens (--chunk-size) in place of {self.chunk_tokens}: restart the engine",
                 param="kv-transfer-config.lmcache.url",
             )
-        if self.chunk_tokens:  # what this rank had begun before an interruption is over by that
+        if self.chunk_tokens:  # ends whatever this rank had begun before an interruption
             leave = self._client.unregister_kv_cache_engine_driven_context
             self._answer(leave(self._instance_id), "unregister")
         self._slot_bytes = self._layout.slot_bytes(chunk_tokens)
         geometry = self._make_geometry(hidden_dim_size=self._slot_bytes)
         register = self._client.register_kv_cache_engine_driven_context
         told = self._answer(register(geometry), "register")
-        self._pool = np.empty(0, np.uint8)  # before there are two of them
+        self._pool = np.empty(0, np.uint8)  # drop the old mapping before making another
         self._pool = self._map(str(told.shm_name).lstrip("/"), int(told.pool_size))
         self.chunk_tokens = chunk_tokens
 
     def ping(self) -> Any:
-        """Ask whether it is there, and let it see that we are; the answer's future."""
+        """Ping the server, which also shows it that we are alive; return the answer's future."""
         return self._client.ping(self._instance_id)
 
     def other_stages(self) -> list[str]:
-        """Pipeline stages of engines at the server that would share KV, were they this one's.
+        """Return the pipeline stages of engines with which only these prevent sharing KV.
 
-        As `StoreLayout.stages`; nothing is known without the server's HTTP side.
+        In the form of `StoreLayout.stages`; empty without the server's HTTP side.
         """
         found = {self._layout.stages_of(model) for model in self._http.models()}
         return sorted(found - {""})
 
     def close(self, *, is_up: bool) -> None:
-        """Take leave, if it is there: then it has heard all that it was told before."""
+        """Unregister; if the server is up, wait until it has processed all earlier messages."""
         leaving = self._client.unregister_kv_cache_engine_driven_context(self._instance_id)
         leaving.wait(self._timeout_s if is_up else 0.0)
         self._pool = np.empty(0, np.uint8)
@@ -215,14 +216,14 @@ class StoreClient:
     # --- prompts
 
     def lookup(self, chunks: ChunkRange) -> PendingLookup:
-        """Begin to look for the leading chunks of a prompt, and to bring them into memory."""
+        """Start to look for the leading chunks of a prompt, and to bring them into memory."""
         return PendingLookup(self._client, PromptKeys(self, chunks, self._session(chunks)))
 
     def release(self, chunks: ChunkRange, *, is_last: bool) -> list[Any]:
-        """Give up the read locks of a lookup on some chunks, and perhaps its session.
+        """Release a lookup's read locks on some chunks, and its session if `is_last`.
 
         Returns:
-            The futures of that: the server has to have done it before this rank takes leave.
+            Futures that must complete before this rank unregisters.
         """
         session, told = self._session(chunks), []
         if chunks.first < chunks.end:
@@ -233,13 +234,13 @@ class StoreClient:
         return told
 
     def locked(self, chunks: ChunkRange, units: Sequence[int]) -> Slots:
-        """Where the chunks lie that a lookup has locked.
+        """Return the slots of chunks that a lookup has locked.
 
-        They stay there until `unlock`, and for some minutes at most.
+        They stay valid until `unlock`, and for some minutes at most.
 
         Raises:
             StoreGoneError: The server does not answer.
-            StoreMissError: It has not got them.
+            StoreMissError: The server does not have all of them.
         """
         keys = PromptKeys(self, chunks, self._session(chunks))
         asked = [self._client.prepare_retrieve(keys.of(u), self._instance_id) for u in units]
@@ -253,16 +254,16 @@ class StoreClient:
         return Slots(self._pool, np.array(starts, np.int64).T.copy())
 
     def unlock(self, chunks: ChunkRange, units: Sequence[int]) -> None:
-        """The chunks were read."""
+        """Unlock chunks that have been read."""
         keys = PromptKeys(self, chunks, self._session(chunks))
         for unit in units:
             self._client.commit_retrieve(keys.of(unit), self._instance_id)
 
     def reserve(self, chunks: ChunkRange, units: Sequence[int]) -> Slots:
-        """Slots for chunks that the server lacks.
+        """Reserve slots for those chunks that the server lacks.
 
         Raises:
-            StoreGoneError: The server does not answer.
+            StoreGoneError: The server does not answer, or offers no memory.
         """
         keys = PromptKeys(self, chunks, self._save_session(chunks))
         asked = [self._client.prepare_store(keys.of(u), self._instance_id) for u in units]
@@ -276,10 +277,10 @@ class StoreClient:
         return Slots(self._pool, starts)
 
     def commit(self, chunks: ChunkRange, units: Sequence[int]) -> None:
-        """All that was reserved, of these units, is written.
+        """Commit all reserved slots of these units, which have been written.
 
         Raises:
-            StoreGoneError: The server does not answer, or knows nothing of it.
+            StoreGoneError: The server does not answer, or does not know the reservation.
         """
         keys = PromptKeys(self, chunks, self._save_session(chunks))
         asked = [self._client.commit_store(keys.of(u), self._instance_id, b"") for u in units]
@@ -289,20 +290,20 @@ class StoreClient:
                 raise StoreGoneError(f"the LMCache server at {self._url} has forgotten a save")
 
     def forget(self, chunks: ChunkRange, units: Sequence[int]) -> None:
-        """Have chunks dropped, so that they can be saved anew, if the server has an HTTP side."""
+        """Have chunks dropped, so that they can be saved again, if the server has an HTTP side."""
         if not self._http.url:
             return
         keys = PromptKeys(self, chunks, self._save_session(chunks))
         self._http.drop([each for unit in units for each in keys.encoded(unit)])
 
     def end_save(self, chunks: ChunkRange) -> None:
-        """Nothing more comes of a save."""
+        """End the session of a save."""
         self._client.end_session(self._save_session(chunks))
 
     # --- its terms
 
     def make_key(self, **fields: Any) -> Any:
-        """The server's own key."""
+        """Make a key of the server's own type."""
         return self._make_key(**self._key_fields, **fields)
 
     def _session(self, chunks: ChunkRange) -> str:
@@ -328,7 +329,7 @@ class StoreClient:
 
 
 def _result(future: Any) -> Any:
-    """What the server has answered.
+    """Return the server's answer.
 
     Raises:
         StoreGoneError: It could not be asked, or its answer could not be read.
@@ -355,11 +356,11 @@ class PromptKeys:
         }
 
     def of(self, unit: int | None) -> Any:
-        """One unit of them; None = all units."""
+        """Return the key of one unit of the chunks; None = all units."""
         return self._client.make_key(worker_id=unit, **self._fields)
 
     def encoded(self, unit: int) -> list[dict[str, Any]]:
-        """The objects of a unit, as the HTTP side names them."""
+        """Return the names of a unit's objects on the HTTP side."""
         from lmcache.v1.distributed.api import ipc_key_to_object_keys
         from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
@@ -380,14 +381,14 @@ class PromptKeys:
 
 
 class PendingLookup:
-    """A look for the leading chunks of a prompt, which has begun. For one thread.
+    """A lookup of the leading chunks of a prompt that is in progress. For one thread.
 
     Args:
-        calls: The server's, each of which returns a future.
+        calls: The server's calls, each of which returns a future.
 
     Attributes:
-        num_chunks: That were found, and are locked; None = not known yet.
-        has_answered: The server has said anything at all.
+        num_chunks: Number of chunks that were found and locked; None = not known yet.
+        has_answered: Whether the server has answered anything at all.
     """
 
     def __init__(self, calls: Any, keys: PromptKeys) -> None:
@@ -400,10 +401,10 @@ class PendingLookup:
         self._ask_at_s = 0.0
 
     def poll(self, now_s: float) -> bool:
-        """Go on as far as the server has answered. Return whether the lookup is over.
+        """Process the server's answers so far. Return whether the lookup is over.
 
         Raises:
-            StoreGoneError: It could not be asked.
+            StoreGoneError: The server could not be asked.
         """
         if self.num_chunks is not None:
             return True
@@ -416,7 +417,7 @@ class PendingLookup:
             if told is not None:
                 self.num_chunks = int(told)
                 return True
-            # What is on a disk is brought into memory first: that is waited for in between.
+            # Chunks on a disk are brought into memory first: ask again after a while.
             self._ask_at_s = now_s + (_ASK_AGAIN_S if self._is_asking_how_far else 0.0)
         if now_s >= self._ask_at_s:
             self._is_asking_how_far = True

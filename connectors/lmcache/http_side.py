@@ -1,6 +1,6 @@
 """The HTTP side of an LMCache server: which engines it knows, and how it is made to drop chunks.
 
-No engine needs it: what it does not answer is as if it were not there.
+Engines do not depend on it: a failed request counts as if there were no HTTP side.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class _Status(msgspec.Struct):
 
 
 class StoreHttpSide:
-    """Asked by the threads of one rank, none of which waits longer than it is told to.
+    """Client for the threads of one rank; no call waits longer than the time-out.
 
     Attributes:
-        url: Empty if the server has none.
+        url: The server's URL; empty if it has no HTTP side.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -36,7 +36,7 @@ class StoreHttpSide:
         self._timeout_s = timeout_s
 
     def models(self) -> set[str]:
-        """Names under which the server's engines have registered; none if it does not say."""
+        """Return the names under which engines have registered; empty if it does not answer."""
         answer = self._ask("GET", "status")
         try:
             engines = msgspec.json.decode(answer, type=_Status).non_cuda_context_meta.values()
@@ -45,13 +45,13 @@ class StoreHttpSide:
         return {each.model_name for each in engines}
 
     def drop(self, keys: Sequence[dict[str, Any]]) -> None:
-        """Have objects deleted in all tiers, though somebody may be about to read them in vain."""
-        for tier in ("l1", "l2"):  # a server without a second tier refuses to look there
+        """Delete objects from all tiers, even if a reader that is about to load them will fail."""
+        for tier in ("l1", "l2"):  # a server without a second tier refuses the second request
             body = msgspec.json.encode({"keys": keys, "tier": tier, "force": True})
             self._ask("DELETE", "cache/objects", body)
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """What it says; nothing if it is not there, refuses, or is no such server."""
+        """Return the response body; empty if the request fails or is refused."""
         if not self.url:
             return b""
         headers = {} if body is None else {"Content-Type": "application/json"}

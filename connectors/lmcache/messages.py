@@ -1,7 +1,8 @@
 """What the two halves of the LMCache connector tell one another.
 
-A *chunk* is what the server keeps under one name: so many tokens (the server's own setting), named
-by all tokens up to its end. A *session* is one look at the server for one request, by number.
+A *chunk* is what the server keeps under one name: a fixed number of tokens (the server's setting),
+named by all tokens up to its end. A *session* is one lookup, or one save, for one request; it is
+identified by a number.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
     """Chunks of one prompt.
 
     Attributes:
-        session: Whose read locks they are, or a number of its own for a save.
-        token_ids: All tokens up to the end of the last one, or more, as uint32.
-        salt: What the prompt's prefixes are shared within.
+        session: The lookup that holds their read locks, or a number of its own for a save.
+        token_ids: All tokens up to the end of the last chunk, or more, as uint32.
+        salt: Salt of the prompt, within which its prefixes are shared.
         first: Index of the first chunk.
-        end: Index behind the last one.
+        end: Index after the last chunk.
     """
 
     session: int
@@ -37,10 +38,10 @@ class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Chunks to be loaded inside the next step.
+    """Chunks to load inside the next step.
 
     Attributes:
-        first_token: The first one that is loaded; its block edge may lie inside the first chunk.
+        first_token: The first token to load; its block edge may lie inside the first chunk.
         block_ids: The table up to the end of the last chunk.
     """
 
@@ -50,11 +51,11 @@ class ChunkLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkSave(msgspec.Struct, frozen=True, tag="save", array_like=True):
-    """Chunks whose KV is computed, and that the server is believed to lack.
+    """Chunks whose KV is computed, and that the server probably lacks.
 
     Attributes:
         block_ids: The table up to the end of the last chunk.
-        replaced: Chunks that the server has, with bytes that are not theirs.
+        replaced: Chunks that the server has with wrong bytes.
     """
 
     chunks: ChunkRange
@@ -63,11 +64,11 @@ class ChunkSave(msgspec.Struct, frozen=True, tag="save", array_like=True):
 
 
 class ChunkRelease(msgspec.Struct, frozen=True, array_like=True):
-    """Read locks that nobody needs any more.
+    """Read locks that are no longer needed.
 
     Attributes:
-        chunks: What they are on; may be none.
-        is_last: The session has no others.
+        chunks: The locked chunks; may be none.
+        is_last: Whether the session has no others.
     """
 
     chunks: ChunkRange
@@ -83,7 +84,7 @@ class SaveBarrier(msgspec.Struct, frozen=True, tag="barrier", array_like=True):
 
 
 class StoreInstructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What need not wait for a step, in the order in which it was decided."""
+    """Instructions that need not wait for a step, in the order in which they were decided."""
 
     lookups: list[ChunkRange] = []
     releases: list[ChunkRelease] = []
@@ -94,7 +95,7 @@ class StoreInstructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class ServerState(msgspec.Struct, frozen=True, tag="server", array_like=True):
-    """The server answers, with chunks of so many tokens; or it does not: 0."""
+    """The number of tokens in the server's chunks; 0 while the server does not answer."""
 
     chunk_tokens: int
 
@@ -103,7 +104,7 @@ class LookupDone(msgspec.Struct, frozen=True, tag="found", array_like=True):
     """How many leading chunks of a prompt can be loaded.
 
     Attributes:
-        is_late: Nobody said so in time, so there are none.
+        is_late: Whether the answer did not come in time, so that none can.
     """
 
     session: int
@@ -117,8 +118,8 @@ class LoadDone(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
 
     Attributes:
         first: The first chunk that was loaded.
-        num_chunks: Leading chunks of the prompt that are good.
-        num_bytes: That were copied.
+        num_chunks: Number of valid leading chunks of the prompt.
+        num_bytes: Bytes copied.
     """
 
     session: int
@@ -129,11 +130,11 @@ class LoadDone(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
-    """What one rank has done.
+    """Progress of one rank.
 
     Attributes:
-        saved_up_to: All saves up to this session are over.
-        stats: What it has counted since it said so last.
+        saved_up_to: The session up to which all saves are over.
+        stats: Counts since the rank's last report.
     """
 
     rank: int
@@ -143,7 +144,7 @@ class RankProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True)
 
 StoreNews = ServerState | LookupDone | LoadDone | RankProgress
 
-# What worker halves report, what the scheduler half posts, and what goes with a step.
+# Decoders for the worker halves' reports, the scheduler half's posts, and the messages of a step.
 read_news: Final[Callable[[bytes], StoreNews]] = msgspec.msgpack.Decoder(StoreNews).decode
 read_instructions: Final = msgspec.msgpack.Decoder(StoreInstructions).decode
 read_loads: Final = msgspec.msgpack.Decoder(list[ChunkLoad]).decode

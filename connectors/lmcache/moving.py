@@ -1,7 +1,7 @@
 """The two threads of a rank that move chunks between its blocks and the store, beside its steps.
 
-`LoadingThread` brings layers in while the step waits for each, `SavingThread` takes out what was
-computed. They share a `StoreLink` with the thread that looks after the server (`watch`).
+`LoadingThread` loads layers while the step waits for each, `SavingThread` saves computed chunks.
+They share a `StoreLink` with the thread that watches the server (`watch`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _GIVE_WAY_S = 0.05
 
 
 class StoreLink:
-    """What the threads of a rank share: its connection, and its news. Thread-safe.
+    """The connection and news that the threads of a rank share. Thread-safe.
 
     Args:
-        make_memory: From the tokens of a chunk.
+        make_memory: Makes `memory`, given the tokens per chunk.
         wake: Called when `take_report` has something.
 
     Attributes:
-        memory: Once the server was there.
-        is_up: The server answered last; whoever finds that it does not says so by `lost`.
-        was_lost: Set by `lost`; for the thread that looks after the server.
+        memory: None until the server was first reached.
+        is_up: Whether the server answered last; a thread that gets no answer calls `lost`.
+        was_lost: Set by `lost`, for the thread that watches the server.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class StoreLink:
         self._settled: list[Settled] = []
 
     def found(self) -> None:
-        """The server answers, and knows us."""
+        """Note that the server answers and has registered this rank."""
         if self.memory is None:
             self.memory = self._make_memory(self.client.chunk_tokens)
         self.is_up = True
         self.was_lost.clear()
 
     def lost(self, error: Exception) -> None:
-        """The server does not answer: it is asked for nothing until it is back."""
+        """Note that the server does not answer; it gets no requests until it is back."""
         with self._lock:
             was_up, self.is_up = self.is_up, False
         if was_up:
@@ -97,20 +97,20 @@ class StoreLink:
         self._wake()
 
     def saved(self, session: int) -> None:
-        """All saves up to this session are over."""
+        """Note that all saves up to this session are over."""
         with self._lock:
             self._saved_up_to = session
         self._wake()
 
     def settle(self, barrier: SaveBarrier) -> None:
-        """All saves that a hold waits for are over."""
+        """Report a hold whose saves are all over as settled."""
         settled = Settled(request_id=barrier.request_id, end=LeaseEnd.READ, nonce=barrier.hold_id)
         with self._lock:
             self._settled.append(settled)
         self._wake()
 
     def take_report(self) -> ConnectorReport:
-        """What happened since the last call."""
+        """Return what has happened since the last call."""
         with self._lock:
             payloads, self._news = self._news, []
             settled, self._settled = self._settled, []
@@ -123,12 +123,12 @@ class StoreLink:
 
 
 class LayerwiseLoad:
-    """One load: the loading thread goes from layer to layer, the step's thread waits for each.
+    """One load: the loading thread copies layer by layer, the step's thread waits for each.
 
     Attributes:
-        copying: Held while blocks are written; whoever holds it may cancel.
-        is_cancelled: Nothing more is written.
-        num_chunks: Leading chunks of the prompt that are good so far.
+        copying: Lock held while blocks are written; a thread that holds it may cancel.
+        is_cancelled: Whether nothing more may be written.
+        num_chunks: Number of leading chunks of the prompt that are valid so far.
         reason: Why the others are not.
     """
 
@@ -144,22 +144,22 @@ class LayerwiseLoad:
         self._changed = threading.Condition()
 
     def layers_are_done(self, num_layers: int) -> None:
-        """So many may be read."""
+        """Note that the first `num_layers` layers may be read."""
         with self._changed:
             self._layers_done = num_layers
             self._changed.notify_all()
 
     def keep(self, num_chunks: int, reason: LoadFailure) -> None:
-        """Only so many leading chunks are good."""
+        """Note that only the first `num_chunks` chunks are valid."""
         if not self.is_cancelled:
             self.num_chunks, self.reason = num_chunks, reason
 
     def over(self) -> None:
-        """There will be no more."""
+        """End the load; nothing waits for it any more."""
         self.layers_are_done(self._num_layers)
 
     def wait_for(self, layer: int, timeout_s: float) -> None:
-        """Return once a layer is there, or will not come."""
+        """Return once a layer may be read, or will not arrive; cancel after `timeout_s`."""
         if self._layers_done > layer:
             return
         with self._changed:
@@ -168,7 +168,7 @@ class LayerwiseLoad:
         self.cancel()
 
     def cancel(self) -> None:
-        """When this returns, nothing writes the blocks any more."""
+        """Cancel the load, unless it is over; on return nothing writes to the blocks."""
         with self.copying:
             if self._layers_done < self._num_layers:
                 self.keep(self.load.chunks.first, LoadFailure.TIMEOUT)
@@ -176,7 +176,7 @@ class LayerwiseLoad:
         self.over()
 
     def outcome(self, chunk_tokens: int) -> Failed | None:
-        """What has failed of it, once it is over."""
+        """Return the failure of a load that is over; None if there is none."""
         chunks = self.load.chunks
         if self.num_chunks == chunks.end:
             return None
@@ -190,13 +190,13 @@ class LayerwiseLoad:
 
 
 class LoadingThread(threading.Thread):
-    """Brings chunks from the store into blocks, layer by layer, beside a step.
+    """Copies chunks from the store into blocks, layer by layer, beside a step.
 
     Args:
         checks_digests: False only in tests that show what the digests are for.
 
     Attributes:
-        is_idle: Set while nothing is to be loaded; others may have the memory's bandwidth.
+        is_idle: Set while there is nothing to load, so that saves may use the memory bandwidth.
     """
 
     def __init__(self, link: StoreLink, layout: StoreLayout, *, checks_digests: bool) -> None:
@@ -209,7 +209,7 @@ class LoadingThread(threading.Thread):
         self.is_idle.set()
 
     def put(self, job: LayerwiseLoad) -> None:
-        """Begin a load."""
+        """Queue a load."""
         self.is_idle.clear()
         self._inbox.put(job)
 
@@ -228,7 +228,7 @@ class LoadingThread(threading.Thread):
             except Exception:  # noqa: BLE001 - a load that is broken has failed
                 _log.exception("a load from the store is broken")
                 job.cancel()
-            # Told before the step can end: what it has computed may be void.
+            # Reported before the step can end: what the step has computed may be void.
             self._tell(job, time.monotonic() - began_s)
             job.over()
             if self._inbox.empty():
@@ -263,7 +263,7 @@ class LoadingThread(threading.Thread):
             client.unlock(chunks, units)
 
     def _copy(self, job: LayerwiseLoad, slots: Slots) -> None:
-        """Copy what is right."""
+        """Copy the chunks that are valid."""
         memory, load = self._link.memory, job.load
         assert memory is not None
         chunks, size = load.chunks, memory.chunk_tokens
@@ -285,19 +285,19 @@ class LoadingThread(threading.Thread):
         job.num_bytes = num_good * memory.bytes_per_chunk * len(self._layout.units)
 
     def _keep(self, job: LayerwiseLoad, num_right: int) -> None:
-        """What is behind so many chunks is not what was saved: it does not count as loaded."""
+        """Drop the chunks after the first `num_right`: their bytes are not what was saved."""
         end = job.load.chunks.first + num_right
         if self._checks_digests and end < job.num_chunks:
             job.keep(end, LoadFailure.DIGEST)
 
 
 class SavingThread(threading.Thread):
-    """Brings chunks from blocks to the store, beside the steps.
+    """Copies chunks from blocks to the store, beside the steps.
 
-    In the order in which it is told; a barrier settles once it is reached.
+    It works in the order of `put`; a barrier settles once it is reached.
 
     Args:
-        may_go_on: Clear while a load is under way, to which a save gives way for a moment.
+        may_go_on: Clear during a load, for which a save pauses briefly.
     """
 
     def __init__(
@@ -314,11 +314,11 @@ class SavingThread(threading.Thread):
         self._is_closed = False
 
     def put(self, told: ChunkSave | SaveBarrier) -> None:
-        """Save, or settle behind what is saved."""
+        """Queue a save, or a barrier that settles after the saves before it."""
         self._inbox.put(told)
 
     def close(self) -> None:
-        """End the thread, if it runs; what is not saved by then is dropped."""
+        """End the thread, if it runs; saves that have not begun are dropped."""
         self._is_closed = True
         self._inbox.put(None)
         if self.ident is not None:

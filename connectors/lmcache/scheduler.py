@@ -1,17 +1,17 @@
 """LMCache's scheduler half: what each prompt has in the store, what is loaded, what is saved.
 
     arrival       look up the prompt's whole chunks; the server takes read locks on what it has
-    match         what was found beyond the local hit; None until the server has said, or is late
-    start         what was matched is loaded inside the step; the other locks are let go
-    steps         what has been computed since, and the server lacks, is saved
+    match         what was found beyond the local hit; None until the server answers, or is late
+    start         what was matched is loaded inside the step; the other locks are released
+    steps         chunks that were computed since, and that the server lacks, are saved
     end           the same; its blocks are held until the saves are over
 
-Loads belong to the step that the request starts in, so that the model computes a layer while
-the next ones come. Whoever shares the step waits along, but for less than computing the same
-tokens would take.
+Loads run inside the step in which the request starts, so that the model computes a layer while
+the next ones arrive. Other requests in the step wait as well, but for less time than computing
+the same tokens would take.
 
-A chunk is saved once a token has been sampled behind it, not before: then no rank has lost a load
-under it, and its values are finite. Nothing that a later request may load is a guess.
+A chunk is saved only once a token has been sampled after it: by then no rank has lost a load that
+it depends on, and its values are finite. So a later request never loads unverified KV.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Tracked:
-    """What is known of one request.
+    """State of one request.
 
     Attributes:
-        looked_up: Its chunks that were asked for, and whose read locks it may have.
-        num_found: Of these, so many leading ones can be loaded; None = not known yet.
-        load: Staged, and in no step yet.
-        loaded: What ranks have reported of it.
-        num_outputs_before: When it got its blocks; None while it has none.
-        next_chunk: The first one that is not saved, nor known to be in the store.
-        bad_chunk: One that the store has with other bytes than its own.
+        looked_up: Its chunks that were looked up, whose read locks it may hold.
+        num_found: How many of these, from the first, can be loaded; None = not known yet.
+        load: A load that is staged but not yet in a step.
+        loaded: The ranks' reports of its load.
+        num_outputs_before: Output tokens when it got its blocks; None while it has none.
+        next_chunk: The first chunk that is neither saved nor known to be in the store.
+        bad_chunk: A chunk that the store has with wrong bytes.
         last_save: The newest session of a save.
     """
 
@@ -113,7 +113,7 @@ class LMCacheScheduler(KVConnectorScheduler):
         tracked = self._tracked[request.request_id]
         if tracked.num_found is None:
             return None
-        # Without the locks there is nothing to be had.
+        # Without the locks nothing can be loaded.
         num_found = tracked.num_found if self.store_stats.is_up and tracked.looked_up else 0
         num_tokens = num_found * self._chunk_tokens - num_computed_tokens
         return Match(max(0, num_tokens), is_async=False)
@@ -134,7 +134,7 @@ class LMCacheScheduler(KVConnectorScheduler):
         if tracked.looked_up is None:
             return
         if not num_external_tokens:
-            # What is loaded from elsewhere does not wait for the server's word.
+            # A request that loads from another source does not wait for the server's answer.
             is_known = tracked.num_found is not None
             self._release(tracked, 0, num_found if is_known else tracked.looked_up.end)
             return
@@ -171,7 +171,7 @@ class LMCacheScheduler(KVConnectorScheduler):
     def preempted(
         self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
     ) -> Hold | None:
-        """See `KVConnectorScheduler`. It is looked up once more, for when it starts again."""
+        """See `KVConnectorScheduler`. The request is looked up again, for its next start."""
         hold = self._let_go(request, block_ids)
         self._track(request)
         return hold
@@ -196,7 +196,7 @@ class LMCacheScheduler(KVConnectorScheduler):
         self.store_stats.num_queried_tokens += len(tokens)
 
     def _let_go(self, request: RequestView, block_ids: Sequence[BlockId]) -> Hold | None:
-        """It has lost its blocks, if it had any: save what it leaves, give up what it waits for."""
+        """Save what a request leaves in its blocks, if it had any, and cancel what it waits for."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -236,13 +236,13 @@ class LMCacheScheduler(KVConnectorScheduler):
             tracked.looked_up = None
 
     def _end_of_saves(self, tracked: _Tracked) -> int:
-        """The chunk behind the last one that may be saved by now."""
+        """Return the index after the last chunk that may be saved by now."""
         before, policy = tracked.num_outputs_before, self._settings.save
         num_outputs = len(tracked.view.output_token_ids)
         if before is None or num_outputs <= before or policy == "off" or not self.store_stats.is_up:
             return 0
         num_prompt = len(tracked.view.prompt_token_ids)
-        # The newest token's KV is computed by the step behind it.
+        # The newest token's KV is computed by the next step.
         num_tokens = num_prompt + num_outputs - 1 if policy == "all" else num_prompt
         return num_tokens // self._chunk_tokens
 
@@ -285,11 +285,11 @@ class LMCacheScheduler(KVConnectorScheduler):
         return ConnectorNews(released=report.settled, ready=ready, fetched=fetched)
 
     def _take_lookup(self, found: LookupDone) -> list[tuple[RequestId, str]]:
-        """Take what was found; who may go on by that, and why."""
+        """Take the result of a lookup; return the requests that may go on, and why."""
         self.store_stats.num_late_lookups += found.is_late
         tracked = self._by_session.get(found.session)
         if tracked is None or tracked.looked_up is None:
-            return []  # it has ended; its locks are given up
+            return []  # it has ended; its locks are released
         tracked.num_found = found.num_chunks
         num_asked = tracked.looked_up.end * self._chunk_tokens
         if not found.num_chunks:
@@ -300,7 +300,7 @@ class LMCacheScheduler(KVConnectorScheduler):
         return [(tracked.view.request_id, why)]
 
     def _take_load(self, loaded: LoadDone) -> list[Fetched]:
-        """Take one rank's part of a load; what came, with the last of them."""
+        """Take one rank's part of a load; the last one returns what arrived."""
         tracked = self._by_session.get(loaded.session)
         if tracked is None or tracked.looked_up is None:
             return []
@@ -333,6 +333,6 @@ class LMCacheScheduler(KVConnectorScheduler):
 
 
 def _is_brought(request: RequestView) -> bool:
-    """Whether another engine brings its KV: no disk is to be read for it beside that."""
+    """Whether another engine delivers its KV, so that the store need not read a disk for it."""
     is_pushed = request.kv_transfer_params.ticket is not None and not request.remote_decode
     return (is_pushed or request.handoff is not None) and not request.output_token_ids

@@ -58,7 +58,7 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def server_url(self) -> str:
-        """Where the server listens."""
+        """The address at which the server listens."""
         return self.url or _DEFAULT_URL
 
     @staticmethod

@@ -5,15 +5,14 @@
     8 x L     a digest of each layer (`kernels.digest`)
     then      KV: [layers, planes, chunk tokens, bytes of a vector]
 
-The bytes are the same whatever the TP size and block size of who wrote them. A digest is taken of
-the very bytes that are copied, as they pass, on the way in and on the way out: what is loaded was
-read once. A slot that was begun and not finished has no magic.
+The bytes do not depend on the writer's TP size and block size. Digests are computed from the bytes
+while they are copied, in both directions, so a load reads each byte only once. A slot whose
+writing was begun but not finished has no magic.
 
-A CUDA device reaches the server's memory as it is: kernels read and write it by themselves, at the
-addresses that the host has. It is locked for that, and known to the driver, as long as anybody has
-the mapping.
+A CUDA device accesses the server's memory directly: kernels read and write it at the host's
+addresses. For this it is locked and registered with the driver as long as the mapping is in use.
 
-Knows memory and shapes; no server, and not when what is copied.
+Knows memory and shapes, but neither the server nor when to copy what.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _MAGIC: Final = b"pdserve1"
 _DIGESTS_AT: Final = 40
 _ALIGN: Final = 64
 _WORD_BYTES: Final = 4
-# Of CUDA's `cudaHostRegister`.
+# A flag of CUDA's `cudaHostRegister`.
 _PORTABLE: Final = 1
 _MAPPED: Final = 2
 
@@ -58,8 +57,8 @@ class Slots(NamedTuple):
     """Where chunks lie in the server's memory.
 
     Attributes:
-        pool: All of that memory; mapped as long as anybody has it.
-        starts: `[chunks, units]` int64, in bytes; negative: there is none.
+        pool: All of that memory; it stays mapped as long as it is referenced.
+        starts: `[chunks, units]` int64, in bytes; negative: no slot.
     """
 
     pool: Pool
@@ -67,18 +66,18 @@ class Slots(NamedTuple):
 
 
 class StoreLayout:
-    """How the KV of a rank is cut into units, and what names them.
+    """How the KV of a rank is cut into units, and their names.
 
-    A unit is one KV head of one pipeline stage. So engines share KV whatever their TP sizes; of
-    other stages they find nothing.
+    A unit is one KV head of one pipeline stage. So engines share KV whatever their TP sizes, but
+    only with equal stages.
 
     Attributes:
-        units: That this rank has, in the order of its heads.
-        written: Of these, the ones that it saves: a head that several ranks have is one's.
-        num_units: Of each chunk.
+        units: The units that this rank has, in the order of its heads.
+        written: Those that it saves: only one of the ranks that share a head saves it.
+        num_units: Units per chunk.
         num_readers: Ranks of an engine that read each unit.
-        model: Names what must be equal for KV to be shared.
-        stages: The layers at which stages begin, and the last one's end; the end of `model`.
+        model: Name of everything that must be equal for KV to be shared.
+        stages: The layers at which stages begin, and the last one's end; the suffix of `model`.
     """
 
     def __init__(self, context: ConnectorContext, namespace: str) -> None:
@@ -94,22 +93,22 @@ class StoreLayout:
         self._any_stages = f"pdserve-{hashlib.sha256(named.encode()).hexdigest()[:32]}-"
         self.stages = "-".join(str(first) for first, _ in stages) + f"-{shape.num_layers}"
         self.model = self._any_stages + self.stages
-        # The server has one size for all units.
+        # The server uses one size for all units.
         max_layers = max(end - first for first, end in stages)
         self.header_bytes = -(-(_DIGESTS_AT + 8 * max_layers) // _ALIGN) * _ALIGN
         self._bytes_per_token = max_layers * shape.num_planes * shape.head_dim * shape.dtype_bytes
 
     def slot_bytes(self, chunk_tokens: int) -> int:
-        """Bytes of a slot, for chunks of so many tokens."""
+        """Return the bytes of a slot, for chunks of `chunk_tokens` tokens."""
         return self.header_bytes + self._bytes_per_token * chunk_tokens
 
     def stages_of(self, model: str) -> str:
-        """Those of an engine that has other ones and shares KV but for that; empty if not so."""
+        """Return an engine's stages if only they prevent sharing KV; otherwise empty."""
         is_like = model.startswith(self._any_stages) and model != self.model
         return model.removeprefix(self._any_stages) if is_like else ""
 
     def prefixes(self, chunks: ChunkRange, chunk_tokens: int) -> list[bytes]:
-        """What names the tokens up to the end of each chunk, the salt and the model."""
+        """Return, for each chunk, a name of all tokens up to its end, the salt and the model."""
         taken = hashlib.sha256(self.model.encode())
         taken.update(hashlib.sha256(chunks.salt.encode()).digest())
         tokens, each = memoryview(chunks.token_ids), chunk_tokens * _WORD_BYTES
@@ -124,13 +123,13 @@ class StoreLayout:
 class ChunkMemory:
     """Copies chunks between the blocks of one rank and slots, all of its heads at once.
 
-    A copy is over when its call returns, wherever the blocks lie: on CUDA it has a stream of the
-    calling thread's own, which is waited for.
+    A copy is complete when its call returns, on any device: on CUDA it runs on a stream of the
+    calling thread and waits for it.
 
     Args:
-        kv: This rank's KV memory, contiguous. If it lies on a CUDA device, what is handed over as
-            `Slots.pool` is memory that the driver knows.
-        kernels: For where it lies.
+        kv: This rank's KV memory, contiguous. If it lies on a CUDA device, every `Slots.pool` must
+            be registered with the driver.
+        kernels: Kernels for the device of `kv`.
     """
 
     def __init__(
@@ -160,13 +159,13 @@ class ChunkMemory:
             self._compile(len(shard.heads))
 
     def blocks_of(self, block_ids: Sequence[BlockId], chunks: ChunkRange) -> Table:
-        """The blocks of some chunks, `[chunks, blocks]`, of a whole table."""
+        """Return the blocks of some chunks from a whole table, `[chunks, blocks]`."""
         each = self.chunk_tokens // self.block_size
         ids = block_ids[chunks.first * each : chunks.end * each]
         return np.array(ids, dtype=np.int64).reshape(-1, each)
 
     def save(self, blocks: Table, slots: Slots, prefix: bytes) -> int:
-        """Fill the slots of one chunk, of those heads of this rank that have any.
+        """Fill the slots of one chunk, for those heads of this rank that have one.
 
         Returns:
             Bytes copied.
@@ -188,8 +187,8 @@ class ChunkMemory:
         """Read the headers of chunks.
 
         Returns:
-            How many leading ones are there, whole and under their own names; and the digests that
-            were saved with all of them, `[chunks, layers, heads]`.
+            How many leading chunks are complete and have the right names; and the digests that
+            were saved with all chunks, `[chunks, layers, heads]`.
         """
         end = _DIGESTS_AT + 8 * self.num_layers
         headers = slots.pool[slots.starts[:, :, None] + np.arange(end)]
@@ -201,13 +200,13 @@ class ChunkMemory:
         return _num_leading(is_there), digests.transpose(0, 2, 1)
 
     def load_layer(self, blocks: Table, slots: Slots, layer: int, saved: Digests) -> int:
-        """Copy one layer of chunks into their blocks; negative ones stay as they are.
+        """Copy one layer of chunks into their blocks, skipping negative block ids.
 
         Args:
-            saved: Of these chunks, as `check` returns them.
+            saved: The digests of these chunks, as returned by `check`.
 
         Returns:
-            How many leading chunks have the digests that were saved.
+            How many leading chunks match their saved digests.
         """
         found = self._pass(self._scatter, blocks, slots, slice(layer, layer + 1))
         return _num_leading((found[:, 0] == saved[:, layer]).all(1))
@@ -215,7 +214,7 @@ class ChunkMemory:
     def _pass(
         self, copy: Callable[..., Tensor], blocks: Table, slots: Slots, layers: slice
     ) -> Digests:
-        """Copy some layers of chunks; their digests, `[chunks, layers, heads]`."""
+        """Copy some layers of chunks; return their digests, `[chunks, layers, heads]`."""
         within = self._layout.header_bytes + layers.start * self._layer_bytes
         starts = np.where(slots.starts < 0, -1, slots.starts + within)
         tables = [torch.from_numpy(each) for each in (blocks, slots.pool, starts)]
@@ -224,7 +223,7 @@ class ChunkMemory:
         return sums.numpy().view(np.uint64)
 
     def _compile(self, num_heads: int) -> None:
-        """Have kernels compiled by copying nothing: the first load would be late by that."""
+        """Compile the kernels by an empty copy, so that this does not delay the first load."""
         pool = torch.zeros(_ALIGN, dtype=torch.uint8, pin_memory=True).numpy()
         nowhere = Slots(pool, np.full((1, num_heads), -1, np.int64))
         blocks = np.zeros((1, self.chunk_tokens // self.block_size), np.int64)
@@ -240,7 +239,7 @@ def _num_leading(is_good: npt.NDArray[np.bool_]) -> int:
 
 
 def reach_from(device: torch.device, pool: Pool) -> None:
-    """Have a device reach a mapping.
+    """Make a mapping accessible to a device.
 
     Raises:
         ConfigError: See `lock`.
@@ -250,13 +249,13 @@ def reach_from(device: torch.device, pool: Pool) -> None:
 
 
 def lock(pool: Pool, runtime: Any) -> None:
-    """Register a mapping with the driver, until it is collected.
+    """Register a mapping with the driver until the mapping is garbage-collected.
 
     Args:
-        runtime: CUDA's, as `torch.cuda.cudart` returns it.
+        runtime: The CUDA runtime, as returned by `torch.cuda.cudart`.
 
     Raises:
-        ConfigError: The driver does not lock so much.
+        ConfigError: The driver refuses to lock that much memory.
     """
     address = pool.ctypes.data
     status = runtime.cudaHostRegister(address, pool.nbytes, _PORTABLE | _MAPPED)
@@ -269,4 +268,4 @@ def lock(pool: Pool, runtime: Any) -> None:
             param="kv-transfer-config.lmcache.url",
         )
     end = weakref.finalize(pool, runtime.cudaHostUnregister, address)
-    end.atexit = False  # it ends with the process
+    end.atexit = False  # the registration ends with the process

@@ -1,8 +1,8 @@
 """The thread that looks prompts up, gives locks back, and sees whether the server is there.
 
-Rank 0's asks for the whole engine. A lookup is answered in time or is a miss; what it may have
-locked by then is given back when the server has said what that is. Until then a tier behind the
-server hangs, perhaps, and nobody else waits for long.
+Rank 0's thread looks up for the whole engine. A lookup that is not answered in time counts as a
+miss; the locks that it may hold are released once the server has reported them. Until then other
+lookups get little time, as a tier behind the server may hang.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.0005
 _POLL_UNWANTED_S = 0.05
 _SHARE_BEHIND_LATE = 0.05
-"""Of the time-out: what lookups get while another one is late."""
+"""Share of the time-out that lookups get while another one is late."""
 _FORGET_S = 60.0
-"""A lookup that was given up: by then the server has answered, or has lost it itself."""
+"""Seconds until an unanswered lookup is forgotten: by then the server has lost it, too."""
 
 
 @dataclass
 class _Lookup:
-    """One that is under way.
+    """A lookup in progress.
 
     Attributes:
-        is_wanted: Who asked is still there, and has not been told that it is late.
-        is_late: The server has taken it in, and does not come to its end.
+        is_wanted: Whether its request still waits for it; not if it was reported as late.
+        is_late: Whether the server accepted the lookup but did not finish it in time.
     """
 
     chunks: ChunkRange
@@ -55,8 +55,8 @@ class StoreWatch(threading.Thread):
     """See the module.
 
     Args:
-        block_size: Of the engine; a chunk is a whole number of blocks.
-        tells: It reports the server's state, and looks up: of one rank.
+        block_size: Tokens per block of the engine; a chunk is a whole number of blocks.
+        tells: Whether it reports the server's state; true for one rank, which also looks up.
     """
 
     def __init__(
@@ -70,28 +70,28 @@ class StoreWatch(threading.Thread):
         self._inbox: queue.SimpleQueue[ChunkRange | ChunkRelease | None] = queue.SimpleQueue()
         self._lookups: dict[int, _Lookup] = {}
         self._locked: dict[int, ChunkRange] = {}
-        self._told: list[Any] = []  # the last releases
+        self._told: list[Any] = []  # futures of the last releases
         self._ping: Any = None
         self._next_ping_s = 0.0
         self._is_refused = False
         self._told_stages: set[str] = set()
 
     def post(self, instructions: StoreInstructions) -> None:
-        """Look up, and give back."""
+        """Queue lookups and releases."""
         for lookup in instructions.lookups:
             self._inbox.put(lookup)
         for release in instructions.releases:
             self._inbox.put(release)
 
     def are_read(self, chunks: ChunkRange) -> None:
-        """A load takes over the locks on these."""
+        """Pass the locks on these chunks to a load."""
         self._locked.pop(chunks.session, None)
 
     def connect(self) -> None:
-        """Meet the server, and say what came of it; if it is not there, later.
+        """Connect to the server and report its state; if it is down, log that and return.
 
         Raises:
-            ConfigError: It can never serve this engine.
+            ConfigError: The server can never serve this engine.
         """
         link, client = self._link, self._link.client
         try:
@@ -137,7 +137,7 @@ class StoreWatch(threading.Thread):
         self._give_all_back()
 
     def _turn(self) -> bool:
-        """Take one instruction, if there is one, and what the server has said; False: the end."""
+        """Process at most one instruction, and the server's answers; False: the end."""
         now_s = time.monotonic()
         wait_s = max(0.0, self._next_ping_s - now_s)
         if any(each.is_wanted for each in self._lookups.values()):
@@ -158,7 +158,7 @@ class StoreWatch(threading.Thread):
         return True
 
     def _give_up(self) -> None:
-        """Answer all who wait: there is nothing."""
+        """Report a miss for every lookup that is waited for."""
         lookups, self._lookups = self._lookups, {}
         for session, lookup in lookups.items():
             if lookup.is_wanted:
@@ -196,7 +196,7 @@ class StoreWatch(threading.Thread):
             link.lost(StoreGoneError(f"no answer to a ping in {settings.heartbeat_s:g} s"))
 
     def _name_other_stages(self) -> None:
-        """A miss by name says nothing of why: engines that differ in their stages, once each."""
+        """Warn once of each set of other stages in the store, as a miss does not show its cause."""
         for stages in self._link.client.other_stages():
             if stages not in self._told_stages:
                 self._told_stages.add(stages)

@@ -1,7 +1,7 @@
 """LMCache's worker half: three threads of one rank beside its steps.
 
-`watch` has the one that asks the server and sees whether it is there, `moving` the two that bring
-layers into blocks, while the step waits for each, and take what was computed out of them.
+`watch` has the thread that looks up prompts and watches the server. `moving` has the two that load
+layers into blocks, while the step waits for each, and save what was computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Threads:
-    """What runs once the memory is known."""
+    """The threads, which run once the KV memory is known."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class LMCacheWorker(KVConnectorWorker):
         """See `KVConnectorWorker`.
 
         Raises:
-            ConfigError: LMCache is not there, or its server cannot serve this engine.
+            ConfigError: LMCache is not installed, or its server cannot serve this engine.
         """
         self._threads = threads = _Threads(
             kv,
@@ -138,14 +138,14 @@ class LMCacheWorker(KVConnectorWorker):
             load.wait_for(layer, self._settings.timeout_s)
 
     def wait_for_save(self) -> Sequence[Failed]:
-        """See `KVConnectorWorker`. Saves wait for what the step's results say."""
+        """See `KVConnectorWorker`. Starts no saves, which depend on the results of the step."""
         if not self._loads:
             return ()
         loads, self._loads = self._loads, []
         memory = self._started().link.memory
         assert memory is not None
         for load in loads:
-            load.cancel()  # after a step that went through all layers: what did not come
+            load.cancel()  # the step has passed all layers, so only late loads are cancelled
         outcomes = [load.outcome(memory.chunk_tokens) for load in loads]
         return [failed for failed in outcomes if failed is not None]
 
@@ -154,7 +154,7 @@ class LMCacheWorker(KVConnectorWorker):
         return self._started().link.take_report()
 
     def close(self, timeout_s: float) -> None:
-        """See `KVConnectorWorker`. Waits for the server once at most."""
+        """See `KVConnectorWorker`. Waits for the server at most once."""
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.close()
