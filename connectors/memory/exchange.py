@@ -1,8 +1,8 @@
 """The wire between the ranks of one process, who is where on it, and what can go wrong there.
 
-Nothing moves by itself: `turn` delivers what there is, has every rank do what is due, and goes on
-until nothing is left to do. So all ranks' protocols go on while any engine asks for anything, as
-transfer threads would, in an order that follows from the calls alone.
+Nothing moves on its own: `turn` delivers frames, lets every rank do what is due, and repeats this
+until nothing is left to do. So every call of any engine advances the protocols of all ranks, as
+transfer threads would, in an order that only the calls determine.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ if TYPE_CHECKING:
     from pdserve.connectors.transfer.seams import PeerLink
 
 _HOST = "memory"
-# A link across a cut is lost after so long, as TCP's would be.
+# A link across a cut is lost after this time, as with TCP.
 SILENCE_S: Final = 5.0
 
 
 class Spoil(enum.Enum):
-    """What becomes of bytes on their way."""
+    """Damage to bytes in transit."""
 
     CORRUPT = "corrupt"
     TRUNCATE = "truncate"
 
 
 class Trouble:
-    """What goes wrong on the wire of one rank, asked at each opportunity: here nothing does."""
+    """Faults on the wire of one rank, queried at each opportunity; this base class has none."""
 
     def frame_polls(self) -> int:
-        """For how many more polls of this rank a frame to it is under way."""
+        """Return after how many more polls of this rank a frame reaches it."""
         return 0
 
     def loses_link(self) -> bool:
-        """Whether a link breaks, with what is under way, as this rank sends over it."""
+        """Whether a link breaks, with everything in flight on it, when this rank sends."""
         return False
 
     def copy_polls(self) -> int:
-        """For how many more polls a copy of this rank takes."""
+        """Return how many more polls a copy of this rank takes."""
         return 0
 
     def spoils(self) -> Spoil | None:
-        """What becomes of the last bytes of a copy into this rank's memory."""
+        """Return how a copy into this rank's memory is damaged; None = not at all."""
         return None
 
 
 class ExchangeMember(Protocol):
-    """A rank, as the wire and other ranks see it.
+    """A rank, as seen by the wire and by other ranks.
 
     Attributes:
-        process: Stands for the process that it would be.
-        num_polls: How often its engine has asked for news: the time in which bytes move.
+        process: Identity of the process that it stands for.
+        num_polls: How often its engine has asked for news, which measures time on the wire.
         num_fences: How often its memory was cut off from peers.
-        has_heard: Something came since it did last what was due.
-        trouble: What goes wrong on its wire.
+        has_heard: Whether anything has arrived since it last did what was due.
+        trouble: Faults on its wire.
     """
 
     context: ConnectorContext
@@ -83,15 +83,15 @@ class ExchangeMember(Protocol):
 
     @property
     def needs_progress(self) -> bool:
-        """Whether it is driven for the sake of peers."""
+        """Whether its peers need it to be driven."""
         ...
 
     def now_s(self) -> float:
-        """Its monotonic clock."""
+        """Return the time of its monotonic clock."""
         ...
 
     def accept(self, link: PeerLink) -> None:
-        """Take a link that another rank has made."""
+        """Accept a link that another rank has opened."""
 
     def turn(self) -> bool:
         """Do what is due; return whether there may be more to do."""
@@ -105,11 +105,11 @@ class Exchange:
     """Ranks by endpoint, and the links between them.
 
     Args:
-        is_direct: Copies need nothing of the side that is written to, and go on behind a fence.
-        is_driven: A copy moves only while the other side is driven for its sake.
+        is_direct: Whether copies need no help from the other side, and continue after a fence.
+        is_driven: Whether a copy moves only while the other side is driven for it.
 
     Attributes:
-        lock: Guards this, and all that is reached through it.
+        lock: Guards the exchange and everything reached through it.
     """
 
     def __init__(self, *, is_direct: bool = False, is_driven: bool = False) -> None:
@@ -127,11 +127,11 @@ class Exchange:
         return endpoint
 
     def place_of(self, rank: ExchangeMember) -> Endpoint:
-        """Where a rank that joins is to be found."""
+        """Return an unused endpoint for a rank that joins."""
         return Endpoint(host=_HOST, port=next(self._ports))
 
     def leave(self, rank: ExchangeMember) -> None:
-        """Remove a rank, as if its process had ended; one that is not there is ignored."""
+        """Remove a rank, as if its process had ended; ignore one that has left."""
         if self.find(rank.endpoint) is rank:
             del self._ranks[rank.endpoint]
         for link in self._links:
@@ -140,27 +140,27 @@ class Exchange:
         self.turn()
 
     def find(self, endpoint: Endpoint) -> ExchangeMember | None:
-        """The rank at an endpoint, if there is one."""
+        """Return the rank at an endpoint, if there is one."""
         return self._ranks.get(endpoint)
 
     def find_process(self, process: Process) -> ExchangeMember | None:
-        """The rank that runs as this process, if it still does."""
+        """Return the rank that runs as this process; None if it has ended."""
         rank = self.find(Endpoint(host=process.host, port=process.pid))
         return rank if rank is not None and rank.process == process else None
 
     def is_waiting(self, rank: ExchangeMember) -> bool:
-        """Whether something is under way to a rank."""
+        """Whether a frame is in flight to a rank."""
         return any(link.is_waiting for link in self._links if link.owner is rank)
 
     def is_cut(self, one: ExchangeMember, other: ExchangeMember) -> bool:
-        """Whether nothing gets through between two ranks now."""
+        """Whether two ranks cannot reach each other now."""
         return False
 
     def connect(self, caller: ExchangeMember, endpoint: Endpoint, peer: str) -> MemoryLink:
         """Begin to connect.
 
         Raises:
-            UnreachableError: Nobody is there.
+            UnreachableError: No rank is at the endpoint.
         """
         called = self.find(endpoint)
         if called is None:
@@ -175,7 +175,7 @@ class Exchange:
         return near
 
     def turn(self) -> None:
-        """Let everything happen that can."""
+        """Run until nothing is left to do."""
         has_moved = True
         while has_moved:
             has_moved = False
@@ -193,10 +193,10 @@ class MemoryLink:
     """One end of a connection. See `PeerLink`.
 
     Attributes:
-        owner: Whose end it is.
+        owner: The rank at this end.
         other: The other end.
-        is_accepted: It knows who takes what comes.
-        is_broken: It is lost, and nobody has noticed yet.
+        is_accepted: Whether the rank has accepted it, so that frames can be delivered.
+        is_broken: Whether it is lost, which may not have been noticed yet.
     """
 
     other: MemoryLink
@@ -224,7 +224,7 @@ class MemoryLink:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something is under way to this end."""
+        """Whether a frame is in flight to this end."""
         return bool(self._inbox)
 
     def attach(
@@ -243,7 +243,7 @@ class MemoryLink:
             self.other.carry(msgspec.msgpack.encode(message))
 
     def carry(self, frame: bytes) -> None:
-        """Have a frame under way to this end."""
+        """Put a frame in flight to this end."""
         due = self.owner.num_polls + self.owner.trouble.frame_polls()
         self._inbox.append((due, frame))
 
@@ -252,7 +252,7 @@ class MemoryLink:
         self.is_closed = True
 
     def deliver(self) -> bool:
-        """Let come what has come; return whether anything has."""
+        """Deliver what has arrived; return whether there was anything."""
         if self.is_closed or self._is_cut():
             return False
         if not self.is_accepted:
@@ -265,7 +265,7 @@ class MemoryLink:
             return True
 
     def lose(self, error: PeerError) -> None:
-        """End it at this side, by no wish of whose end it is."""
+        """End the link at this side without a request of its owner."""
         self.close()
         if self.is_accepted:
             self._on_lost(error)
@@ -282,7 +282,7 @@ class MemoryLink:
         return has_moved
 
     def _is_cut(self) -> bool:
-        """Whether nothing gets through; after some time of that it is lost."""
+        """Whether the link is cut; lose it after `SILENCE_S` of that."""
         if not self._exchange.is_cut(self.owner, self.other.owner):
             self._cut_since_s = float("inf")
             return False

@@ -1,11 +1,11 @@
 """One rank that runs the transfer protocol inside the calls of its engine, without a thread.
 
-Everything else is the protocol's: what a peer sees of it is what it would see over NIXL.
+Everything else belongs to the protocol: peers see what they would see over NIXL.
 
-Its mover copies between the memories of one process: a part of the bytes at each poll. A transfer
-takes some polls of whose it is, as it takes time on a wire, and what is given up meanwhile arrives
-all the same before it is told to be over. One that cannot get on (a cut, a side that is not driven)
-is stuck; once nobody wants it any more it is ended, as by a fence.
+Its mover copies between the memories of one process, a part of the bytes at each poll. A copy
+takes several polls of its rank, as it takes time on a wire, and an abandoned one still arrives
+before it is reported as over. A copy that makes no progress (a cut, a side that is not driven)
+is stuck; once it is abandoned it is ended, as by a fence.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ if TYPE_CHECKING:
 
 POLLS_ON_THE_WIRE: Final = 3
 _MAX_POSTED: Final = 16
-# What nobody wants any more is ended after so long, if it does not end by itself.
+# A stuck copy is ended this long after it was abandoned.
 _SETTLE_S: Final = 0.5
 _NEVER = float("inf")
 _lives = itertools.count()
 
 
 class MemoryRank:
-    """See `Runner`. Thread-safe by the exchange's lock. A `ExchangeMember` of the exchange.
+    """See `Runner`. Thread-safe by the exchange's lock. An `ExchangeMember` of the exchange.
 
-    It counts blocks that an engine uses again too early: while something lands in them
-    (`block_reused_under_load`), or is read from them (`block_reused_under_write`).
+    It counts blocks that an engine reuses too early: while a transfer writes to them
+    (`block_reused_under_load`) or reads from them (`block_reused_under_write`).
 
     Args:
-        wake: Called when `take_report` has news, or something to move.
+        wake: Called when `take_report` has news, or bytes to move.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class MemoryRank:
                     processes=self,
                     quarantine_s=context.config.transfer.quarantine_s,
                     piece_bytes=piece_bytes,
-                    slices=deque(maxlen=0),  # for traces of nobody
+                    slices=deque(maxlen=0),  # nothing is traced
                 )
             )
 
@@ -141,7 +141,7 @@ class MemoryRank:
         self.machine.note_step(now_s)
 
     def take_report(self) -> ConnectorReport:
-        """See `Runner`. It is here that bytes move."""
+        """See `Runner`. This call moves bytes."""
         with self._exchange.lock:
             if self._is_closed:
                 return ConnectorReport()
@@ -156,7 +156,7 @@ class MemoryRank:
         return msgspec.structs.replace(report, faults=faults)
 
     def close(self, timeout_s: float) -> None:
-        """See `Runner`. Nothing is said to anybody: its links end, as those of a process would."""
+        """See `Runner`. Peers get no message: its links end, as those of a process would."""
         with self._exchange.lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -209,16 +209,16 @@ class MemoryRank:
         if self.machine.has_news or self._reused:
             self._wake()
 
-    # ---- engines that use blocks again too early -------------------------------------------
+    # ---- engines that reuse blocks too early -----------------------------------------------
 
     def _note_written(self, block_ids: Sequence[BlockId], first_token: int) -> None:
-        """A transfer is to write these blocks: no other one may, then."""
+        """Count a fault if blocks for a new transfer are still written by another one."""
         theirs = block_ids[first_token // self.context.shape.block_size :]
         if not set(self.machine.written_blocks()).isdisjoint(theirs):
             self._reused["block_reused_under_load"] += 1
 
     def _note_handed_out(self, block_ids: Sequence[BlockId], generations: Sequence[int]) -> None:
-        """These blocks are somebody's in these generations: no push may read from earlier ones."""
+        """Count a fault for each block that a push still reads in an earlier generation."""
         known = dict(zip(block_ids, generations, strict=True))
         for block_id, generation in self.machine.read_blocks():
             if known.get(block_id, 0) > generation:
@@ -226,7 +226,7 @@ class MemoryRank:
 
 
 class _Later:
-    """See `Background`: what is to be done is done in the next turn."""
+    """See `Background`: work is done in the next turn."""
 
     def __init__(self) -> None:
         self._todo: deque[Callable[[], Callable[[], None]]] = deque()
@@ -236,7 +236,7 @@ class _Later:
         self._todo.append(work)
 
     def run(self) -> bool:
-        """Do it all; return whether there was any."""
+        """Do all work; return whether there was any."""
         has_moved = bool(self._todo)
         while self._todo:
             self._todo.popleft()()()
@@ -253,11 +253,11 @@ class _WarmUp:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A job that was posted.
+    """A posted job.
 
     Attributes:
-        num_polls_left: For how many polls nothing of it arrives.
-        num_landed: Parts that have arrived, of `POLLS_ON_THE_WIRE`.
+        num_polls_left: Polls left until its first part arrives.
+        num_landed: Parts that have arrived, out of `POLLS_ON_THE_WIRE`.
     """
 
     job: Job
@@ -356,13 +356,13 @@ class MemoryMover(OneSided):
         self._rank.num_fences += 1
 
     def advance(self) -> None:
-        """Let the next part of everything arrive."""
+        """Let the next part of each copy arrive."""
         self._post()
         for copy in list(self._posted):
             self._move(copy)
 
     def deliver(self) -> bool:
-        """Tell what has ended; return whether anything has."""
+        """Report the jobs that have ended; return whether there were any."""
         has_moved = bool(self._slow)
         while self._slow:
             self._slow.popleft()()
@@ -415,7 +415,7 @@ class MemoryMover(OneSided):
         self._ended.append(copy)
 
     def _owner_of(self, remote: Remote) -> ExchangeMember | None:
-        """Whose memory it is, if that can still be reached by this name."""
+        """Return the rank whose memory it is; None if this name no longer reaches it."""
         started, port, num_fences = (int(part) for part in remote.metadata.split())
         exchange = self._exchange
         rank = exchange.find_process(Process(self._rank.endpoint.host, port, started))
@@ -432,5 +432,5 @@ class MemoryMover(OneSided):
 
 
 def _units(kv: torch.Tensor, unit_bytes: int) -> torch.Tensor:
-    """The same memory as `[num_units, unit_bytes]`."""
+    """Return a view of the memory as `[num_units, unit_bytes]`."""
     return kv.view(-1).view(torch.uint8).view(-1, unit_bytes)
