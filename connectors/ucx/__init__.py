@@ -1,6 +1,6 @@
 """KV over UCX without NIXL: messages with tags, for which both sides' movers agree on each copy.
 
-The protocol is `connectors.transfer`, which a `TransferThread` runs over the side channel. Bytes go
+A `TransferThread` runs the protocol, `connectors.transfer`, over the side channel. Bytes go
 through buffers on both sides (`messages`), so only `mover` ever writes to KV blocks.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class UcxSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What only UCX is told, by `--kv-transfer-config.ucx.*`."""
+    """Settings of UCX alone, as given by `--kv-transfer-config.ucx.*`."""
 
     tls: Annotated[
         str, Meta(description="UCX transports, in UCX_TLS's form, as tcp or rc,cuda; empty is all")

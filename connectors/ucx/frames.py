@@ -1,8 +1,8 @@
 """What two movers say to one another, over the side channel, to agree on a copy.
 
-Whoever receives posts its receive first and draws the message's tag, so no message ever comes that
-nobody waits for, and none is taken for another. Each tag that is told gets one message, or all that
-are awaited from there end with `SendBroken`. What UCX brings from strangers has no such tag.
+The receiver posts its receive first and draws the message's tag, so every message that arrives is
+awaited, and none is mistaken for another. Each announced tag gets one message, or `SendBroken` ends
+all messages that are awaited from that peer. Messages from strangers have no such tag.
 
     READ    FetchCopy ----->             WRITE   OfferCopy ----->
             <------ message                      <------ TakeCopy
@@ -23,14 +23,14 @@ Size = Annotated[int, msgspec.Meta(ge=1)]
 Tag = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 MAX_TRIAL_BYTES = 1 << 16
-"""Of what is fetched only to try the way."""
+"""Size limit of messages that are fetched only to test the connection."""
 
 
 class FetchCopy(msgspec.Struct, frozen=True, tag="fetch"):
-    """Send these units of the memory of whoever hears this.
+    """Asks the recipient to send units of its memory.
 
     Attributes:
-        units: int32, little-endian; without any, `unit_bytes` of no meaning are to be sent.
+        units: int32, little-endian; if empty, send `unit_bytes` arbitrary bytes.
     """
 
     tag: Tag
@@ -39,13 +39,13 @@ class FetchCopy(msgspec.Struct, frozen=True, tag="fetch"):
 
 
 class DropCopy(msgspec.Struct, frozen=True, tag="drop"):
-    """What was fetched under this tag is not wanted; an empty message will do."""
+    """The message fetched under this tag is no longer wanted; it may be sent empty."""
 
     tag: Tag
 
 
 class OfferCopy(msgspec.Struct, frozen=True, tag="offer"):
-    """Something is there to be written to these units of the memory of whoever hears this."""
+    """Offers bytes to be written to these units of the recipient's memory."""
 
     copy_id: int
     unit_bytes: Size
@@ -53,27 +53,27 @@ class OfferCopy(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class TakeCopy(msgspec.Struct, frozen=True, tag="take"):
-    """Send what was offered; a receive is posted."""
+    """Asks for an offered copy; its receive is posted."""
 
     copy_id: int
     tag: Tag
 
 
 class CopyLanded(msgspec.Struct, frozen=True, tag="landed"):
-    """What was offered is written, or, with a reason, never will be."""
+    """An offered copy is written or, with a reason, never will be."""
 
     copy_id: int
     why_not: str = ""
 
 
 class WithdrawCopy(msgspec.Struct, frozen=True, tag="withdraw"):
-    """What was offered is not to be written any more; an empty message answers a `TakeCopy`."""
+    """An offered copy must not be written any more; an empty message answers a `TakeCopy`."""
 
     copy_id: int
 
 
 class SendBroken(msgspec.Struct, frozen=True, tag="broken"):
-    """A message could not be sent: none of those that are awaited from here will come."""
+    """A message could not be sent; no other message awaited from this sender will arrive."""
 
 
 Frame = FetchCopy | DropCopy | OfferCopy | TakeCopy | CopyLanded | WithdrawCopy | SendBroken
@@ -83,5 +83,5 @@ decode = msgspec.msgpack.Decoder(Frame).decode
 
 
 def to_units(units: bytes) -> npt.NDArray[np.int32]:
-    """The units that a frame names."""
+    """Return the units that a frame names."""
     return np.frombuffer(units, dtype="<i4")

@@ -1,15 +1,15 @@
 """ucxx behind typed values: the only module that imports it, and it does so lazily.
 
 Choices made here, with their reasons:
-- Blocking progress: UCX's own descriptor says when there is something to do, so an idle worker
-  costs nothing, and a busy one no polling.
-- Receives are posted at an endpoint, not at the worker: closing it cancels them.
-- Endpoints by worker address, with error handling: the end of a peer's process ends what is under
-  way with it.
-- One copy of UCX in a process: NIXL brings its own, and two of them share signal handlers, memory
+- Blocking progress: UCX's own descriptor shows when there is work, so an idle worker costs
+  nothing, and a busy one needs no polling.
+- Receives are posted at an endpoint, not at the worker: closing the endpoint cancels them.
+- Endpoints by worker address, with error handling: when a peer's process ends, so do the messages
+  in flight with it.
+- One copy of UCX per process: NIXL brings its own, and two of them share signal handlers, memory
   hooks and variables.
 
-It knows nothing of blocks or of peers' messages.
+It knows neither blocks nor the contents of messages.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
     import torch
 
-# UCX notices a silent partition after about 5 s with the first three, and not at all without.
-# Without the fourth it waits inside `connect` for whoever does not answer.
+# With the first three, UCX notices a silent partition after about 5 s; without them, never.
+# Without the fourth, `connect` blocks while the peer does not answer.
 _UCX_DEFAULTS = {
     "UCX_TCP_KEEPIDLE": "2s",
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "3",
     "UCX_TCP_CONN_NB": "y",
-    # Between two processes of one host it moves a third more than with 8 KiB.
+    # Between two processes on one host this moves a third more than 8 KiB does.
     "UCX_TCP_TX_SEG_SIZE": "256k",
     "UCX_TCP_RX_SEG_SIZE": "256k",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 _OTHER_COPY = "nixl._bindings"
-# UCX ends the process over an address that is none.
+# UCX ends the process if it is given an invalid address, hence a prefix to check.
 _ADDRESS = b"UCX worker "
 
 
@@ -49,7 +49,7 @@ class UcxError(PeerError):
 
 
 class UcxRequest:
-    """A message that is under way."""
+    """A message in flight."""
 
     def __init__(self, request: Any, error: type[Exception]) -> None:
         self._request = request
@@ -57,11 +57,11 @@ class UcxRequest:
 
     @property
     def is_over(self) -> bool:
-        """Whether UCX is through with its memory."""
+        """Whether UCX has finished with its memory."""
         return bool(self._request.completed)
 
     def failure(self) -> str | None:
-        """What went wrong with one that is over; None = nothing."""
+        """Return why a finished message failed; None = it did not."""
         try:
             self._request.check_error()
         except self._error as error:
@@ -70,7 +70,7 @@ class UcxRequest:
 
 
 class UcxEndpoint:
-    """The way to one peer; see `UcxWorker.connect`."""
+    """A connection to one peer; see `UcxWorker.connect`."""
 
     def __init__(self, endpoint: Any, ucx: _Ucx) -> None:
         self._endpoint = endpoint
@@ -78,23 +78,23 @@ class UcxEndpoint:
 
     @property
     def is_alive(self) -> bool:
-        """Whether anything can be posted to it."""
+        """Whether messages can be posted to it."""
         return bool(self._endpoint.alive)
 
     def send(self, memory: torch.Tensor, tag: int) -> UcxRequest:
-        """Send a message; the memory is UCX's until it is over.
+        """Send a message; its memory belongs to UCX until it is over.
 
         Raises:
-            UcxError: It could not be posted; nothing is under way.
+            UcxError: It could not be posted; nothing is in flight.
         """
         return self._post(self._endpoint.tag_send, memory, tag)
 
     def receive(self, memory: torch.Tensor, tag: int) -> UcxRequest:
-        """Receive the message of this tag, of at most this size; else as `send`."""
+        """Receive the message with this tag, of at most this size; otherwise like `send`."""
         return self._post(self._endpoint.tag_recv, memory, tag)
 
     def close(self) -> None:
-        """End what is under way; the peer is not waited for."""
+        """End the messages in flight, without waiting for the peer."""
         try:
             self._endpoint.close_blocking()
         except self._ucx.error:
@@ -112,7 +112,7 @@ class UcxWorker:
     """One UCX worker. Not thread-safe: one thread creates, uses and closes it.
 
     Args:
-        options: UCX's variables, without `UCX_`; a user's own values go before them.
+        options: UCX's variables, without `UCX_`; variables set by the user take precedence.
 
     Raises:
         ConfigError: ucxx is not installed, another copy of UCX is loaded, or UCX refuses an option.
@@ -137,27 +137,27 @@ class UcxWorker:
 
     @property
     def address(self) -> bytes:
-        """How peers connect to it."""
+        """The address by which peers connect to it."""
         return _ADDRESS + bytes(self._worker.address.tobytes())
 
     @property
     def descriptor(self) -> int:
-        """Is readable when there is something to do, once `arm` has returned True."""
+        """A file descriptor that is readable when there is work, once `arm` has returned True."""
         return int(self._worker.epoll_file_descriptor)
 
     def progress(self) -> None:
-        """Do what there is to do."""
+        """Do the pending work."""
         self._worker.progress()
 
     def arm(self) -> bool:
-        """Have the descriptor say what comes; False = there is something to do at once."""
+        """Make the descriptor signal new work; False = there is work to do first."""
         return bool(self._worker.arm())
 
     def connect(self, address: bytes) -> UcxEndpoint:
         """Begin to connect to a peer.
 
         Raises:
-            UcxError: No transport reaches it, or this is no such address.
+            UcxError: No transport reaches it, or the address is not a UCX worker's.
         """
         library = self._ucx.library
         if not address.startswith(_ADDRESS):
@@ -174,9 +174,9 @@ class UcxWorker:
     def close(self) -> None:
         """End everything.
 
-        A worker that has got a message which nobody awaits is left to the end of the process: its
-        destructor waits for the rest of that message, for ever if its sender is gone, and holds
-        the interpreter lock.
+        A worker that has received a message without a receive is kept until the process ends: its
+        destructor would wait for the rest of that message, forever if the sender is gone, while
+        holding the interpreter lock.
         """
         ucx, worker = self._ucx, self._worker
         worker.cancel_inflight_requests()
@@ -187,10 +187,10 @@ class UcxWorker:
 
 
 class _Ucx:
-    """What is used of ucxx.
+    """The parts of ucxx that are used.
 
     Raises:
-        ConfigError: It cannot be loaded.
+        ConfigError: ucxx cannot be loaded.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
 """Messages between this rank and peers, each through a buffer of its own.
 
     waiting (for a buffer) -> posted -> over: all of it is there, or failed as a value
-        `----- dropped -----'--> (its buffer is used again once UCX is through with it)
+        `----- dropped -----'--> (its buffer is reused once UCX has finished with it)
 
-A message that nobody wants any more goes on; nothing but its buffer is touched by it. What hangs
-ends with its peer's connection (`hang_up`); a buffer that even then is not given back is left to
-UCX. A peer has a share of the buffers, so that one which hangs holds up nobody else.
+A dropped message that was posted continues, but touches only its buffer. A message that hangs ends
+with its peer's connection (`hang_up`); a buffer that is not returned even then is left to UCX. Each
+peer is limited to a share of the buffers, so that one which hangs does not block the others.
 
-It knows neither blocks nor what peers say.
+It knows neither blocks nor the contents of messages.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class TaggedMessage:
     """One message; compared by identity.
 
     Attributes:
-        address: The peer's worker.
-        num_bytes: Of its payload.
-        on_over: Called once, unless it was dropped: with the payload (uint8), which is the
-            callee's until it returns, and with None or what went wrong.
-        fill: Writes the payload of one that is sent; None for one that is received.
+        address: Address of the peer's worker.
+        num_bytes: Bytes of its payload.
+        on_over: Called once, unless the message was dropped: with the payload (uint8), valid until
+            it returns, and the reason of a failure or None.
+        fill: Writes the payload of a message to send; None for a message to receive.
         on_posted: Called when it is posted.
     """
 
@@ -56,32 +56,32 @@ class TaggedMessage:
 
     @property
     def is_posted(self) -> bool:
-        """Whether UCX has it."""
+        """Whether it was handed to UCX."""
         return self.request is not None
 
     @property
     def memory(self) -> torch.Tensor:
-        """What of its buffer travels."""
+        """The part of its buffer that is transmitted."""
         assert self.buffer is not None
         return self.buffer[: self.num_bytes + TRAILER_BYTES]
 
     @property
     def payload(self) -> torch.Tensor:
-        """What of that is not the trailer."""
+        """Its memory without the trailer."""
         return self.memory[:-TRAILER_BYTES]
 
     @property
     def is_over(self) -> bool:
-        """Whether it was posted, and UCX is through with it."""
+        """Whether it was posted, and UCX has finished with it."""
         return self.request is not None and self.request.is_over
 
     def send_nothing(self) -> None:
-        """Have one that is sent be empty, if that has not happened yet."""
+        """Make a message to send empty, unless it is already posted."""
         if not self.is_posted:
             self.num_bytes, self.fill = 0, nothing
 
     def tell(self, failure: str | None) -> None:
-        """Call `on_over`, unless nobody wants it any more."""
+        """Call `on_over`, unless the message was dropped."""
         if not self.is_dropped:
             self.is_dropped = True
             self.on_over(self.payload, failure)
@@ -91,7 +91,7 @@ class _Way:
     """The messages of one direction.
 
     Attributes:
-        waiting: By peer; the first is whose turn it is.
+        waiting: Queues by peer; the first peer is the next in turn.
     """
 
     def __init__(self, max_posted: int) -> None:
@@ -100,11 +100,11 @@ class _Way:
         self._max_posted = max_posted
 
     def add(self, message: TaggedMessage) -> None:
-        """Have it wait behind those of its peer."""
+        """Append it to its peer's queue."""
         self.waiting.setdefault(message.address, deque()).append(message)
 
     def remove(self, message: TaggedMessage) -> bool:
-        """Take it out if it waits; return whether it did."""
+        """Remove it if it waits; return whether it did."""
         queue = self.waiting.get(message.address)
         if queue is None or message not in queue:
             return False
@@ -114,7 +114,7 @@ class _Way:
         return True
 
     def take(self) -> TaggedMessage | None:
-        """The next to be posted, if there is a buffer for it."""
+        """Take the next message to post, if the limits allow one."""
         if len(self.posted) >= self._max_posted:
             return None
         num_posted = Counter(each.address for each in self.posted)
@@ -135,7 +135,7 @@ class Messages:
     Args:
         worker: UCX.
         staging: Makes buffers.
-        max_posted: How many may be posted each way.
+        max_posted: Limit of posted messages, each way.
     """
 
     def __init__(self, worker: UcxWorker, staging: Staging, max_posted: int) -> None:
@@ -146,26 +146,26 @@ class Messages:
         self._max_free = 2 * max_posted
         self._to_send, self._to_receive = _Way(max_posted), _Way(max_posted)
         self._stranded: list[TaggedMessage] = []
-        # Neither another life's nor an earlier message's: it is never drawn again.
+        # Begins at random and counts up, so no tag of an earlier process or message repeats.
         self._next_tag = secrets.randbits(62)
 
     def new_tag(self) -> int:
-        """Draw a tag that no message to this rank ever had."""
+        """Draw a tag that no message to this rank has ever had."""
         self._next_tag += 1
         return self._next_tag
 
     def post(self, message: TaggedMessage) -> None:
-        """Send or receive it as soon as a buffer is free, in the order of its peer."""
+        """Send or receive it once a buffer is free, after earlier ones of its peer."""
         self._way(message).add(message)
         self._post_waiting()
 
     def drop(self, message: TaggedMessage) -> None:
-        """Nobody wants it any more: it is not posted, or goes on for itself."""
+        """Discard a message: it is never posted, or continues without effect."""
         message.is_dropped = True
         self._way(message).remove(message)
 
     def hang_up(self, address: bytes) -> None:
-        """End all that is under way with a peer; what is posted later connects again."""
+        """End all messages in flight with a peer; a later one connects again."""
         endpoint = self._endpoints.pop(address, None)
         if endpoint is None:
             return
@@ -178,7 +178,7 @@ class Messages:
                 message.tell("the connection was lost")
 
     def advance(self) -> None:
-        """Let UCX do what there is to do, and see what is over."""
+        """Let UCX do its pending work, and finish the messages that are over."""
         self._worker.progress()
         for way in self._ways:
             for message in [each for each in way.posted if each.is_over]:
@@ -190,7 +190,7 @@ class Messages:
         self._post_waiting()
 
     def close(self) -> None:
-        """End everything; nobody is told."""
+        """End everything, without calling `on_over`."""
         for endpoint in self._endpoints.values():
             endpoint.close()
         self._endpoints.clear()
@@ -199,7 +199,7 @@ class Messages:
         for message in under_way:
             message.request = None
         self._worker.close()
-        del buffers  # UCX's until now
+        del buffers  # UCX may have used them until now
 
     @property
     def _ways(self) -> tuple[_Way, _Way]:
@@ -222,7 +222,7 @@ class Messages:
         message.buffer = self._take_buffer(message.num_bytes)
         endpoint = self._endpoint(message.address)
         if message.fill is None:
-            end_with(message.memory, ~message.tag)  # what was there before must not pass
+            end_with(message.memory, ~message.tag)  # an old trailer must not pass for this one
             message.request = endpoint.receive(message.memory, message.tag)
         else:
             message.fill(message.payload)
@@ -232,7 +232,7 @@ class Messages:
             message.on_posted()
 
     def _end(self, message: TaggedMessage) -> None:
-        """UCX is through with it."""
+        """Finish a message that UCX has finished with."""
         assert message.request is not None
         failure = message.request.failure()
         if failure is None and not ends_with(message.memory, message.tag):
@@ -241,7 +241,7 @@ class Messages:
         self._give_back(message)
 
     def _endpoint(self, address: bytes) -> UcxEndpoint:
-        """The way to a peer; one that has failed is made again."""
+        """Return the connection to a peer, replacing one that has failed."""
         endpoint = self._endpoints.get(address)
         if endpoint is not None and not endpoint.is_alive:
             endpoint.close()
@@ -251,19 +251,19 @@ class Messages:
         return endpoint
 
     def _take_buffer(self, num_bytes: int) -> torch.Tensor:
-        """A buffer that is large enough: one that was used before, if there is any."""
+        """Return a buffer that is large enough, a used one if possible."""
         for number, buffer in enumerate(self._free):
             if buffer.numel() >= num_bytes + TRAILER_BYTES:
                 return self._free.pop(number)
         return self._staging.new_buffer(num_bytes)
 
     def _give_back(self, message: TaggedMessage) -> None:
-        message.request = None  # it would keep the worker
+        message.request = None  # a reference to it would keep the worker alive
         buffer, message.buffer = message.buffer, None
         if buffer is not None:
             self._free.append(buffer)
             self._free.sort(key=torch.Tensor.numel)
-            del self._free[: -self._max_free]  # the smallest serve the fewest
+            del self._free[: -self._max_free]  # the smallest fit the fewest messages
 
 
 def nothing(payload: torch.Tensor) -> None:

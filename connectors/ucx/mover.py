@@ -1,10 +1,10 @@
 """UCX under the transfer protocol: copies that both sides' movers agree on (`frames`).
 
-    READ    this side posts a receive and has the peer send; what came is written to our blocks
-    WRITE   the peer is offered it, posts a receive, and writes it to its own blocks
+    READ    this side posts a receive, asks the peer to send, and writes the bytes to its blocks
+    WRITE   this side offers a copy; the peer posts a receive, and writes the bytes to its blocks
 
-Everything happens in the transfer thread, and KV blocks are written nowhere but in `_read_over` and
-`_offer_over`: what was abandoned, withdrawn or lost before that has no effect on a block, whatever
+Everything happens in the transfer thread, and only `_read_over` and `_offer_over` write to KV
+blocks: a copy that was abandoned, withdrawn or lost before that does not affect any block, whatever
 UCX still does with its message.
 """
 
@@ -62,9 +62,9 @@ _TRY_AGAIN_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class _WarmUp:
-    """A message of no meaning that is fetched, again for a while if it fails.
+    """A test message to fetch, retried for a while if it fails.
 
-    UCX may still take the connection of a moment ago for the way to a peer that is met again.
+    UCX may reuse the previous, broken connection to a peer that has just been met again.
     """
 
     tag: Hashable
@@ -79,10 +79,10 @@ class UcxMover:
 
     Args:
         kv: This rank's KV memory, contiguous.
-        host: Where the side channel listens.
-        watch: Has the thread's event loop wake up when a descriptor is readable.
-        tls: UCX's transports; empty is all.
-        max_messages: In flight, each way.
+        host: Address on which the side channel listens.
+        watch: Makes the thread's event loop wake up when a descriptor is readable.
+        tls: UCX's transports; empty means all.
+        max_messages: Limit of messages in flight, each way.
     """
 
     num_lanes: ClassVar[int] = 1
@@ -118,7 +118,7 @@ class UcxMover:
         self._incoming: dict[tuple[MoverLink, int], TaggedMessage] = {}
         self._serving: dict[tuple[MoverLink, int], TaggedMessage] = {}
         self._ended: deque[tuple[Job, JobEnd]] = deque()
-        self._warm_ups: list[_WarmUp] = []  # those that are to be tried, or tried again
+        self._warm_ups: list[_WarmUp] = []  # waiting for a first or another try
         self._warmed_up: deque[tuple[_WarmUp, str | None]] = deque()
 
     @property
@@ -216,7 +216,7 @@ class UcxMover:
         link.say(encode(OfferCopy(self._num_copies, job.unit_bytes, theirs)))
 
     def abandon(self, tag: Hashable) -> int:
-        """See `Mover`: nothing of it can land any more on return."""
+        """See `Mover`: after this call none of its bytes can land."""
         for message, (what, link) in list(self._reads.items()):
             if what.tag == tag:
                 del self._reads[message]
@@ -241,7 +241,7 @@ class UcxMover:
             self.hang_up(link)
 
     def hang_up(self, link: MoverLink) -> None:
-        """See `Mover`: what was offered over it is not written."""
+        """See `Mover`: copies offered over the link are not written."""
         for table in (self._incoming, self._serving):
             for key in [key for key in table if key[0] is link]:
                 self._messages.drop(table.pop(key))
@@ -280,7 +280,7 @@ class UcxMover:
     def _fetch(
         self, what: Job | _WarmUp, link: MoverLink, unit_bytes: int, units: bytes, num_bytes: int
     ) -> None:
-        """Have a peer send units of its memory, or, without any, so many bytes."""
+        """Make a peer send units of its memory or, without units, `unit_bytes` arbitrary bytes."""
         tag = self._messages.new_tag()
 
         def on_posted() -> None:
@@ -297,7 +297,7 @@ class UcxMover:
         self._messages.post(message)
 
     def _read_over(self, what: Job | _WarmUp, payload: torch.Tensor, failure: str | None) -> None:
-        """What was fetched is here."""
+        """Take the result of a fetch; write the bytes of a copy to our blocks."""
         if isinstance(what, _WarmUp):
             what.num_left -= 1
             if failure is None or not what.num_left:
@@ -311,7 +311,7 @@ class UcxMover:
         self._settle(what, failure)
 
     def _serve(self, link: MoverLink, fetch: FetchCopy) -> None:
-        """Send what a peer wants to read."""
+        """Send the units that a peer wants to read."""
         if fetch.units:
             units = self._named(fetch.unit_bytes, fetch.units)
             fill = functools.partial(self._staging.gather, units, fetch.unit_bytes)
@@ -324,9 +324,9 @@ class UcxMover:
     # ---- WRITE -----------------------------------------------------------------------------
 
     def _send_offered(self, link: MoverLink, take: TakeCopy) -> None:
-        """The peer has posted a receive for what it was offered."""
+        """Send an offered copy, for which the peer has posted a receive."""
         written = self._writes.get(take.copy_id)
-        if written is None:  # withdrawn; the receive is to end all the same
+        if written is None:  # withdrawn, but the peer's receive must end
             self._send(link, take.tag, 0, nothing)
             return
         job = written[0]
@@ -334,7 +334,7 @@ class UcxMover:
         self._send(link, take.tag, job.num_bytes, fill, copy_id=take.copy_id)
 
     def _take(self, link: MoverLink, offer: OfferCopy) -> None:
-        """Receive what a peer wants to write."""
+        """Receive a copy that a peer wants to write."""
         units = self._named(offer.unit_bytes, offer.units)
         tag, key = self._messages.new_tag(), (link, offer.copy_id)
 
@@ -362,7 +362,7 @@ class UcxMover:
         payload: torch.Tensor,
         failure: str | None,
     ) -> None:
-        """What was offered is here: write it where the peer still may."""
+        """Write an offered copy that has arrived, if the peer may still write to the blocks."""
         if failure is None:
             first = units.astype(np.int64) * offer.unit_bytes
             last = first + (offer.unit_bytes - 1)
@@ -402,7 +402,7 @@ class UcxMover:
         self._messages.post(message)
 
     def _settle(self, job: Job, failure: str | None) -> None:
-        """A job is over; its owner is told by `deliver`."""
+        """End a job; `deliver` notifies its owner."""
         moved_s = self._clock.monotonic_s()
         value = job.then() if failure is None and job.then is not None else None
         end = JobEnd(
@@ -416,10 +416,10 @@ class UcxMover:
         self._ended.append((job, end))
 
     def _named(self, unit_bytes: int, raw: bytes) -> npt.NDArray[np.int32]:
-        """The units of this side's memory that a peer names.
+        """Return the units of this side's memory that a peer names.
 
         Raises:
-            FrameError: There are none such.
+            FrameError: The bytes name no units, or units outside the memory.
         """
         if not raw or len(raw) % 4:
             raise FrameError(Fault.UNEXPECTED, f"{len(raw)} bytes that name no units")
@@ -431,7 +431,7 @@ class UcxMover:
 
 
 def _why_outside(units: npt.NDArray[np.int32], unit_bytes: int, pool: Region) -> str | None:
-    """Why these cannot be units of a pool; None = they can."""
+    """Return why these cannot be units of a pool; None = they can."""
     if pool.num_bytes % unit_bytes:
         return f"units of {unit_bytes} bytes do not fill {pool}"
     num_units = pool.num_bytes // unit_bytes
