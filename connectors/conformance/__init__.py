@@ -6,11 +6,11 @@
         def make_connector(self) -> KVConnectorBase:
             return MyConnector()
 
-That is a pytest class (nothing here imports pytest). A connector that keeps KV instead of handing
-it over has `StoreConformance`, which needs no peer. Both halves are driven as an engine core
-drives them, by engines without a model whose KV says who wrote it. Which parts run is said by
-the `Capabilities` of the worker half; the shapes of the two engines by class attributes.
-The product does not import it.
+That is a pytest class (nothing here imports pytest). For a connector that stores KV instead of
+handing it over there is `StoreConformance`, which needs no peer. Engines without a model, whose KV
+shows who wrote it, drive both halves as an engine core would. The connector's `Capabilities`
+determine which parts run, class attributes the shapes of the two engines. The product does not
+import the kit.
 """
 
 from pdserve.connectors.conformance.engines import Engine, KitRequest, prompt_of
@@ -30,4 +30,4 @@ __all__ = [
 
 
 class ConnectorConformance(PullConformance, PushConformance):
-    """Everything a connector must do. Subclass it and give it `make_connector`."""
+    """Everything a connector must do. Subclass it and define `make_connector`."""

@@ -28,19 +28,19 @@ class Bench:
     """Makes engines that can meet.
 
     Attributes:
-        prefill_shape, decode_shape: How P and D share out their KV; of the same model. A subclass
-            sets them. The kit raises `num_blocks` where a test needs more.
+        prefill_shape, decode_shape: How P and D spread the KV of one model over their ranks; set by
+            subclasses. The kit raises `num_blocks` where a test needs more.
     """
 
     prefill_shape: ClassVar[KVShape] = make_shape()
     decode_shape: ClassVar[KVShape] = make_shape()
 
     def make_connector(self) -> KVConnectorBase:
-        """Called once per test: the engines of what it returns can meet."""
+        """Make the connector for one test; all engines that use it can meet."""
         raise NotImplementedError
 
     def setup_method(self) -> None:
-        """Before each test."""
+        """Prepare a test."""
         self._num_threads = threading.active_count()
         self._engines: list[Engine] = []
         self._num_tickets = 0
@@ -48,7 +48,7 @@ class Bench:
         self.connector = self.make_connector()
 
     def teardown_method(self) -> None:
-        """After each test: nothing is left running."""
+        """Close a test's engines, and check that nothing is left running."""
         for engine in self._engines:
             engine.close()
         deadline_s = time.monotonic() + 20.0
@@ -57,13 +57,13 @@ class Bench:
         assert threading.active_count() <= self._num_threads, "a connector left a thread behind"
 
     def new(self, name: str, **arguments: Any) -> Engine:
-        """Make an engine; a name that begins with P has P's shape, else it is D's."""
+        """Make an engine with P's or D's shape, whichever letter its name begins with."""
         engine = Engine(self.connector, name, shape=self._shapes[name[0]], **arguments)
         self._engines.append(engine)
         return engine
 
     def pair(self, *, num_jobs: int = 0) -> tuple[Engine, Engine]:
-        """Make a P and a D, with room for so many prompts if any are given."""
+        """Make a P and a D with room for at least `num_jobs` prompts."""
         if num_jobs:
             for name, shape in self._shapes.items():
                 needed = (num_jobs + 1) * self._stride(name)
@@ -73,9 +73,9 @@ class Bench:
         return self.new("P"), self.new("D")
 
     def ticket(self, p: Engine, d: Engine, **changes: Any) -> PushTicket:
-        """A ticket for a push from one to the other, as a proxy draws it.
+        """Return a ticket for a push from `p` to `d`, as a proxy draws it.
 
-        A test that asks for one is skipped if the connector does not push.
+        Skips the test if the connector does not push.
         """
         if not self.connector.capabilities.push:
             raise unittest.SkipTest("its capabilities do not name push")
@@ -92,20 +92,20 @@ class Bench:
         shape, stride = self._shapes[name], self._stride(name)
         first = job * stride
         blocks = list(range(first, first + -(-num_tokens // shape.block_size)))
-        # Neighbours that are not in order, so that a table is not mistaken for a range.
+        # Neighbouring blocks out of order, so that a table cannot be treated as a range.
         return [*blocks[1:], blocks[0]] if job % 2 == 0 else blocks
 
     def p_blocks(self, job: int, num_tokens: int = 40) -> list[int]:
-        """P's blocks of the `job`-th prompt (of up to 64 tokens), in token order."""
+        """Return P's blocks of the `job`-th prompt (of up to 64 tokens), in token order."""
         return self._blocks("P", job, num_tokens)
 
     def d_blocks(self, job: int, num_tokens: int = 40) -> list[int]:
-        """D's."""
+        """Return D's blocks of the `job`-th prompt, likewise."""
         return [block + 1 for block in self._blocks("D", job, num_tokens)]
 
     @staticmethod
     def ids(blocks: Sequence[int]) -> list[BlockId]:
-        """The same as block ids."""
+        """Return the blocks as block ids."""
         return [BlockId(block) for block in blocks]
 
     # --- questions
@@ -117,7 +117,7 @@ class Bench:
 
     @staticmethod
     def until_woken(engine: Engine, condition: Callable[[], object]) -> None:
-        """Step only when the connector says that there is news, until `condition` holds."""
+        """Step only when the connector signals news, until `condition` holds."""
         deadline_s = time.monotonic() + 30.0
         while not condition():
             assert engine.news.wait(5.0), "the engine was not woken"

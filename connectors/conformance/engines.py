@@ -1,8 +1,8 @@
 """Engines without a model, which drive both halves of a connector as an engine core would.
 
-`step` is the whole of it, as of `EngineCore.step`: instructions go out, reports come back
-through a `Quorum`. Blocks are named by the test, and what is in them says who wrote it
-(`values`). Knows no scheduler: who waits for what is the test's to say.
+Like `EngineCore.step`, `step` sends out instructions and brings reports back through a `Quorum`.
+The test names the blocks, and their contents show who wrote them (`values`). There is no real
+scheduler: the test decides who waits for what.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ALL_LAYERS = slice(None)
 
 @dataclass
 class KitRequest:
-    """What a connector sees of a request, at an engine whose blocks have `block_size` tokens."""
+    """A request as a connector sees it, at an engine whose blocks have `block_size` tokens."""
 
     request_id: RequestId
     prompt_token_ids: list[int]
@@ -93,12 +93,12 @@ class KitRequest:
 
 
 def prompt_of(num_tokens: int) -> list[int]:
-    """Return a prompt of so many tokens."""
+    """Return a prompt of `num_tokens` tokens."""
     return list(range(100, 100 + num_tokens))
 
 
 class Rank:
-    """One worker half over its own blocks."""
+    """One worker half with its own blocks."""
 
     def __init__(
         self, connector: KVConnectorBase, context: ConnectorContext, wake: Callable[[], None]
@@ -137,18 +137,18 @@ class Rank:
 
 
 class Engine:
-    """A scheduler half, and a worker half over a pool of blocks for each rank.
+    """A scheduler half and, for each rank, a worker half with a pool of blocks.
 
     Args:
         transfer: Fields of `TransferConfig`.
 
     Attributes:
-        news: Set whenever a worker half says that `get_finished` has something.
+        news: Set whenever a worker half signals that `get_finished` has something.
         settled, received, failed, faults: What all ranks have seen.
-        ready: Who was to be asked about again, and why.
-        retried: Failed loads that the scheduler half had tried once more; not in `failed`.
-        said: What each rank reported, in order, before the quorum.
-        endpoints: Of the ranks, in order; none if the connector has no peers.
+        ready: Requests that were reported as ready, and why.
+        retried: Failed loads that the scheduler half has retried; they are not in `failed`.
+        said: Each rank's reports, in order, before the quorum.
+        endpoints: Endpoints of the ranks, in order; empty if the connector has no peers.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Engine:
         return self.context.shape.block_size
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Bytes that so many tokens have on all ranks together."""
+        """Return the bytes of `num_tokens` tokens on all ranks together."""
         bits = sum(len(rank.share.layers) * len(rank.share.heads) for rank in self.ranks)
         shape = self.context.shape
         return bits * shape.num_planes * shape.head_dim * shape.dtype_bytes * num_tokens
@@ -219,12 +219,12 @@ class Engine:
     # --- memory
 
     def write(self, blocks: Sequence[int], seed: int, first: int, end: int) -> None:
-        """On every rank: write the tokens `first` to `end` of a table as `seed` would."""
+        """Write the tokens `first` to `end` of a table as `seed` would, on every rank."""
         for rank in self.ranks:
             rank.write(blocks, seed, first, end)
 
     def fill(self, blocks: Sequence[int], seed: int) -> None:
-        """Write every token that the blocks have room for."""
+        """Fill the blocks with tokens as `seed` would."""
         self.write(blocks, seed, 0, len(blocks) * self.block_size)
 
     def holds(self, blocks: Sequence[int], seed: int, first: int, end: int) -> bool:
@@ -232,13 +232,13 @@ class Engine:
         return all(rank.holds(blocks, seed, first, end) for rank in self.ranks)
 
     def snapshot(self, blocks: Sequence[int]) -> list[torch.Tensor]:
-        """A copy of some blocks of every rank."""
+        """Return a copy of some blocks of every rank."""
         return [rank.kv[list(blocks)].clone() for rank in self.ranks]
 
     # --- the life of a request
 
     def new_request(self, prompt: list[int], **fields: Any) -> KitRequest:
-        """A request under an id of its own."""
+        """Make a request with a unique id."""
         self._num_requests += 1
         return KitRequest(
             RequestId(f"{self.context.engine_id}-{self._num_requests}"),
@@ -268,7 +268,7 @@ class Engine:
     def hand_over(
         self, request: KitRequest, blocks: Sequence[int], generations: Sequence[int]
     ) -> KVHandoff:
-        """At P: the first token is there; the blocks are leased."""
+        """At P: end a request with its first token and lease its blocks."""
         request.output_token_ids.append(FIRST_TOKEN)
         request.finish_reason = FinishReason.HANDOFF
         hold = self.scheduler.request_finished(
@@ -280,11 +280,11 @@ class Engine:
         return hold.handoff
 
     def give_up(self, nonce: str) -> None:
-        """At P: nobody will read that lease."""
+        """At P: report that a lease will not be read."""
         self.scheduler.update_connector_output(ConnectorReport(given_up=[nonce]))
 
     def refusal(self, request: KitRequest) -> str | None:
-        """Why a request is refused; None = it is taken."""
+        """Return why a request is refused; None = it is accepted."""
         try:
             self.arrive(request)
         except HandoffRefusedError as error:
@@ -292,11 +292,11 @@ class Engine:
         return None
 
     def arrive(self, request: KitRequest) -> None:
-        """Take a request."""
+        """Accept a request."""
         self.scheduler.request_arrived(request)
 
     def queue(self, prompt: list[int], handoff: KVHandoff, *, step: bool = True) -> KitRequest:
-        """At D: take a request that another engine has prefilled."""
+        """At D: accept a request that another engine has prefilled."""
         request = self.new_request(prompt, handoff=handoff)
         self.arrive(request)
         if step:
@@ -306,7 +306,7 @@ class Engine:
     def stage_load(
         self, request: KitRequest, blocks: Sequence[int], *, num_computed: int = 0
     ) -> None:
-        """At D: give the request its blocks, of which the first tokens are there already."""
+        """At D: give the request its blocks, which already have the first `num_computed` tokens."""
         match = self.scheduler.get_num_new_matched_tokens(request, num_computed)
         assert match is not None, "a handoff's tokens can be loaded at once"
         assert match.is_async
@@ -316,12 +316,12 @@ class Engine:
         )
 
     def abort(self, request: KitRequest) -> bool:
-        """The request's client is gone. Return whether its blocks must be kept until `Settled`."""
+        """Abort a request. Return whether its blocks must be kept until `Settled`."""
         request.finish_reason = FinishReason.ABORT
         return self.scheduler.request_finished(request, (), ()) is not None
 
     def load(self, request: KitRequest, blocks: Sequence[int], *, num_computed: int = 0) -> None:
-        """The same, and let it begin."""
+        """At D: stage a load and let it begin."""
         self.stage_load(request, blocks, num_computed=num_computed)
         self.step()
 
@@ -329,7 +329,7 @@ class Engine:
 
     @property
     def ref(self) -> EngineRef:
-        """This life of this engine, as tickets name it."""
+        """This engine and incarnation, as tickets name them."""
         return EngineRef(
             engine_id=self.context.engine_id,
             incarnation=self.context.incarnation,
@@ -338,7 +338,7 @@ class Engine:
         )
 
     def take(self, request: KitRequest) -> KitRequest:
-        """Take a request with a ticket: at P one for another engine to decode, at D the other."""
+        """Accept a request with a ticket, at either end of a push."""
         self.arrive(request)
         self.step()
         return request
@@ -366,9 +366,9 @@ class Engine:
         seed: int = 1,
         loaded: tuple[int, int] = (0, 0),
     ) -> None:
-        """One step, which computes the tokens `first` to `end`, each layer once it was waited for.
+        """Run a step that computes the tokens `first` to `end`, waiting for each layer first.
 
-        By then it must have the tokens `loaded`, as `seed` would have written them.
+        After the wait, the layer must have the tokens `loaded` as `seed` would have written them.
         """
         scheduled = ScheduledRequest(
             request, [BlockId(block) for block in blocks], [1] * len(blocks), first, end
@@ -389,7 +389,7 @@ class Engine:
         self.step()
 
     def finish(self, request: KitRequest, blocks: Sequence[int]) -> KVHandoff:
-        """At P: the first token is there; the blocks are leased."""
+        """At P: end a request with its first token, lease its blocks and step."""
         handoff = self.hand_over(request, blocks, [1] * len(blocks))
         self.step()
         return handoff
@@ -397,12 +397,12 @@ class Engine:
     # --- steps
 
     def post(self, metadata: ConnectorMetadata) -> None:
-        """Give every rank some instructions."""
+        """Send instructions to every rank."""
         for rank in self.ranks:
             rank.worker.post(metadata)
 
     def step(self) -> ConnectorReport:
-        """Instructions out, reports in. Return what all ranks have seen by now."""
+        """Send out instructions and take in reports. Return what this has completed."""
         metadata = self.scheduler.take_instructions()
         if metadata is not None:
             self.post(metadata)
@@ -431,7 +431,7 @@ class Engine:
         *,
         others: Sequence[Engine] = (),
     ) -> None:
-        """Step whenever there is news, and `others` along with it, until `condition` holds."""
+        """Step this engine and `others` whenever there is news, until `condition` holds."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline_s, (
@@ -445,6 +445,6 @@ class Engine:
                 other.step()
 
     def close(self) -> None:
-        """End every rank's worker half."""
+        """Close every rank's worker half."""
         for rank in self.ranks:
             rank.worker.close(5.0)

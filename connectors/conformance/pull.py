@@ -43,7 +43,7 @@ class PullConformance(Bench):
     def test_a_confirmed_read_alone_does_not_end_the_lease(self) -> None:
         p, d = self.pair()
         d.load(d.queue(PROMPT, p.prefill(PROMPT, self.p_blocks(0))), self.d_blocks(0))
-        # D's worker halves read and confirm; its scheduler half does not hear of it.
+        # D's worker halves read and confirm; its scheduler half gets no report of it.
         waiting = set(range(len(d.ranks)))
         deadline_s = time.monotonic() + 30.0
         reports: list[tuple[int, ConnectorReport]] = []
@@ -72,7 +72,7 @@ class PullConformance(Bench):
         target = self.d_blocks(0)
         first = d.block_size * ((NUM_TOKENS - 1) // d.block_size)
         request = d.queue(PROMPT, p.prefill(PROMPT, self.p_blocks(0)))
-        # Other KV than P's shows that nothing was moved; but digests are of whole blocks of P.
+        # Different KV proves that nothing was copied; no digest of P's blocks may cover it, though.
         own = 9 if first % p.block_size == 0 else 1
         d.write(target, own, 0, first)
         d.load(request, target, num_computed=first)
@@ -157,7 +157,7 @@ class PullConformance(Bench):
         d.step()
         assert len(d.failed) + len(d.received) == 1
         assert {each.reason for each in d.failed} <= {LoadFailure.ABORTED}
-        # What was complete before it was heard of may have been read; nothing is in between.
+        # A load that was complete before the abort counts as read; there is no third outcome.
         ends = {each.end for each in p.settled}
         assert ends == {LeaseEnd.RELEASED if d.failed else LeaseEnd.READ}
 

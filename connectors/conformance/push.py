@@ -73,7 +73,7 @@ class PushConformance(Bench):
     def test_what_d_has_already_is_not_written(self) -> None:
         p, d = self.pair()
         first = d.block_size * ((NUM_TOKENS - 1) // d.block_size)
-        # Other KV than P's shows that nothing was moved; but digests are of whole blocks of P.
+        # Different KV proves that nothing was copied; no digest of P's blocks may cover it, though.
         own = 9 if first % p.block_size == 0 else 1
         d.write(self.d_blocks(0), own, 0, first)
         ours, _ = self._registered(p, d, num_computed=first)
@@ -185,11 +185,11 @@ class PushConformance(Bench):
             p.step()
             d.step()
             time.sleep(0.01)
-        d.abort(theirs)  # its client's patience is over, if not D's
+        d.abort(theirs)  # the client gives up, though D would still wait
         d.until(lambda: d.failed, others=[p])
         assert len(d.failed) == 1
 
-    # --- tickets that are not to be believed
+    # --- tickets that must not be trusted
 
     def test_a_ticket_serves_one_push(self) -> None:
         p, d = self.pair()
@@ -215,7 +215,7 @@ class PushConformance(Bench):
     # --- digests
 
     def test_a_block_that_is_not_what_its_digest_was_taken_of_is_never_received(self) -> None:
-        """Two requests share a prefix, whose digests are known; its KV at P rots in between."""
+        """Two requests share a prefix with known digests; its KV at P is corrupted in between."""
         p, d = self.pair(num_jobs=2)
         self._prefill(p, self._registered(p, d)[0])
         d.until(lambda: d.received, others=[p])
@@ -264,7 +264,7 @@ class PushConformance(Bench):
     # --- parts
 
     def _queued(self, p: Engine, d: Engine) -> tuple[KitRequest, KitRequest]:
-        """P's and D's request, under one ticket."""
+        """Start P's and D's requests under one ticket."""
         ticket = self.ticket(p, d)
         ours = p.take(p.new_request(PROMPT, remote_decode=True, ticket=ticket))
         return ours, d.take(d.new_request(PROMPT, ticket=ticket))
@@ -272,7 +272,7 @@ class PushConformance(Bench):
     def _registered(
         self, p: Engine, d: Engine, *, job: int = 0, num_computed: int = 0
     ) -> tuple[KitRequest, KitRequest]:
-        """P's and D's request, up to the registration."""
+        """Start P's and D's requests and wait for the registration."""
         ours, theirs = self._queued(p, d)
         d.load(theirs, self.d_blocks(job), num_computed=num_computed)
         p.until(lambda: not p.is_asked_to_wait(ours), others=[d])
@@ -285,14 +285,14 @@ class PushConformance(Bench):
         return blocks
 
     def _prefill(self, p: Engine, ours: KitRequest, *, job: int = 0, seed: int = 1) -> None:
-        """All of P's steps."""
+        """Run all of P's steps."""
         blocks = self._start(p, ours, job=job)
         for first in range(0, NUM_TOKENS, _CHUNK):
             p.compute(ours, blocks, first, min(first + _CHUNK, NUM_TOKENS), seed=seed)
         p.finish(ours, blocks)
 
     def _still_goes_on(self, p: Engine, ours: KitRequest) -> None:
-        """A request whose push was withdrawn is computed all the same, and may be pulled."""
+        """Check that a request whose push was withdrawn is still computed, and may be pulled."""
         assert not p.is_asked_to_wait(ours)
         blocks = self._start(p, ours)
         p.compute(ours, blocks, 0, NUM_TOKENS)
@@ -306,7 +306,7 @@ class PushConformance(Bench):
 
     @staticmethod
     def _let_pass(*engines: Engine) -> None:
-        """Let everything that is under way come to its end."""
+        """Let everything in flight finish."""
         for _ in range(30):
             for engine in engines:
                 engine.step()

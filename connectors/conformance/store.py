@@ -1,8 +1,8 @@
 """What every connector does that keeps KV for later prompts; it needs no peer.
 
-A request computes a prompt, layer by layer, and ends; then its blocks are somebody else's, as soon
-as the connector lets go of them. Another request of the same prompt loads what was kept, and finds
-each layer there when `wait_for_layer_load` has returned, or all of them when the load is reported.
+A request computes a prompt, layer by layer, and ends; its blocks are reused as soon as the
+connector lets go of them. Another request with the same prompt loads the stored KV: each layer
+must be there once `wait_for_layer_load` returns, or all of them when the load is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SEED, _OTHER = 1, 9
 
 
 class StoreConformance(Bench):
-    """One engine saves and loads. `decode_shape` is not looked at."""
+    """One engine saves and loads. `decode_shape` is not used."""
 
     def test_what_a_prompt_left_is_loaded_and_no_layer_is_read_before_it_is_there(self) -> None:
         p = self.new("P")
@@ -79,7 +79,7 @@ class StoreConformance(Bench):
         return request
 
     def _match(self, engine: Engine, request: KitRequest, num_computed: int = 0) -> Match:
-        """What can be loaded, once the connector knows."""
+        """Return what can be loaded, once the connector knows."""
         ask = engine.scheduler.get_num_new_matched_tokens
         engine.until(lambda: ask(request, num_computed) is not None)
         match = ask(request, num_computed)
@@ -87,7 +87,7 @@ class StoreConformance(Bench):
         return match
 
     def _save(self, engine: Engine, ending: FinishReason | None = FinishReason.LENGTH) -> None:
-        """Compute the prompt in two steps; None preempts it. Its blocks are others' at once."""
+        """Compute the prompt in two steps; `None` preempts it. Overwrite its blocks."""
         request, blocks = self._arrive(engine), self.p_blocks(0)
         engine.fill(blocks, _OTHER)
         assert not self._match(engine, request).num_tokens
@@ -107,7 +107,7 @@ class StoreConformance(Bench):
     def _load(
         self, engine: Engine, request: KitRequest, blocks: Sequence[int], num_computed: int = 0
     ) -> int:
-        """Load what there is, checking each layer when it is to be there; return the tokens."""
+        """Load what is stored, checking each layer once it must be there; return the tokens."""
         match, table = self._match(engine, request, num_computed), self.ids(blocks)
         engine.scheduler.update_state_after_alloc(
             request, table, match.num_tokens, generations=[1] * len(table)

@@ -1,7 +1,7 @@
 """KV that says who wrote it: a value for each (writer, token, layer, plane, head, dimension).
 
-Two engines of any shape agree on what a token's KV is, so a stale, misplaced, half-copied or
-wrongly sliced block cannot pass for the right one. Knows no connector.
+Engines of any shape agree on a token's KV, so a stale, misplaced, half-copied or wrongly sliced
+block cannot pass for the right one. Knows no connector.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_shape(
     num_planes: int = 2,
     dtype: str = "float32",
 ) -> KVShape:
-    """Return the shape of an engine of `tp * pp` ranks; stages get layers as evenly as can be."""
+    """Return the shape of an engine of `tp * pp` ranks, with layers spread evenly over stages."""
     edges = [num_layers * stage // pp for stage in range(pp + 1)]
     return KVShape(
         num_blocks=num_blocks,
@@ -49,11 +49,11 @@ def make_shape(
 
 
 class Share:
-    """What one rank of a shape has.
+    """One rank's share of a shape.
 
     Attributes:
-        layers: Of the whole model, in the order in which they lie here.
-        heads: Likewise.
+        layers: Indices of the rank's layers in the whole model, in memory order.
+        heads: Indices of the rank's KV heads, likewise.
     """
 
     def __init__(self, shape: KVShape, rank: int) -> None:
@@ -65,7 +65,7 @@ class Share:
         self._shape = shape
 
     def layout(self, dtype: str) -> KVLayout:
-        """Return the rank's memory, in numbers."""
+        """Return the layout of the rank's memory."""
         shape = self._shape
         return KVLayout(
             num_blocks=shape.num_blocks,
@@ -79,10 +79,10 @@ class Share:
         )
 
     def values(self, seed: int, tokens: Sequence[int], dtype: str) -> torch.Tensor:
-        """KV of some tokens.
+        """Return the KV of some tokens.
 
         Args:
-            seed: Names the writer.
+            seed: Identifies the writer.
             tokens: Positions in the prompt.
 
         Returns:
@@ -107,7 +107,7 @@ class Share:
 
 
 def by_token(kv: torch.Tensor, blocks: Sequence[int], shape: KVShape) -> torch.Tensor:
-    """A copy of some blocks, token by token: `[tokens, layers, planes, heads, head_dim]`."""
+    """Return a copy of some blocks by token: `[tokens, layers, planes, heads, head_dim]`."""
     picked = kv[list(blocks)]
     if shape.order is BlockOrder.HND:
         picked = picked.transpose(3, 4)
