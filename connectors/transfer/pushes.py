@@ -256,6 +256,8 @@ class Push:
             self._digest(self.announced, end, num_layers=layers_end)
 
     def _pump(self, part: OutgoingPart) -> None:
+        if self.ending is not None:  # another rank of D could not be written, and all were told
+            return
         try:
             part.pump(self.table[0])
         except PeerError as error:
@@ -284,14 +286,7 @@ class Push:
 
     def _digest(self, first_token: int, end_token: int, *, num_layers: int | None = None) -> None:
         """Take the digests of what has become complete, off this thread."""
-        block_ids, generations = self.table
         self.num_digesting += 1
-
-        def work() -> Callable[[], None]:
-            self._seams.digests.take(
-                block_ids, generations, end_token, first_token=first_token, num_layers=num_layers
-            )
-            return done
 
         def done() -> None:
             self.num_digesting -= 1
@@ -302,7 +297,14 @@ class Push:
                 return
             self.say_if_pushed()
 
-        self._seams.background.submit(work, self.expect.request_id if self.expect else "")
+        self._seams.take_digests(
+            self.table,
+            end_token,
+            self.expect.request_id if self.expect else "",
+            done,
+            first_token=first_token,
+            num_layers=num_layers,
+        )
 
     def _observe(self) -> None:
         """Learn from the last chunk, once it is written everywhere."""

@@ -101,7 +101,7 @@ class Receiving:
         """Whether some P's transport may need this side to be driven: to wire up, or to write."""
         return any(
             part.needs_agent or part.state is IncomingState.SENT
-            for _, part in self._open.parts(IncomingState.SENT, IncomingState.ACCEPTED)
+            for part in self._open.parts(IncomingState.SENT, IncomingState.ACCEPTED)
         )
 
     def due_s(self) -> float:
@@ -111,10 +111,9 @@ class Receiving:
     def tick(self) -> None:
         """Do what is due by the clock. O(reservations x ranks of P)."""
         now_s = self._now_s()
-        for reservation in list(self._open.values()):
-            for rank, part in list(reservation.parts.items()):
-                if reservation.due_s(part, self._transfer) <= now_s:
-                    self._on_due(reservation, rank, part, now_s)
+        for part in self._open.parts():
+            if part.due_s(self._transfer) <= now_s:
+                self._on_due(part, now_s)
         self._fence_if_due(now_s)
 
     # ---- what this engine wants --------------------------------------------------------
@@ -132,13 +131,13 @@ class Receiving:
             return
         reservation.parts = {
             route.source_rank: IncomingPart(
-                route, reservation.new_check(route, self._seams.digests)
+                reservation, route, reservation.new_check(route, self._seams.digests)
             )
             for route in routes
         }
         self._peers.meet(reserve.owner)
-        for rank, part in list(reservation.parts.items()):
-            self._register(reservation, rank, part)
+        for part in list(reservation.parts.values()):
+            self._register(part)
 
     def abort(self, request_id: RequestId) -> None:
         """The request does not want it any more; one that is over or unknown is left alone."""
@@ -155,17 +154,17 @@ class Receiving:
 
     def on_ready(self, peer: PeerId) -> None:
         """A rank of P is connected: register what waits for it, ask after what was lost."""
-        for reservation, part in self._open.of(peer):
+        for part in self._open.of(peer):
             if part.state is IncomingState.WAITING:
-                self._register(reservation, peer.rank, part)
+                self._register(part)
             elif part.state is IncomingState.LOST:
-                self._ask_to_end(reservation, peer.rank, part)
+                self._ask_to_end(part)
 
     def on_accept(self, peer: PeerId, message: Accept) -> None:
         """P has taken a registration."""
-        found = self._find(peer, message.load_id, IncomingState.SENT)
-        if found is not None:
-            found[1].state = IncomingState.ACCEPTED
+        part = self._find(peer, message.load_id, IncomingState.SENT)
+        if part is not None:
+            part.state = IncomingState.ACCEPTED
 
     def on_progress(self, peer: PeerId, message: Progress) -> None:
         """P is alive, and perhaps writes."""
@@ -179,14 +178,14 @@ class Receiving:
             reservation.began_s = min(reservation.began_s, part.alive_s)
         if part.state in (IncomingState.SENT, IncomingState.ACCEPTED) and not part.was_rewritten:
             part.check.settle(message.num_settled, message.layers_end)
-            self._go_on_checking(reservation, peer.rank, part)
+            self._go_on_checking(part)
 
     def on_pushed(self, peer: PeerId, message: Pushed) -> None:
         """P has written everything; check what is left of it."""
-        found = self._find(peer, message.load_id, IncomingState.SENT, IncomingState.ACCEPTED)
-        if found is None:
+        part = self._find(peer, message.load_id, IncomingState.SENT, IncomingState.ACCEPTED)
+        if part is None:
             return
-        reservation, part = found
+        reservation = part.reservation
         part.pushed, part.pushed_s = message, self._now_s()
         part.state = IncomingState.CHECKING
         if reservation.failure is not None:
@@ -197,32 +196,30 @@ class Receiving:
         if why is not None:
             self._give_up(reservation, LoadFailure.LEASE_LOST, why)
             return
-
         part.check.settle_all()
-        self._go_on_checking(reservation, peer.rank, part)
+        self._go_on_checking(part)
 
     def on_fail(self, peer: PeerId, message: Fail) -> None:
         """P writes nothing any more."""
-        found = self._find(peer, message.load_id, *EXPOSED, IncomingState.CHECKING)
-        if found is None:
+        part = self._find(peer, message.load_id, *EXPOSED, IncomingState.CHECKING)
+        if part is None:
             return
-        reservation, part = found
         part.state = IncomingState.OVER
         why = LoadFailure.ABORTED if message.aborted else LoadFailure.WITHDRAWN
-        self._give_up(reservation, why, f"{peer} says: {message.reason}")
+        self._give_up(part.reservation, why, f"{peer} says: {message.reason}")
 
     def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
         """A rank of P cannot be reached. What it has written and said so is good all the same."""
         now_s = self._now_s()
-        for reservation, part in self._open.of(peer):
+        for part in self._open.of(peer):
             match part.state:
                 case IncomingState.WAITING:
                     if not self._is_fencing:
                         part.state = IncomingState.OVER
-                        self._give_up(reservation, reason, detail)
+                        self._give_up(part.reservation, reason, detail)
                 case IncomingState.SENT | IncomingState.ACCEPTED:
                     part.lose(now_s, self._seams.mover)
-                    self._give_up(reservation, LoadFailure.PEER_LOST, detail)
+                    self._give_up(part.reservation, LoadFailure.PEER_LOST, detail)
                 case _:
                     pass
 
@@ -232,51 +229,46 @@ class Receiving:
 
     # ---- parts -------------------------------------------------------------------------
 
-    def _register(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
-        owner = reservation.reserve.owner
+    def _register(self, part: IncomingPart) -> None:
+        reservation, owner = part.reservation, part.reservation.reserve.owner
         if part.state is IncomingState.WAITING and self._peers.send_to(
-            owner, rank, reservation.registration
+            owner, part.rank, reservation.registration
         ):
             part.state, part.alive_s = IncomingState.SENT, self._now_s()
-            peer = self._peers.find(owner, rank)
+            peer = self._peers.find(owner, part.rank)
             part.process = None if peer is None else peer.process
 
-    def _go_on_checking(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
+    def _go_on_checking(self, part: IncomingPart) -> None:
         """Take the digests of what is written; when they are all, and P's are here, compare."""
-        if part.is_taking or part.state not in CHECKED or reservation.failure is not None:
+        if part.is_taking or part.state not in CHECKED or part.reservation.failure is not None:
             return
         check = part.check
         piece = check.next_piece()
         if piece is None:
             if part.state is IncomingState.CHECKING and part.pushed is not None:
-                self._on_checked(reservation, rank, part, part.pushed)
+                self._on_checked(part, part.pushed)
             return
 
         def work() -> Callable[[], None]:
             began_s = self._clock.monotonic_s()
             found = check.take(piece)
             digest_s = self._clock.monotonic_s() - began_s
-            return functools.partial(self._on_taken, reservation, rank, piece, found, digest_s)
+            return functools.partial(self._on_taken, part, piece, found, digest_s)
 
         part.is_taking = True
-        self._seams.background.submit(work, reservation.reserve.request_id)
+        self._seams.background.submit(work, part.reservation.reserve.request_id)
 
-    def _on_taken(
-        self, reservation: Reservation, rank: int, piece: Piece, found: bytes, digest_s: float
-    ) -> None:
+    def _on_taken(self, part: IncomingPart, piece: Piece, found: bytes, digest_s: float) -> None:
         """Digests of some of what a rank of P has written are taken."""
-        part = reservation.parts[rank]
         part.is_taking = False
         part.check.add(piece, found)
         if part.state is IncomingState.CHECKING:
             part.digest_s += digest_s
-        self._go_on_checking(reservation, rank, part)
+        self._go_on_checking(part)
 
-    def _on_checked(
-        self, reservation: Reservation, rank: int, part: IncomingPart, pushed: Pushed
-    ) -> None:
+    def _on_checked(self, part: IncomingPart, pushed: Pushed) -> None:
         """All digests of what a rank of P has written are taken: compare them with its own."""
-        reserve = reservation.reserve
+        reservation, reserve, rank = part.reservation, part.reservation.reserve, part.rank
         num_valid = digests.num_valid_tokens(
             reserve.owner.shape,
             pushed.digests,
@@ -319,24 +311,24 @@ class Receiving:
         """End a reservation without KV, once no rank of P can be writing any more."""
         if reservation.failure is None:
             reservation.failure = (reason, detail)
-            for rank, part in reservation.parts.items():
+            for part in reservation.parts.values():
                 match part.state:
                     case IncomingState.WAITING:
                         part.state = IncomingState.OVER
                     case IncomingState.SENT | IncomingState.ACCEPTED:
-                        self._ask_to_end(reservation, rank, part)
+                        self._ask_to_end(part)
                     case IncomingState.CHECKING:
-                        self._ask_to_end(reservation, rank, part)
+                        self._ask_to_end(part)
                         part.state = IncomingState.OVER
                     case _:
                         pass
         self._finish_if_over(reservation)
 
-    def _ask_to_end(self, reservation: Reservation, rank: int, part: IncomingPart) -> None:
+    def _ask_to_end(self, part: IncomingPart) -> None:
         """Have P say that it writes nothing any more."""
-        reserve = reservation.reserve
+        reserve = part.reservation.reserve
         part.asked_s = self._now_s()
-        was_heard = self._peers.send_to(reserve.owner, rank, Abort(reserve.load_id))
+        was_heard = self._peers.send_to(reserve.owner, part.rank, Abort(reserve.load_id))
         if not was_heard and part.state in (IncomingState.SENT, IncomingState.ACCEPTED):
             part.lose(part.asked_s, self._seams.mover)
 
@@ -361,10 +353,8 @@ class Receiving:
 
     # ---- the clock ---------------------------------------------------------------------
 
-    def _on_due(
-        self, reservation: Reservation, rank: int, part: IncomingPart, now_s: float
-    ) -> None:
-        owner = reservation.reserve.owner
+    def _on_due(self, part: IncomingPart, now_s: float) -> None:
+        reservation, owner, rank = part.reservation, part.reservation.reserve.owner, part.rank
         match part.state:
             case IncomingState.WAITING:
                 peer = self._peers.find(owner, rank)
@@ -384,17 +374,17 @@ class Receiving:
             case IncomingState.LOST:
                 part.asked_s = now_s
                 self._peers.meet(owner)
-                self._ask_to_end(reservation, rank, part)
+                self._ask_to_end(part)
             case _:
                 pass
 
     def _fence_if_due(self, now_s: float) -> None:
         """Fence for the sake of LOST parts, once that costs nobody else anything."""
-        lost = [part for _, part in self._open.parts(IncomingState.LOST) if self._is_stopped(part)]
+        lost = [part for part in self._open.parts(IncomingState.LOST) if self._is_stopped(part)]
         if not lost:
             return
         is_alone = self._is_alone() and all(
-            reservation.failure is not None for reservation, _ in self._open.parts(*EXPOSED)
+            part.reservation.failure is not None for part in self._open.parts(*EXPOSED)
         )
         if is_alone or now_s >= min(part.lost_s for part in lost) + self._seams.quarantine_s:
             self._facts.faults["push_fenced"] += 1
@@ -408,18 +398,16 @@ class Receiving:
         finally:
             self._is_fencing = False
         now_s = self._now_s()
-        for reservation, part in self._open.parts(*EXPOSED):
+        for part in self._open.parts(*EXPOSED):
             part.lost_s, part.asked_s = min(part.lost_s, now_s), now_s
             part.state = IncomingState.OVER if self._is_stopped(part) else IncomingState.LOST
-            self._give_up(reservation, LoadFailure.PEER_LOST, reason)
-        for reservation, _ in self._open.parts(IncomingState.WAITING):
-            self._peers.meet(reservation.reserve.owner)
+            self._give_up(part.reservation, LoadFailure.PEER_LOST, reason)
+        for part in self._open.parts(IncomingState.WAITING):
+            self._peers.meet(part.reservation.reserve.owner)
 
     # ---- small answers -----------------------------------------------------------------
 
-    def _find(
-        self, peer: PeerId, load_id: int, *states: IncomingState
-    ) -> tuple[Reservation, IncomingPart] | None:
+    def _find(self, peer: PeerId, load_id: int, *states: IncomingState) -> IncomingPart | None:
         """The part that a message is of, if it is in one of these states; else it is counted."""
         reservation = self._open.get(load_id)
         part = None if reservation is None else reservation.parts.get(peer.rank)
@@ -432,7 +420,7 @@ class Receiving:
             self._facts.faults["push_unexpected"] += 1
             return None
         part.alive_s = self._now_s()
-        return reservation, part
+        return part
 
     def _is_stopped(self, part: IncomingPart) -> bool:
         return part.is_stopped_by_fence(self._seams.processes)

@@ -180,6 +180,7 @@ class IncomingPart:
         digest_s: What of the check came after `pushed`.
     """
 
+    reservation: Reservation
     route: Route
     check: Check
     state: IncomingState = IncomingState.WAITING
@@ -194,10 +195,29 @@ class IncomingPart:
     pushed_s: float = 0.0
     digest_s: float = 0.0
 
+    @property
+    def rank(self) -> int:
+        """Which rank of P."""
+        return self.route.source_rank
+
     def lose(self, now_s: float, mover: Mover) -> None:
         """P cannot be told anything: it may still write, if the mover lets it."""
         self.state = IncomingState.LOST if mover.outlives_links else IncomingState.OVER
         self.lost_s = self.asked_s = now_s
+
+    def due_s(self, transfer: TransferConfig) -> float:
+        """When something has to be done about it (monotonic seconds); inf = never."""
+        match self.state:
+            case IncomingState.WAITING:
+                return self.reservation.since_s + transfer.handshake_timeout_s
+            case IncomingState.SENT | IncomingState.ACCEPTED:
+                if self.reservation.failure is not None:
+                    return self.asked_s + transfer.transfer_timeout_s
+                return self.alive_s + transfer.lease_s
+            case IncomingState.LOST:
+                return self.asked_s + _ASK_AGAIN_S
+            case _:
+                return _NEVER
 
     def is_stopped_by_fence(self, processes: Processes) -> bool:
         """Whether nothing is written any more once the target that P writes to is gone."""
@@ -230,20 +250,6 @@ class Reservation:
         """Whether all ranks of P that have written everything give the same handoff."""
         pushed = self._pushed
         return all(each.handoff == pushed[0].handoff for each in pushed)
-
-    def due_s(self, part: IncomingPart, transfer: TransferConfig) -> float:
-        """When something has to be done about a part (monotonic seconds); inf = never."""
-        match part.state:
-            case IncomingState.WAITING:
-                return self.since_s + transfer.handshake_timeout_s
-            case IncomingState.SENT | IncomingState.ACCEPTED:
-                if self.failure is not None:
-                    return part.asked_s + transfer.transfer_timeout_s
-                return part.alive_s + transfer.lease_s
-            case IncomingState.LOST:
-                return part.asked_s + _ASK_AGAIN_S
-            case _:
-                return _NEVER
 
     def why_wrong(self, handoff: KVHandoff) -> str | None:
         """Why a handoff cannot be the one of this push; None = it can."""
@@ -330,37 +336,33 @@ class Reservation:
 class Reservations(dict[int, Reservation]):
     """Those that are not reported, by the id of their load."""
 
-    def parts(self, *states: IncomingState) -> list[tuple[Reservation, IncomingPart]]:
-        """All parts that are in one of these states."""
+    def parts(self, *states: IncomingState) -> list[IncomingPart]:
+        """All parts that are in one of these states; without any, all."""
         return [
-            (reservation, part)
+            part
             for reservation in self.values()
             for part in reservation.parts.values()
-            if part.state in states
+            if not states or part.state in states
         ]
 
     def due_s(self, transfer: TransferConfig) -> float:
         """When something has to be done about one by the clock; inf = never."""
-        return min(
-            (each.due_s(part, transfer) for each in self.values() for part in each.parts.values()),
-            default=_NEVER,
-        )
+        return min((part.due_s(transfer) for part in self.parts()), default=_NEVER)
 
-    def of(self, peer: PeerId) -> list[tuple[Reservation, IncomingPart]]:
+    def of(self, peer: PeerId) -> list[IncomingPart]:
         """All parts of a rank of P."""
         return [
-            (reservation, reservation.parts[peer.rank])
+            reservation.parts[peer.rank]
             for reservation in self.values()
             if reservation.reserve.owner == peer.owner and peer.rank in reservation.parts
         ]
 
     def exposed_to(self, peer: PeerId, block_size: int) -> set[BlockId]:
         """The blocks, of so many tokens each, that a rank of P may write now."""
+        exposed = (IncomingState.SENT, IncomingState.ACCEPTED)
+        reserves = [part.reservation.reserve for part in self.of(peer) if part.state in exposed]
         return {
             block_id
-            for reservation, part in self.of(peer)
-            if part.state in (IncomingState.SENT, IncomingState.ACCEPTED)
-            for block_id in reservation.reserve.local_block_ids[
-                reservation.reserve.first_token // block_size :
-            ]
+            for reserve in reserves
+            for block_id in reserve.local_block_ids[reserve.first_token // block_size :]
         }

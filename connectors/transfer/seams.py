@@ -369,6 +369,28 @@ class Seams:
         """The settings of transfers."""
         return self.context.config.transfer
 
+    def take_digests(
+        self,
+        table: tuple[list[BlockId], list[int]],
+        end_token: int,
+        request_id: str,
+        then: Callable[[], None],
+        *,
+        first_token: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
+        """Have P's digests taken in the background, as `BlockDigests.take` does; then call `then`.
+
+        Args:
+            table: Blocks and their generations.
+        """
+
+        def work() -> Callable[[], None]:
+            self.digests.take(*table, end_token, first_token=first_token, num_layers=num_layers)
+            return then
+
+        self.background.submit(work, request_id)
+
     def trace(self, direction: Direction, num_bytes: int, request_id: str, end: JobEnd) -> None:
         """Keep what was done for a request by a job that has settled, for traces."""
         facts: dict[str, int | float | str] = {

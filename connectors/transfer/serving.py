@@ -44,8 +44,6 @@ from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import msgspec
 
     from pdserve.connectors.handover.instructions import Chunk, Grant
@@ -314,28 +312,24 @@ class Server:
         size = self._context.shape.block_size
         first_token = chunk.start_token - chunk.start_token % size
         end_token = chunk.end_token - chunk.end_token % size
-
-        def work() -> Callable[[], None]:
-            self._seams.digests.take(
-                chunk.block_ids, chunk.generations, end_token, first_token=first_token
-            )
-            return _nothing
-
-        self._seams.background.submit(work, chunk.request_id)
+        self._seams.take_digests(
+            (chunk.block_ids, chunk.generations),
+            end_token,
+            chunk.request_id,
+            _nothing,
+            first_token=first_token,
+        )
 
     def _take_digests(self, granted: _Granted) -> None:
         grant = granted.grant
-
-        def work() -> Callable[[], None]:
-            self._seams.digests.take(grant.block_ids, grant.generations, grant.num_tokens)
-            return done
 
         def done() -> None:
             granted.is_digested = True
             self._look_at_parked(grant.nonce)
             self.leases.end_read(grant.nonce, granted)
 
-        self._seams.background.submit(work, grant.request_id)
+        table = (grant.block_ids, grant.generations)
+        self._seams.take_digests(table, grant.num_tokens, grant.request_id, done)
 
     def _look_at_parked(self, nonce: str) -> None:
         parked, self._parked = self._parked, []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pdserve.connectors.transfer.layerwise import LayerwiseChoice
+from pdserve.connectors.transfer.worker import LayerwiseChoice
 
 LENGTHS = (16, 40, 100, 200, 400, 900, 2000, 4000)
 
