@@ -17,46 +17,43 @@ DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "metrics.md"
 _HEAD: Final = """\
 # Metrics
 
-`/metrics` of an engine and of a proxy is Prometheus' text format. What vLLM's V1 engine counts has
-vLLM's name where the meaning is the same, so its boards, alerts and gateways go on working;
-everything else is `pdserve_*`. The table is written by `python -m tools.metric_table`; every
-process tells of all its series from its start on (a proxy from the first engine on), at 0, and
-none says when it was made (`_created`).
+Use this page to build dashboards, alerts and autoscaling. `/metrics` of an engine and of a proxy is
+in Prometheus' text format. A series that means the same as one of vLLM's V1 engine has vLLM's name,
+so vLLM's boards, alerts and gateways keep working. All other series are `pdserve_*`. Every process
+exports all its series at 0 from its start (a proxy from its first engine on), without `_created`.
+`python -m tools.metric_table` writes this page.
 
 ## Engines
 
-As vLLM's do, `vllm:` series have the labels `model_name` and `engine`; the latter is the index of
-the engine core, `0` where there is one (`--data-parallel-size`). `pdserve_*` series are of all
-cores together.
+`vllm:` series have the labels `model_name` and `engine`, as in vLLM. `engine` is the index of the
+engine core: `0` if there is only one (`--data-parallel-size`). `pdserve_*` series cover all cores.
 
 ## The proxy
 
-Scraped alone, a proxy shows the deployment under the same names: point vLLM's board at it. Scrape
-its engines as well for `pdserve_*` series of single engines, and select a `job` then, or what both
-tell is counted twice.
+To see the whole deployment, scrape only the proxy and point vLLM's board at it. To get `pdserve_*`
+series of single engines, scrape the engines as well, and select one `job` in queries. Otherwise
+both sources are counted together.
 
-- **Of requests** (`engine="all"`): observed by the proxy itself, as its clients saw them: retries,
-  hand-overs and the queue of the proxy included, and each request once, although P and D have
-  served it. Latencies are of requests that ended well. How they split by stage is in
-  `pdserve_stage_duration_seconds`.
+- **Of requests** (`engine="all"`): the proxy observes them as its clients do, including retries,
+  hand-overs and its own queue. It counts each request once, although P and D both serve it.
+  Latencies cover requests that ended well. `pdserve_stage_duration_seconds` splits them by stage.
 - **Of engine cores** (`engine="prefill"`, `"decode"` or `"both"`): sums over the engines of a role.
-  Gauges are of those that are there now (`kv_cache_usage_perc` is the share of all their blocks).
-  Counters never fall: what an engine has counted is kept when it dies or leaves. Each health check
-  (`--health-check-interval-secs`; there are 200 a second at most, however many engines there are)
-  brings the newest counts, from the first one of an engine's life on; what it counts between its
-  last check and its death is lost.
-- Several proxies before the same engines all tell the engines' sums, and each its own requests:
-  `max` the former over proxies, `sum` the latter.
+  Gauges cover the engines that exist now (`kv_cache_usage_perc` is the share of all their blocks).
+  Counters never fall: the proxy keeps the counts of engines that die or leave. Each health check
+  (`--health-check-interval-secs`, at most 200 a second over all engines) brings the newest
+  counts. What an engine counts between its last check and its death is lost.
+- **Several proxies** before the same engines each export the engines' sums and their own
+  requests. Take the `max` of the former over proxies and the `sum` of the latter.
 
-A prompt that is prefilled on P and decoded on D is in both engines' `vllm:prompt_tokens_by_source`
-(at D as `external_kv_transfer`), as with vLLM. The proxy's `vllm:prompt_tokens` and
-`vllm:generation_tokens` count it once.
+A prompt that P prefills and D decodes is in both engines' `vllm:prompt_tokens_by_source` (at D as
+`external_kv_transfer`), as in vLLM. The proxy's `vllm:prompt_tokens` and `vllm:generation_tokens`
+count it once.
 
 ## Boards
 
-`configs/grafana/pdserve.json` is ours. vLLM's load as they are;
-of its release 0.33 there are three (in its sources, below "examples"). Both are played
-against a real Prometheus that scrapes P, D and the proxy under load:
+`configs/grafana/pdserve.json` is pdserve's board. vLLM's boards load unchanged; release 0.33 has
+three, in the "examples" of its sources. These commands test a board against a real Prometheus that
+scrapes P, D and the proxy under load:
 
 ```bash
 apt-get install --no-install-recommends prometheus
@@ -64,11 +61,10 @@ python -m tests.board                                      # ours; vLLM's: --boa
 python -m tests.board --board grafana.json --draw out.png  # and a picture
 ```
 
-In November 2026, with the model of the tree, 3 clients and 897 requests in 24 s, none of vLLM's 43
-panels was empty with the proxy scraped alone (16 of performance_statistics, 14 of query_statistics,
-13 of grafana), and none of the 35 that ours had then. Grafana itself is in none of the registries
-that our tests use: the picture is of its board's layout and expressions, drawn from what Prometheus
-answers.
+In November 2026, with the boxed model, 3 clients, 897 requests in 24 s and only the proxy scraped,
+none of vLLM's 43 panels was empty (16 of performance_statistics, 14 of query_statistics, 13 of
+grafana). Neither was any of the 35 panels that pdserve's board had then. The picture shows the
+board's layout and expressions, drawn from Prometheus' answers without Grafana.
 
 ![vLLM's board over the proxy](images/vllm-board.png)
 """
