@@ -104,7 +104,7 @@ class LookupDone(msgspec.Struct, frozen=True, tag="found", array_like=True):
     """How many leading chunks of a prompt can be loaded.
 
     Attributes:
-        is_late: Whether the answer did not come in time, so that none can.
+        is_late: Whether there was no answer in time, so that no chunk can be loaded.
     """
 
     session: int

@@ -212,7 +212,7 @@ class LMCacheScheduler(KVConnectorScheduler):
         self._staged.saves.append(SaveBarrier(hold_id, request.request_id, tracked.last_save))
         return Hold(hold_id)
 
-    # --- what ranks are told
+    # --- instructions for ranks
 
     def _range(
         self, request: RequestView, tokens: Sequence[int], first: int, end: int
@@ -263,7 +263,7 @@ class LMCacheScheduler(KVConnectorScheduler):
         self._pending_saves.append((chunks.session, end - first))
         tracked.last_save, tracked.bad_chunk = chunks.session, None
 
-    # --- what ranks have seen
+    # --- reports of ranks
 
     def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
         """See `KVConnectorScheduler`."""

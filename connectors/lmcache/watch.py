@@ -130,7 +130,7 @@ class StoreWatch(threading.Thread):
         while is_open:
             try:
                 is_open = self._turn()
-            except Exception as error:  # noqa: BLE001 - nobody may wait for an answer for ever
+            except Exception as error:  # noqa: BLE001 - no request may wait forever
                 _log.exception("asking the store is broken")
                 self._link.lost(error)
                 self._give_up()
