@@ -320,7 +320,7 @@ class KVConnectorScheduler:
     def preempted(
         self, request: RequestView, block_ids: Sequence[BlockId], generations: Sequence[int]
     ) -> Hold | None:
-        """Handle a preemption: it waits again. A `Hold` keeps its blocks until `Settled`."""
+        """Preempt a request, which then waits again. A `Hold` keeps its blocks until `Settled`."""
         return None
 
     def request_finished(
