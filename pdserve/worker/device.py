@@ -1,8 +1,8 @@
 """A rank's device as its steps see it: copies to it, events, graphs.
 
-A device works through what it is given in order, behind the host's back. Everything in the step
-that depends on *when* the device does something goes through here, so that a test can put a device
-in its place which checks the order. On a CPU there is no such order, and memory is shared.
+A device works through its queue in order, asynchronously to the host. Everything in the step that
+depends on *when* the device does something goes through here, so that a test can substitute a
+device that checks the order. On a CPU there is no such order, and memory is shared.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LEAST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """What the memory of a device is used for, in bytes.
+    """Memory use of a device, in bytes.
 
     Attributes:
-        total_bytes: What there is.
+        total_bytes: Size of the memory.
         in_use_bytes: Used by this process and by others.
-        held_bytes: Of those, used by this process's tensors, or kept for further ones.
-        peak_bytes: The most that were held at once since the last `Device.release`.
+        held_bytes: The part of it used by this process's tensors, or kept for further ones.
+        peak_bytes: Maximum of `held_bytes` since the last `Device.release`.
     """
 
     total_bytes: int
@@ -46,15 +46,15 @@ class DeviceEvent(Protocol):
     """A point in the device's order."""
 
     def record(self) -> None:
-        """Put it behind all that the device has been given so far."""
+        """Put the event behind all work that the device has been given so far."""
         ...
 
     def wait(self) -> None:
-        """Return once the device has passed it; at once if it was never recorded."""
+        """Return once the device has passed the event; at once if it was never recorded."""
         ...
 
     def has_passed(self) -> bool:
-        """Tell whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         ...
 
 
@@ -62,11 +62,11 @@ class DeviceGraph(Protocol):
     """Work that was captured once."""
 
     def replay(self) -> None:
-        """Give it to the device again: the same kernels, over the same addresses."""
+        """Launch it again: the same kernels, over the same addresses."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release its resources."""
         ...
 
 
@@ -74,9 +74,9 @@ class Device(Protocol):
     """Where a rank computes.
 
     Attributes:
-        torch: As torch names it.
-        shares_memory: Tensors on it are the host's memory: there is nothing to copy or to wait for.
-        has_graphs: Work can be captured.
+        torch: The torch device.
+        shares_memory: Whether its tensors are in host memory: nothing to copy or to wait for.
+        has_graphs: Whether work can be captured.
     """
 
     torch: torch.device
@@ -84,11 +84,11 @@ class Device(Protocol):
     has_graphs: bool
 
     def staging(self, num_bytes: int) -> Tensor:
-        """Return zeros in host memory, `[num_bytes]` uint8, that the device can copy by itself."""
+        """Return zeros in host memory, `[num_bytes]` uint8, for asynchronous copies."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Give the device a copy, to or from staging memory.
+        """Queue a copy on the device, to or from staging memory.
 
         The host may change the source, or read the target, once an event behind it has passed.
         """
@@ -104,35 +104,35 @@ class Device(Protocol):
         The graphs of a device share one pool of memory: a replay may overwrite what others left.
 
         Args:
-            work: Launches kernels on tensors that live as long as the graph. It asks nothing of the
-                device, and its second run is that which is captured.
+            work: Launches kernels on tensors that live as long as the graph. It reads nothing from
+                the device, and its second run is the one captured.
 
         Returns:
             The graph, and what the captured run returned: tensors that each replay fills.
 
         Raises:
-            RuntimeError: It cannot be captured.
+            RuntimeError: The work cannot be captured.
         """
         ...
 
     def synchronize(self) -> None:
-        """Return once the device has done all that it was given."""
+        """Return once the device has finished all its work."""
         ...
 
     def memory(self) -> DeviceMemory | None:
-        """Look at its memory; None if that is the host's."""
+        """Return its memory use; None if it shares the host's memory."""
         ...
 
     def release(self) -> None:
-        """Give back what is kept for further tensors, and look for the peak from here on."""
+        """Free the memory kept for further tensors, and reset the peak."""
         ...
 
 
 def device_of(device: torch.device, *, has_graphs: bool = True) -> Device:
-    """Return the device that torch names; `has_graphs` False has nothing captured on it.
+    """Return the `Device` for a torch device; with `has_graphs` False it captures nothing.
 
     Raises:
-        ConfigError: It is older than what kernels are compiled for.
+        ConfigError: The device is older than those that kernels are compiled for.
     """
     if device.type != "cuda":
         return HostDevice(device)
@@ -207,7 +207,7 @@ class CudaDevice:
         self._side: torch.cuda.Stream | None = None
 
     def staging(self, num_bytes: int) -> Tensor:
-        """See `Device`: pinned, as only from such memory a copy does not hold up the host."""
+        """See `Device`: pinned, because a copy from other memory would block the host."""
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -221,13 +221,12 @@ class CudaDevice:
     def capture(self, work: Callable[[], T]) -> tuple[DeviceGraph, T]:
         """See `Device`.
 
-        The run before it compiles kernels and makes what libraries keep for a stream. Other
-        threads may use the device meanwhile: only this one's calls are held to what can be
-        captured.
+        The run before it compiles kernels and creates what libraries keep for a stream. Other
+        threads may use the device meanwhile: only this thread's calls must be capturable.
         """
         if self._side is None:
             self._side = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
-        if not self._num_graphs:  # torch takes no pool again whose graphs have all been given back
+        if not self._num_graphs:  # torch cannot reuse a pool whose graphs have all been freed
             self._pool = torch.cuda.graph_pool_handle()
         here = torch.cuda.current_stream(self.torch)
         graph = torch.cuda.CUDAGraph()
@@ -254,7 +253,7 @@ class CudaDevice:
         torch.cuda.current_stream(self.torch).synchronize()
 
     def memory(self) -> DeviceMemory | None:
-        """See `Device`; held is what torch's allocator has of the driver, split or not."""
+        """See `Device`; held memory is all that torch's allocator has reserved, split or not."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch)
         return DeviceMemory(
             total_bytes=total_bytes,

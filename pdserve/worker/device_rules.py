@@ -1,9 +1,9 @@
 """Logit rules on the device: the same as `LogitRules`, for all rows at once.
 
-A word for each token of the vocabulary has what a request's rules and tokens say of it; tokens are
-counted there as they are sampled, so a step needs nothing of the one before it from the host. That
-takes four bytes for each row of the batch and token of the vocabulary, and biases as many again;
-both are allocated when the first request asks for them.
+A request's rules and token counts are packed into one word per token of the vocabulary; tokens are
+counted there as they are sampled, so a step needs nothing from the host about the one before it.
+That takes four bytes for each row of the batch and token of the vocabulary, and biases as many
+again; both are allocated when the first request needs them.
 
 Grammars, and bad words of several tokens, are matched on the host: `are_kept` says which requests
 have their rules here.
@@ -55,7 +55,7 @@ class StagedRules:
     """Rows of logits that are ruled in a step.
 
     Attributes:
-        num: How many.
+        num: Number of these rows.
         by_bias, avoids: See `rules.rule`.
     """
 
@@ -68,7 +68,7 @@ class DeviceRules:
     """The rules of a batch's rows.
 
     Args:
-        max_logits: Rows of logits of one step, at most.
+        max_logits: Maximum rows of logits in one step.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DeviceRules:
         self._there = torch.zeros(shape, dtype=torch.int32, device=device.torch)
 
     def among(self, rows: list[int]) -> list[int]:
-        """Return which rows of logits are ruled.
+        """Return which rows of logits have rules.
 
         Args:
             rows: `[L]`, the batch row of each.
@@ -100,7 +100,7 @@ class DeviceRules:
     def add(
         self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
     ) -> None:
-        """Keep the rules of a request, with the tokens that it has.
+        """Keep the rules of a request, and count the tokens that it already has.
 
         Raises:
             InternalError: `allowed_token_ids` leaves nothing of the vocabulary.
@@ -149,13 +149,13 @@ class DeviceRules:
         num_outputs: NDArray[np.int64],
         behind: tuple[NDArray[np.int64], NDArray[np.int64]] | None,
     ) -> StagedRules:
-        """Bring what rows of logits are ruled by to the device.
+        """Bring the rules of some rows of logits to the device.
 
         Args:
-            ruled: Which of them, at least one.
+            ruled: Indices of the rows, at least one.
             rows: `[L]`, the batch row of each.
             num_outputs: `[L]`, the index of each one's token.
-            behind: `[L]` each, how many tokens of a draft a row follows, and the last of them.
+            behind: `[L]` each, the number of draft tokens that a row follows, and the last one.
         """
         params = [self._params[row] for row in rows[ruled].tolist()]
         self._turn = 1 - self._turn
@@ -181,7 +181,7 @@ class DeviceRules:
         )
 
     def apply(self, logits: Tensor, staged: StagedRules) -> None:
-        """Rule rows of logits, `[L, vocab_size]`, in place."""
+        """Apply the rules to rows of logits, `[L, vocab_size]`, in place."""
         assert self._words is not None
         tables = RuleTables(self._words, self._words if self._bias is None else self._bias)
         self._ops.rule(
@@ -189,7 +189,7 @@ class DeviceRules:
         )
 
     def note_sampled(self, tokens: Tensor, staged: StagedRules) -> None:
-        """Count the tokens of ruled rows, where they are.
+        """Count the tokens of rows with rules, on the device.
 
         Args:
             tokens: `[L]` int64.
@@ -199,7 +199,7 @@ class DeviceRules:
         self._ops.note(self._words, ruled.kept, tokens, ruled.rows)
 
     def note(self, rows: NDArray[np.int64], token_ids: Sequence[Sequence[int]]) -> None:
-        """Count what the host has verified: of each of `rows`, of which some may have no rules."""
+        """Count the tokens of `rows` that the host has verified; some rows may have no rules."""
         pairs = [
             (row, token_id)
             for row, tokens in zip(rows.tolist(), token_ids, strict=True)
@@ -213,7 +213,7 @@ class DeviceRules:
             self._ops.note(self._words, kept.contiguous(), tokens.long(), every)
 
     def warm_up(self, logits: Tensor) -> None:
-        """Have what rules take compiled, for logits `[M, vocab_size]`."""
+        """Compile the kernels that rules need, for logits `[M, vocab_size]`."""
         words, bias = torch.zeros_like(logits, dtype=torch.int32), torch.zeros_like(logits)
         ruled = self._ruled(1)
         for by_bias in (False, True):
@@ -228,7 +228,7 @@ class DeviceRules:
 
 
 def _columns(matrix: Any, num: int) -> list[Any]:
-    """Views of the fields of `Ruled` in an array or a tensor, one a line; the last one is whole."""
+    """Return views of the fields of `Ruled` in an array or tensor: a line each, the last whole."""
     *lines, drafted = matrix
     float32 = np.float32 if isinstance(matrix, np.ndarray) else torch.float32
     named = zip(_FIELDS, lines, strict=False)
@@ -239,6 +239,6 @@ def _columns(matrix: Any, num: int) -> list[Any]:
 
 
 def _inside(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.int64]:
-    """Return those of the vocabulary, each as often as it is there."""
+    """Return the ids that are in the vocabulary, repetitions included."""
     found = np.fromiter(token_ids, np.int64)
     return found[(found >= 0) & (found < vocab_size)]

@@ -1,7 +1,7 @@
 """Samples on the device, so that only tokens travel to the host.
 
 The likeliest token of each row is found at once, inside a graph if the step is one. Rows that are
-drawn, and rows with rules, are looked at again behind it; the host launches that while the device
+drawn, and rows with rules, are handled after that; the host launches this work while the device
 is still busy with the step. The semantics are those of `Sampler`, the weights are integers
 (`kernels.reference.sampling`): a token depends neither on the batch nor on how a device sums.
 """
@@ -45,19 +45,19 @@ _WHOLE = 1 << FRACTION_BITS
 
 @dataclass(frozen=True, slots=True)
 class StagedDraws:
-    """What a step's tokens take, by index into its rows of logits.
+    """Inputs for sampling a step's tokens, by index into its rows of logits.
 
     Attributes:
         rows: `[L]`, the batch row of each.
-        num_drawn: Rows that are drawn.
-        by_k, by_p: Whether any of those is cut off so.
-        ruled: Those with rules that the host applies.
-        kept: Those with rules that are kept on the device; None if there are none.
-        described: Those that ask for log-probabilities.
-        drafted: What M requests sample, if any has a draft: a row follows its token and each of
-            its draft.
-        is_in_waves: `[M]`, requests whose rows are none of those above: with rules of the host's
-            and a draft.
+        num_drawn: Number of rows that are drawn.
+        by_k, by_p: Whether top-k or top-p applies to any of those.
+        ruled: Rows with rules that the host applies.
+        kept: Rows with rules that are kept on the device; None if there are none.
+        described: Rows that ask for log-probabilities.
+        drafted: The rows of M requests, if any has a draft: one row follows its token, and one
+            each token of its draft.
+        is_in_waves: `[M]`, whether a request has both a draft and rules that the host applies;
+            its rows are none of those above.
     """
 
     rows: list[int]
@@ -72,7 +72,7 @@ class StagedDraws:
 
     @property
     def asks_host(self) -> bool:
-        """Whether the host has a part in the tokens, or in what is said of them."""
+        """Whether the host takes part in choosing or describing the tokens."""
         return bool(self.ruled or self.described or self.drafted is not None)
 
 
@@ -83,9 +83,9 @@ class ComingTokens:
     Attributes:
         logits: `[L, vocab_size]`, on the device, until the next replay of a graph.
         tokens: `[L]`, likewise.
-        host: `[L]`, where they come to.
-        came: When they are there.
-        staged: What they were chosen by.
+        host: `[L]`, their destination in host memory.
+        came: The event after which they are there.
+        staged: The inputs that they were chosen with.
         unmodified: Logits of the rows that are described, if there are any.
         hindered: By index, rows that have no token, and why.
     """
@@ -100,7 +100,7 @@ class ComingTokens:
 
 
 def asks_host(params: SamplingParams) -> bool:
-    """Whether the host has a part in a request's tokens, or in what is said of them."""
+    """Whether the host takes part in choosing or describing a request's tokens."""
     has_rules = LogitRules.needed(params) and not are_kept(params)
     return params.logprobs is not None or has_rules
 
@@ -108,13 +108,13 @@ def asks_host(params: SamplingParams) -> bool:
 class DeviceSampler(Sampler):
     """A `Sampler` whose rows are sampled in four parts: `stage`, `choose`, `give` and `take`.
 
-    With drafts all rows of a request are chosen together: to the device a row more is next to
-    nothing, and waiting for the one before it is not. So are rules, but for those that the host
-    matches tokens for: rows with such wait for one another.
+    With drafts, all rows of a request are chosen together: for the device an extra row costs next
+    to nothing, but waiting for the previous one does. The same holds for rows with rules, except
+    rules for which the host matches tokens: each such row waits for the one before it.
 
     Args:
-        buffers: Bring what is drawn by to the device, with the step's inputs.
-        ops: The device's.
+        buffers: Bring the sampling parameters to the device, with the step's inputs.
+        ops: Operations of the device.
     """
 
     def __init__(
@@ -169,12 +169,12 @@ class DeviceSampler(Sampler):
         num_outputs: NDArray[np.int64],
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> StagedDraws:
-        """Fill in what rows are drawn by, before the step's inputs are uploaded.
+        """Fill in the sampling parameters of rows, before the step's inputs are uploaded.
 
         Args:
             rows: `[M]`, the batch row of each request.
-            num_outputs: `[M]`, tokens each has put out before.
-            drafts: `M` of them, each of whose tokens has a row of logits of its own; None: there
+            num_outputs: `[M]`, number of tokens each has already put out.
+            drafts: `M` drafts, each token of which has a row of logits of its own; None if there
                 are none.
         """
         if drafts is None:
@@ -198,7 +198,7 @@ class DeviceSampler(Sampler):
         left_out: NDArray[np.bool_] | None = None,
         behind: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> StagedDraws:
-        """Fill in what each of `L` rows of logits takes; see `_plan`, and `DeviceRules.stage`."""
+        """Fill in the parameters of `L` rows of logits; see `_plan` and `DeviceRules.stage`."""
         staged, columns = self._plan(rows, num_outputs, left_out)
         if columns is not None:
             fields = self._buffers.draws_to_fill(staged.num_drawn)
@@ -214,12 +214,12 @@ class DeviceSampler(Sampler):
         num_outputs: NDArray[np.int64],
         left_out: NDArray[np.bool_] | None = None,
     ) -> tuple[StagedDraws, tuple[NDArray[Any], ...] | None]:
-        """Return what rows of logits take, and what is drawn by, as `Draws` has it; None: nothing.
+        """Return the plan for rows of logits, and the fields of `Draws`; None if nothing is drawn.
 
         Args:
-            rows: `[L]`, the batch row of each; those of one follow one another.
-            num_outputs: `[L]`, the index of each token, rising in a row.
-            left_out: Nothing is asked of these.
+            rows: `[L]`, the batch row of each; equal ones are adjacent.
+            num_outputs: `[L]`, the index of each token, rising within a batch row.
+            left_out: Rows to skip.
         """
         at = rows.tolist()
         here = list(enumerate(at))
@@ -253,7 +253,7 @@ class DeviceSampler(Sampler):
         """`[N]`, the number of each row's token, in `2**-53`; see `_plan`."""
         ahead = num_outputs - self._ahead_of[rows]
         if ((ahead < 0) | (ahead >= self._num_ahead)).any():
-            # Of all rows at once, so that they run out together.
+            # For all rows at once, so that they run out together.
             is_first = np.diff(rows, prepend=-1) != 0
             of, first = rows[is_first], num_outputs[is_first]
             index = first[:, None] + np.arange(self._num_ahead)
@@ -265,22 +265,22 @@ class DeviceSampler(Sampler):
         return found
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest token of each row and its logit, on the device; may be captured."""
+        """Return the likeliest token of each row and its logit, on the device; may be captured."""
         return self._ops.largest(logits)
 
     def give(
         self, logits: Tensor, tokens: Tensor, peaks: Tensor, staged: StagedDraws
     ) -> ComingTokens:
-        """Have what is not chosen yet chosen, and the tokens brought; waits for nothing.
+        """Launch the remaining choices and the copy of the tokens to the host; never waits.
 
-        The tokens of two steps may be on their way. Rules, and log-probabilities, are told of a
-        row's token: with either, `take` must come before the next `give`.
+        The tokens of two steps may be on their way. Rules and log-probabilities depend on a row's
+        token: with either, `take` must come before the next `give`.
 
         Args:
             logits: `[L, vocab_size]` fp32; owned by the sampler from here on.
-            tokens: `[L]` of `choose`; changed.
+            tokens: `[L]`, as `choose` returned them; changed.
             peaks: Likewise.
-            staged: The step's.
+            staged: As `stage` returned it for the step.
         """
         return self._give(logits, tokens, peaks, staged, self._buffers.draws(staged.num_drawn))
 
@@ -329,7 +329,7 @@ class DeviceSampler(Sampler):
         return Sampled(chosen, logprobs, non_finite, hindered)
 
     def verified(self, coming: ComingTokens) -> Verified:
-        """Wait for the tokens of a step; of each request those that count."""
+        """Wait for the tokens of a step, and return the valid ones of each request."""
         sampled = self.take(coming)
         drafted, is_in_waves = coming.staged.drafted, coming.staged.is_in_waves
         if drafted is None or is_in_waves is None:
@@ -353,12 +353,12 @@ class DeviceSampler(Sampler):
         return self.take(self._give(logits, *self.choose(logits), staged, draws))
 
     def kept_for_rules(self) -> Tensor:
-        """Take as much memory as rules do from the first request on that has any."""
+        """Allocate as much memory as rules take once a request has any."""
         shape = 2, len(self._ahead), self._vocab_size
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     def warm_up(self) -> None:
-        """Launch everything that a step of the most rows may launch."""
+        """Launch everything that a step with the maximum number of rows may launch."""
         logits = torch.zeros(len(self._ahead), self._vocab_size, device=self._device)
         tokens, peaks = self._ops.largest(logits)
         draws = self._buffers.draws(len(logits))

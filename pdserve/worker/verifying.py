@@ -1,14 +1,14 @@
 """Sampling for requests with drafts: all their tokens of one step, exactly those without drafts.
 
-A step has a row of logits behind a request's last token and behind each token of its draft. Row
-j says what follows only if the draft is right up to there, so rows are sampled one wave after the
-other, each over all requests that have come so far. A token is drawn with its own (seed, index) and
-its own rules, and only if it is put out: nothing that a sampler notes ever has to be taken back
+A step has a row of logits behind a request's last token and behind each token of its draft. Row j
+is valid only if the draft is right up to there, so rows are sampled in waves, each over all
+requests that have come so far. A token is drawn with its own (seed, index) and its own rules, and
+only if it is put out: a sampler never has to undo what it noted
 (Daliri, Musco, Suresh, arXiv 2408.07978, call such drafts drafter-invariant).
 
-Rows that say nothing of one another are sampled together, however far the draft turns out to be
-right: where a token is the largest logit and nothing else, and on a device, to which a row more is
-next to nothing, and another wave a wait.
+Independent rows are sampled together, however far the draft turns out to be right: where a token
+is simply the largest logit, and on a device, where an extra row costs next to nothing but another
+wave costs a wait.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RowSampler(Protocol):
     def add(
         self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
     ) -> None:
-        """Give `row` to a request, with the tokens it has already."""
+        """Give `row` to a request, with the tokens that it already has."""
         ...
 
     def remove(self, row: int) -> None:
@@ -50,11 +50,11 @@ class RowSampler(Protocol):
         ...
 
     def forced(self, row: int) -> list[int]:
-        """Return the tokens that the grammar of `row` leaves no choice of, if it is known here."""
+        """Return the tokens that the grammar of `row` forces, if it is known here."""
         ...
 
     def are_largest(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell which rows' tokens are the largest logit, of which nothing else is asked."""
+        """Return which rows simply take the largest logit and ask for nothing else."""
         ...
 
     def sample(
@@ -66,13 +66,13 @@ class RowSampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What requests have sampled in a step.
+    """Tokens that requests have sampled in a step.
 
     Attributes:
-        token_ids: Of each request; at least one, if it is not hindered.
+        token_ids: Tokens of each request; at least one, unless it is hindered.
         logprobs: By index into the requests, for those that asked: one entry per token.
-        non_finite: Indices of requests of whose first row a logit is NaN or infinite. Of a row
-            behind a draft that only ends what is known of the draft: the next step has it first.
+        non_finite: Indices of requests whose first row has a NaN or infinite logit. In a row
+            behind a draft, that only ends the verification: it is first in the next step.
         hindered: By index, requests that have no token, and why.
     """
 
@@ -84,13 +84,14 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class DraftedRows:
-    """What M requests sample in a step.
+    """Rows of logits that M requests sample from in a step.
 
     Attributes:
         rows: `[M]`, the batch row of each.
-        num_outputs: `[M]`, tokens each has put out before.
-        drafts: `M` of them; some may be empty.
-        lengths, first: `[M]`, rows of logits of each: one, and one for each token of its draft.
+        num_outputs: `[M]`, number of tokens each has already put out.
+        drafts: `M` drafts; some may be empty.
+        lengths, first: `[M]`, number and first of each one's rows of logits: one row, and one
+            for each token of its draft.
     """
 
     rows: NDArray[np.int64]
@@ -115,7 +116,7 @@ class DraftedRows:
         return np.fromiter(flat, np.int64, int(self.lengths.sum()))
 
     def nothing(self) -> Verified:
-        """No token of any of them."""
+        """Return a result with no token for any of them."""
         return Verified([[] for _ in self.drafts])
 
 
@@ -138,11 +139,11 @@ def told_of(
     verified: Verified,
     drafts: Sequence[Sequence[int]] | None,
 ) -> ModelRunnerOutput:
-    """Return what is said of a step, with what its requests have sampled.
+    """Return the output of a step, with the tokens that its requests have sampled.
 
     Args:
-        request_ids: Those that sample; who is hindered is named for that instead.
-        drafts: Theirs, if there are any.
+        request_ids: Requests that sample; hindered ones are reported as such instead.
+        drafts: Their drafts, if there are any.
     """
     lost = {*output.non_finite_ids, *(request_ids[i] for i in verified.non_finite)}
     drafted = zip(request_ids, drafts or [], strict=False)
@@ -158,10 +159,10 @@ def told_of(
 
 
 def _without(output: ModelRunnerOutput, hindered: Mapping[int, Hindered]) -> ModelRunnerOutput:
-    """Return a step's results with requests that have no token named for that.
+    """Return a step's results with the requests that have no token reported as such.
 
     Args:
-        hindered: By index into the output's requests.
+        hindered: Reasons by index into the output's requests.
     """
     ids = output.request_ids
     having = [index for index in range(len(ids)) if index not in hindered]
@@ -209,12 +210,12 @@ def verify_in_waves(
     asked: DraftedRows,
     requests: NDArray[np.int64],
 ) -> None:
-    """Sample some of the requests, of which a row counts only once the one before it is known.
+    """Sample some of the requests, each row only once the one before it is known to be right.
 
     Args:
-        verified: Gets their tokens.
-        logits: Those of all requests.
-        requests: Their indices.
+        verified: Receives their tokens.
+        logits: Logits of all requests.
+        requests: Indices of the requests to sample.
     """
     alive, depth = requests, 0
     while len(alive):
@@ -228,7 +229,7 @@ def verify_in_waves(
 
 
 def _rows_of(logits: Tensor, at: NDArray[np.int64]) -> Tensor:
-    """Return some rows, for a sampler to own: whoever asks for all needs them no more."""
+    """Return some rows, for a sampler to own; a caller that asks for all no longer needs them."""
     if len(at) == len(logits):
         return logits
     return logits[torch.from_numpy(at).to(logits.device)]
@@ -244,11 +245,11 @@ def take_at_once(
     """Take the tokens of requests all of whose rows were sampled.
 
     Args:
-        verified: Gets them.
+        verified: Receives them.
         requests: Indices of the requests.
-        places: Of each, its first row in `sampled`. Whether a row has a token at all is known of
-            those without a draft alone.
-        drafts: Of all requests.
+        places: Each one's first row in `sampled`. Whether a row has a token at all is known only
+            for those without a draft.
+        drafts: Drafts of all requests.
     """
     tokens, lost = sampled.token_ids.tolist(), set(sampled.non_finite)
     for index, first in zip(requests.tolist(), places.tolist(), strict=True):
@@ -275,7 +276,7 @@ def _take_wave(
     drafts: Sequence[Sequence[int]],
     depth: int,
 ) -> list[int]:
-    """Take a token of each request; return those whose next row counts."""
+    """Take a token for each request; return the requests whose next row is valid."""
     without = set(sampled.hindered)
     if depth == 0:
         verified.non_finite.update(requests[place] for place in sampled.non_finite)
@@ -288,7 +289,7 @@ def _take_wave(
     going_on = []
     for place, token_id in enumerate(sampled.token_ids.tolist()):
         if place in without:
-            continue  # further in, it only ends what is known of the draft
+            continue  # behind the first row, it only ends the verification of the draft
         index = requests[place]
         verified.token_ids[index].append(token_id)
         draft = drafts[index]

@@ -1,9 +1,9 @@
 """The vocabulary shared out over a TP group: each rank computes some columns of the logits.
 
-The likeliest token of a row needs one value and one index of each rank. Rows that need more are
-gathered on the first rank, whose `Sampler` does with them what it does alone; their tokens go to
-all. So every rank has every token, and knows of which rows the logits are not finite, and which
-have no token.
+The likeliest token of a row needs one value and one index from each rank. Rows that need more are
+gathered on the first rank, whose `Sampler` treats them as on a single rank; their tokens go to
+all. So every rank has every token, and knows which rows have logits that are not finite, and
+which have no token.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class SpreadVocabulary:
     """The vocabulary as a TP group holds it. Every rank makes the same calls in the same order.
 
     Args:
-        vocab: Token ids whose logits this rank computes; the ranks' follow one another.
-        device: Where logits are.
+        vocab: Token ids whose logits this rank computes; contiguous over the ranks, in order.
+        device: The device that holds the logits.
 
     Raises:
-        InternalError: The ranks' parts are not the vocabulary, in order.
+        InternalError: The ranks' parts in order do not make up the vocabulary.
     """
 
     def __init__(self, tp: Group, vocab: range, *, vocab_size: int, device: torch.device) -> None:
@@ -58,23 +58,23 @@ class SpreadVocabulary:
         return self._tp.is_first
 
     def first_largest(self, logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The likeliest token of each row, on every rank.
+        """Return the likeliest token of each row, on every rank.
 
         Args:
             logits: `[M, len(vocab)]` fp32.
 
         Returns:
-            `[M]` token ids, the lowest of equal ones; `[M]`, their logits. A NaN counts as
-            larger than any number, wherever it is.
+            `[M]` token ids, the lowest on a tie; `[M]`, their logits. A NaN counts as larger
+            than any number, on whichever rank.
         """
         found = self._tp.all_gather(self._mine(logits))
         peaks, token_ids = found.view(self._tp.size, 2, -1).cpu().numpy().swapaxes(0, 1)
-        # Of equal ones the first rank's, whose ids are the lowest.
+        # A tie goes to the first rank, whose ids are the lowest.
         winner = peaks.argmax(0), np.arange(peaks.shape[1])
         return token_ids[winner].astype(np.int64), peaks[winner]
 
     def _mine(self, logits: Tensor) -> Tensor:
-        """The largest logit here and its token id, `[2, M]` fp64, which holds both exactly."""
+        """Return this rank's largest logits and their ids, `[2, M]` fp64, which is exact."""
         if not self._vocab:
             return logits.new_full((2, len(logits)), -torch.inf, dtype=torch.float64)
         index, peaks = first_largest(logits)
@@ -101,7 +101,7 @@ class SpreadVocabulary:
         return torch.cat([part.view(num_rows, -1) for part in parts], dim=-1)
 
     def announce(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first rank's `values`, on every rank; the others give as many."""
+        """Return the first rank's `values` on every rank; the others pass an array as long."""
         told = self._tp.broadcast(torch.from_numpy(values).to(self._device))
         return told.cpu().numpy()
 
@@ -111,7 +111,7 @@ class SpreadSampler:
 
     Args:
         num_rows: Rows of the batch.
-        grammars: Of the first rank.
+        grammars: Grammars, on the first rank.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class SpreadSampler:
             self._sampler.remove(row)
 
     def forced(self, row: int) -> list[int]:
-        """See `Sampler`: on the first rank; the others know of none."""
+        """See `Sampler`; on other ranks than the first, always empty."""
         return [] if self._sampler is None else self._sampler.forced(row)
 
     def are_largest(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -159,10 +159,10 @@ class SpreadSampler:
         Args:
             logits: `[M, len(vocab)]` fp32.
             rows: `[M]`, the batch row of each row of logits.
-            num_outputs: `[M]`, tokens each request has put out before.
+            num_outputs: `[M]`, number of tokens each request has already put out.
 
         Returns:
-            Tokens; log-probabilities, and why rows have no token, on the first rank only.
+            Tokens; on the first rank also log-probabilities, and why rows have no token.
         """
         is_whole = np.fromiter((row in self._whole for row in rows.tolist()), np.bool_, len(rows))
         if not is_whole.any():

@@ -2,12 +2,12 @@
 
     start() meets the other ranks, loads and allocates
     -> (execute(step), finish_step() once it is answered)*
-       with post() and poll() at any time beside them
+       with post() and poll() at any time meanwhile
     -> close()
 
-All calls come from one thread, but for `post` and `poll`: those may come from another one while
-steps run, and go to the connector alone. Every rank of an engine is given the same steps. Knows
-nothing of scheduling, nor of what started it.
+All calls come from one thread, except `post` and `poll`: those may come from another thread while
+steps run, and involve only the connector. Every rank of an engine runs the same steps. Knows
+nothing of scheduling, nor of its launcher.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Worker:
 
     Args:
         place: Its place in the mesh.
-        incarnation: The engine's life, which its handoffs are fenced with.
+        incarnation: Identifies this run of the engine, to fence its handoffs.
         wake: Called from any thread when `poll` has news.
-        progress: Told, in words, where the start-up stands.
+        progress: Called with messages on the progress of the start-up.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Worker:
         """Meet the other ranks, load the weights, allocate KV memory, register it.
 
         Raises:
-            ConfigError: The model, the device, the memory or the connector cannot be had
-                as configured. Too little memory on one rank is said by every rank.
+            ConfigError: The model, device, memory or connector is not available as
+                configured. Every rank raises it if one rank has too little memory.
         """
         config, place = self._config, self._place
         where = _device(config.device, place)
@@ -196,15 +196,15 @@ class Worker:
         run_over: Callable[[Tensor], ModelRunner],
         before: DeviceMemory | None,
     ) -> KVLayout:
-        """Agree with the other ranks of the engine on how many blocks there are.
+        """Agree with the other ranks of the engine on the number of blocks.
 
         Args:
-            draft_bytes: That a draft model adds to a block here.
-            run_over: Makes what runs steps over a pool.
-            before: The device's memory before there were weights; None if it is the host's.
+            draft_bytes: Bytes that a draft model adds to a block here.
+            run_over: Makes a runner of steps over a pool.
+            before: The device's memory before weights were loaded; None if it is the host's.
 
         Raises:
-            ConfigError: One of them cannot hold one request; each raises it, once all know.
+            ConfigError: Some rank cannot hold one request; every rank raises it.
         """
         cache = self._config.cache
         layout = kv_memory.layout_of_block(
@@ -216,7 +216,7 @@ class Worker:
         )
         per_request = kv_memory.blocks_for(loaded.max_model_len, layout.block_size)
         block_bytes = layout.block_bytes + draft_bytes
-        # What is free is asked when every rank has its weights, and none has its KV yet.
+        # Free memory is read when every rank has its weights, and none has its KV yet.
         for group in (world.tp, world.pp):
             group.barrier()
         offer = kv_memory.host_offer(num_local=self._place.num_local)
@@ -239,7 +239,7 @@ class Worker:
             max_num_seqs=self._config.scheduler.max_num_seqs,
             offer=offer,
         )
-        # The scarcest of each stage, then of all stages.
+        # The smallest supply of each stage, then of all stages.
         for group in (world.tp, world.pp):
             supplies = group.gather_ints([scarcest.num_blocks, scarcest.block_bytes])
             scarcest = min(kv_memory.Supply(*numbers) for numbers in supplies)
@@ -255,7 +255,7 @@ class Worker:
         return msgspec.structs.replace(layout, num_blocks=scarcest.num_blocks)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step; it may have no tokens, only gone requests.
+        """Run one step; it may have no tokens, only requests to forget.
 
         Raises:
             InternalError: The step is not legal.
@@ -264,17 +264,17 @@ class Worker:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the device may have a step while the one before it is not collected."""
+        """Whether a step may be launched before the previous one is collected."""
         runner, _ = self._started()
         return runner.runs_ahead
 
     def may_follow(self, step: SchedulerOutput) -> bool:
-        """Tell whether `step` may be launched before the one before it is collected."""
+        """Return whether `step` may be launched before the previous one is collected."""
         runner, _ = self._started()
         return runner.may_follow(step)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
-        """Begin one step, or run it: see `ModelRunner.launch`.
+        """Begin one step, or run it to its end: see `ModelRunner.launch`.
 
         Raises:
             InternalError: The step is not legal.
@@ -286,7 +286,7 @@ class Worker:
         return runner.launch(step, connector if is_layerwise else None)
 
     def collect(self, launched: LaunchedStep) -> ModelRunnerOutput:
-        """Return the results of the oldest step that was launched, once they are there."""
+        """Wait for the results of the oldest launched step, and return them."""
         runner, connector = self._started()
         step, output = launched.step, runner.collect(launched)
         if step.num_scheduled_tokens:
@@ -300,9 +300,9 @@ class Worker:
         return output
 
     def finish_step(self) -> None:
-        """Do what the answer to the last step need not wait for; again: nothing.
+        """Do the work that the last step's answer need not wait for; a second call does nothing.
 
-        Every rank of the world that runs the step must come here, or begin its next step.
+        Every rank of the world that runs the step must call this, or begin its next step.
         """
         runner, _ = self._started()
         runner.finish_step()
@@ -313,7 +313,7 @@ class Worker:
         connector.post(metadata)
 
     def poll(self) -> ConnectorReport:
-        """Return what the connector saw, and what this rank did, since the last report."""
+        """Return what the connector and this rank have done since the last report."""
         _, connector = self._started()
         report = connector.get_finished()
         if self._slices is None:
@@ -322,7 +322,7 @@ class Worker:
         return msgspec.structs.replace(report, slices=slices, clock_id=CLOCK_ID)
 
     def close(self, timeout_s: float) -> None:
-        """End transfers within `timeout_s` and let go of everything. May be called twice."""
+        """End transfers within `timeout_s` and release everything. May be called twice."""
         connector, self._connector = self._connector, None
         runner, self._runner = self._runner, None
         if runner is not None:
@@ -345,11 +345,11 @@ class Worker:
 def failed_anywhere(
     world: World, request_ids: Sequence[RequestId], failed: Sequence[Failed]
 ) -> list[Failed]:
-    """What has failed of a step's loads on any rank of the engine; every rank learns the same.
+    """Return the loads of a step that failed on any rank of the engine; the same on every rank.
 
     Args:
-        request_ids: Whose loads they are, in the order of the step; the same on all ranks.
-        failed: Here.
+        request_ids: Requests that load, in the order of the step; the same on all ranks.
+        failed: Failures on this rank.
     """
     mine = {each.request_id: each for each in failed}
     num_valid = [mine[each].num_valid_tokens if each in mine else _ALL_CAME for each in request_ids]
@@ -369,7 +369,7 @@ def failed_anywhere(
 
 
 def _in_words(layout: KVLayout, draft_bytes: int, max_model_len: int) -> str:
-    """Return how much KV there is room for, in tokens and in requests of the greatest length."""
+    """Describe the KV capacity, in tokens and in requests of maximum length."""
     num_tokens = layout.num_blocks * layout.block_size
     mib = layout.num_blocks * (layout.block_bytes + draft_bytes) / (1 << 20)
     return (
@@ -380,7 +380,7 @@ def _in_words(layout: KVLayout, draft_bytes: int, max_model_len: int) -> str:
 
 
 def _layout_fields(loaded: LoadedModel, layout: KVLayout) -> dict[str, str]:
-    """What two engines must agree on to exchange KV; the same on every rank."""
+    """Return the facts that engines exchanging KV must agree on; the same on every rank."""
     arch = loaded.arch
     whole = msgspec.structs.replace(
         layout, num_layers=arch.num_layers, num_kv_heads=arch.num_kv_heads
@@ -398,7 +398,7 @@ def _numerics(device: torch.device, kernels: KernelBackend, world: World) -> Num
 
 
 def _shape(loaded: LoadedModel, layout: KVLayout, world: World) -> KVShape:
-    """How the engine's KV is shared out over its ranks; the same on every rank."""
+    """Return how the engine's KV is split over its ranks; the same on every rank."""
     stages = world.pp.gather_ints([loaded.layers.start, loaded.layers.stop])
     return KVShape(
         num_blocks=layout.num_blocks,
