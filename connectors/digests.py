@@ -1,4 +1,4 @@
-"""Digests of KV: what P says its blocks hold, and what D finds in its own.
+"""Digests of KV blocks, which P sends and D compares with its own.
 
 A digest of a block, layer and KV head is a sum over the block's words, each times a constant of
 its place (token in P's block, element), times keys of its absolute layer, plane and head

@@ -1,4 +1,4 @@
-"""A transfer between two ranks as pairs of equal units of their memories.
+"""Cuts a transfer between two ranks into pairs of equal units of their memories.
 
 Pure, and so is all that it stands on: `slicing` says what a rank has, and what goes from one rank
 to another. The pairs are made with numpy, whole tables at once.

@@ -1,4 +1,4 @@
-"""Makes one report out of those of an engine's ranks: a fact counts when every rank has it.
+"""Combines the reports of an engine's ranks: a fact counts once every rank has reported it.
 
 A block is freed, or read, on all ranks at once. So a lease has settled once it has settled on
 the last rank, and a load is over once the last rank has received it or given it up: until then

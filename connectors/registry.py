@@ -1,4 +1,4 @@
-"""From connectors' names and what they are told to the connector. Knows none itself."""
+"""Makes the connector from the configured names and settings. Knows no connector itself."""
 
 from __future__ import annotations
 

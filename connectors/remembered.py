@@ -1,4 +1,4 @@
-"""What is over, remembered for a time, so that what comes too late is told from what is unknown.
+"""Remembers what has ended for a while, to tell late messages from unknown ones.
 
 A nonce is used once. A table of nonces must remember the finished ones for as long as messages
 about them may still arrive, but no longer, or it would grow with every request served. Pure: the

@@ -1,4 +1,4 @@
-"""Which bytes of whose memory belong where: the planner for any pair of KV shapes.
+"""Plans which bytes of which rank go where, for any pair of KV shapes.
 
 Pure. `routes` says which rank of P has something for which rank of D, and `pieces` which units
 of memory to move on one route for a range of tokens. It knows shapes and block tables, and

@@ -1,4 +1,4 @@
-"""What a connector may see of the scheduler's requests and steps."""
+"""The view that connectors have of the scheduler's requests and steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets the next place: the tenant that has had the least, bands before it.
+"""Gives out places: by priority band, then to the tenant that has had the least.
 
 Each tenant has a counter of the work that it has had (VTC, "Fairness in Serving Large Language
 Models", OSDI 2024): prompt tokens that had to be computed, and each output token twice. The waiting

@@ -1,4 +1,4 @@
-"""The proxy's process: its parts, its background work, its start and its shutdown.
+"""The proxy's process: parts, background tasks, start and shutdown.
 
 Each part declares its own paths (`generation`, `status`, `dashboard`, `draining`,
 `registration`); every request passes through the middleware in `delivery`. The proxy is stateless:

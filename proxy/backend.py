@@ -1,4 +1,4 @@
-"""One engine: what the proxy knows of it, and the breaker that keeps requests away from it.
+"""One engine as the proxy knows it, with the breaker that keeps requests away from it.
 
     UNKNOWN -> READY <-> NOT_READY <-> UNREACHABLE               (`Health`, by health checks)
     CLOSED -> OPEN -(timeout)-> HALF_OPEN -> CLOSED or OPEN      (`Breaker`, by attempts)

@@ -1,4 +1,4 @@
-"""The engines behind this proxy: which there are, which fit together, how loaded they are.
+"""The engines behind this proxy: which exist, which fit together, how loaded they are.
 
 Engines from the command line stay for good; others register themselves and stay while they renew
 their lease. `checks` finds out how they are; `breakers` keeps what is held against them and their

@@ -1,4 +1,4 @@
-"""Request and response bodies: what is added for the engines, what is taken out for clients.
+"""Request and response bodies: adds fields for engines, removes them for clients.
 
 Only the top level of a body is taken apart; every value keeps its bytes, so a prompt of
 100 000 token ids is neither decoded nor printed again, and numbers keep their spelling.

@@ -1,4 +1,4 @@
-"""Asks every engine how it is, at an interval, and before a request gives up on one.
+"""Checks every engine's health at an interval, and before a request gives up on one.
 
 Knows what an engine's answers mean for its health and its load; `backends` holds the set of
 engines. Costs: one task per engine, and per interval one small GET to one that is ready, two to

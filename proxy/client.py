@@ -1,4 +1,4 @@
-"""HTTP towards the engines: legs of requests, leases to give back, small questions.
+"""HTTP requests to engines: legs, releases of leases, small queries.
 
 Knows aiohttp and the engines' paths; decides nothing. A `Leg` is one exchange that can be
 abandoned at any await: what the engine has already sent is still read, so that a lease that was

@@ -1,4 +1,4 @@
-"""The connections to engines: read into one buffer, and told of to whoever sends over them.
+"""Connections to engines, which are read into one shared buffer.
 
 asyncio makes 256 KiB of memory for each read and cuts it to what came. That takes longer than
 the read itself, and for a token is a third of all that the proxy does. Knows nothing of what

@@ -1,4 +1,4 @@
-"""The client's side: the middleware of every request, and the way of an answer back.
+"""The client side: the middleware of every request, and the delivery of answers.
 
 The middleware gives a request an id, checks its key, and shapes its errors: whatever a handler
 raises is answered there, in the shape that the clients of its path expect. An answer is one piece,

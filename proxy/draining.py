@@ -1,4 +1,4 @@
-"""Empties an engine in bounded time, as an operator asks, or the engine itself after SIGTERM.
+"""Drains an engine in bounded time, on an operator's request or the engine's after SIGTERM.
 
     POST /drain     no request is sent there any more; answered when it is empty, or at the deadline
     DELETE /drain   requests are sent there again

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API shapes them, and the two ways an engine can fail a leg.
+"""Errors in OpenAI's format, and the two ways an engine can fail a leg.
 
 Knows HTTP bodies and server-sent events; knows nothing of routing or of retries.
 

@@ -1,4 +1,4 @@
-"""Decides who is let in: who asks, what a request claims of the places, whether it is turned away.
+"""Decides which requests are admitted: tenant, claim on places, early rejection.
 
 Counts what tenants take, and which requests kept their objectives.
 """

@@ -1,4 +1,4 @@
-"""The endpoints that engines answer: generation and tokenization.
+"""The endpoints that engines serve: generation and tokenization.
 
 Reads a request and accounts for how it ended; `flow` serves it.
 """

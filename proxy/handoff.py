@@ -1,4 +1,4 @@
-"""The handoff of one attempt: what a decode engine goes on from, and the leases inside it.
+"""The handoff of one attempt: what a decode engine continues from, and its leases.
 
     with Handoff(prefill, http, metrics, story) as handoff:
         handoff.read(data)        # the prefill leg looks through what its engine says

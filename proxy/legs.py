@@ -1,4 +1,4 @@
-"""The legs of one request: one exchange with one engine.
+"""The legs of one request: one exchange each with one engine.
 
 A leg that fails is a value (`LegFailure`); `flow` decides what to do about it. Whatever ends the
 request itself (its client left, its own fault, its deadline) is an exception. `strategies` decides

@@ -1,4 +1,4 @@
-"""The requests of one proxy: those that run, whether more are wanted, what is told at their end.
+"""The running requests of one proxy, whether it accepts more, and what it logs at their end.
 
 What is told is cut to a bounded size (`MAX_BYTES_EACH` at worst, about 1.7 kB as JSON as a rule).
 The gaps between tokens are summed up as their median and maximum. The line that tells of a request

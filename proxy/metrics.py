@@ -1,4 +1,4 @@
-"""What the proxy counts. Every series exists from the start, at 0.
+"""The proxy's metrics. Every series exists from the start, at 0.
 
 One registry per `Metrics`, so that two proxies in one process do not share counters.
 """

@@ -1,4 +1,4 @@
-"""Which engines serve a request: a pair, one alone, or none.
+"""Chooses the engines of a request: a pair, one alone, or none.
 
 Chooses; sends nothing. Which engines qualify, and whether a request is split at all, is decided
 here; which of several engines it is, by the policies.

@@ -1,4 +1,4 @@
-"""What has gone wrong with one request, leg by leg; whether it may be tried again, and when.
+"""The failures of one request, leg by leg, and whether and when it may be retried.
 
 An engine that broke down comes last from then on. One that is well but could not get the KV does
 not: its pair is to blame, and is left. A request whose push failed is pulled from then on. Retries

@@ -1,4 +1,4 @@
-"""What a proxy says of itself, its requests and its engines, and the command to reset their caches.
+"""Status of a proxy, its requests and its engines, and the command that resets their caches.
 
 Answers from what the proxy knows already; only that command and a trace ask the engines.
 """

@@ -1,4 +1,4 @@
-"""Pull, push and move: the ways in which one engine goes on from another's KV.
+"""Pull, push and move: how one engine continues from another's KV.
 
 In a *pull* the prefill leg comes first, then the leg of a decode engine that reads the KV.
 

@@ -1,4 +1,4 @@
-"""What a deployment has counted so far, under vLLM's names: the engines' counts and its tokens.
+"""Totals of a deployment under vLLM's names: the engines' counts and the proxy's tokens.
 
 Each check brings a snapshot of an engine. What it has counted since the one before is added to the
 sums of its role, so that these never fall: an engine that dies takes nothing with it. A life of an

@@ -1,4 +1,4 @@
-"""The last seconds of a whole deployment: this proxy's requests, and what every engine recorded.
+"""Traces of a whole deployment: this proxy's requests and every engine's records.
 
 All engines are asked at once. Each engine's clock is compared to this one's first: of several round
 trips the quickest counts, its midpoint is when the engine read its clock, and half of it is how

@@ -1,4 +1,4 @@
-"""What the parts of the kit share: engines of the wanted shapes, closed after each test."""
+"""Shared set-up of the kit: engines of the wanted shapes, closed after each test."""
 
 from __future__ import annotations
 

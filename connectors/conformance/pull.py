@@ -1,4 +1,4 @@
-"""What every connector does whose D reads from P's memory."""
+"""Tests for every connector whose D reads from P's memory."""
 
 from __future__ import annotations
 

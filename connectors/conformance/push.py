@@ -1,4 +1,4 @@
-"""What every connector does whose P writes into D's memory; skipped if it does not push."""
+"""Tests for every connector whose P writes into D's memory; skipped if it does not push."""
 
 from __future__ import annotations
 

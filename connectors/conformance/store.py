@@ -1,4 +1,4 @@
-"""What every connector does that keeps KV for later prompts; it needs no peer.
+"""Tests for every connector that keeps KV for later prompts; they need no peer.
 
 A request computes a prompt, layer by layer, and ends; its blocks are reused as soon as the
 connector lets go of them. Another request with the same prompt loads the stored KV: each layer

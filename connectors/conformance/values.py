@@ -1,4 +1,4 @@
-"""KV that says who wrote it: a value for each (writer, token, layer, plane, head, dimension).
+"""KV whose values identify the writer, token, layer, plane, head and dimension.
 
 Engines of any shape agree on a token's KV, so a stale, misplaced, half-copied or wrongly sliced
 block cannot pass for the right one. Knows no connector.

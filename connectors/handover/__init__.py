@@ -1,4 +1,4 @@
-"""What connectors share that hand KV over: D reads P's leased blocks, or P writes into D's.
+"""Shared by connectors that hand KV over: D reads P's leased blocks, or P writes into D's.
 
 `scheduler` is the scheduler half, `transfers` the state of its transfers, `checks` its verification
 of handoffs and tickets, `instructions` its messages to and from the worker halves, and `lease` P's

@@ -1,4 +1,4 @@
-"""Whether a handoff or a ticket can be believed and used here, decided before anything of it is.
+"""Decides whether a handoff or ticket can be trusted and used, before any of it is used.
 
 Pure functions of a request's handoff or ticket and this engine's context. They know neither
 leases nor transfers: a handoff that passes may belong to a lease that has ended.

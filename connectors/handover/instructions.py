@@ -1,4 +1,4 @@
-"""What the scheduler half of a connector asks of its worker halves, and what they say, as values.
+"""Instructions of a connector's scheduler half to its worker halves, and their answers.
 
 `Instructions` belong to no step and are posted as soon as they are staged; every rank gets the
 same value and does its part. `StepInstructions` travel with a step: what it computes of requests

@@ -1,4 +1,4 @@
-"""P's book of leases: who may still read which request's blocks, and until when.
+"""P's leases: who may still read which request's blocks, and until when.
 
 A lease is granted once, lives as long as heartbeats come, and ends once: read, released,
 expired or aborted. It *settles* (its blocks may be freed) when it has ended and its blocks have

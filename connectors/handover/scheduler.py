@@ -1,4 +1,4 @@
-"""The scheduler half of every connector that hands KV over: decides, counts, moves nothing.
+"""The scheduler half of connectors that hand KV over: decides and counts, moves nothing.
 
 It makes and checks handoffs, matches reports to their transfers (`transfers`), and stages
 instructions for the worker halves. It knows neither tensors nor sockets; it reads the clock only

@@ -1,4 +1,4 @@
-"""A transfer as the scheduler half knows it, from its request's arrival until it is over.
+"""Transfers as the scheduler half sees them, from the request's arrival to the end.
 
 An `Incoming` transfer at D, by what was staged for it last:
 

@@ -1,4 +1,4 @@
-"""KV in an LMCache server: what one request computed, later ones of any engine load.
+"""KV in an LMCache server: one request computes it, later requests of any engine load it.
 
 `scheduler` decides what to look up, load and save; `worker` runs the threads that do it, and
 `slots` defines the layout of the server's memory. Only `client` and `http_side` know LMCache.

@@ -1,4 +1,4 @@
-"""All that is known of LMCache: how its server is called, and how its answers are read.
+"""The only module that knows LMCache's protocol: calls to its server, and their answers.
 
 LMCache's server keeps objects in shared memory. A client that has registered a geometry for a
 (model, world size) may ask for slots to write, or to read what a lookup has locked. We choose the

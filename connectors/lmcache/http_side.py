@@ -1,4 +1,4 @@
-"""The HTTP side of an LMCache server: which engines it knows, and how it is made to drop chunks.
+"""The HTTP API of an LMCache server: which engines it knows, and how to drop chunks.
 
 Engines do not depend on it: a failed request counts as if there were no HTTP side.
 """

@@ -1,4 +1,4 @@
-"""What the two halves of the LMCache connector tell one another.
+"""Messages between the two halves of the LMCache connector.
 
 A *chunk* is what the server keeps under one name: a fixed number of tokens (the server's setting),
 named by all tokens up to its end. A *session* is one lookup, or one save, for one request; it is

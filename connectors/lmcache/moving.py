@@ -1,4 +1,4 @@
-"""The two threads of a rank that move chunks between its blocks and the store, beside its steps.
+"""Two threads per rank that move chunks between its blocks and the store, beside steps.
 
 `LoadingThread` loads layers while the step waits for each, `SavingThread` saves computed chunks.
 They share a `StoreLink` with the thread that watches the server (`watch`).

@@ -1,4 +1,4 @@
-"""LMCache's scheduler half: what each prompt has in the store, what is loaded, what is saved.
+"""LMCache's scheduler half: what the store has of each prompt, what to load, what to save.
 
     arrival       look up the prompt's whole chunks; the server takes read locks on what it has
     match         what was found beyond the local hit; None until the server answers, or is late

@@ -1,4 +1,4 @@
-"""What only LMCache is told, by `--kv-transfer-config.lmcache.*`."""
+"""LMCache's own settings, `--kv-transfer-config.lmcache.*`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in a slot of the store: one KV head of a chunk in all layers of a stage, and its proof.
+"""A slot of the store: one KV head of a chunk in all layers of a stage, and its digest.
 
     8 bytes   magic, written last
     32 bytes  identity: SHA-256 over model, layout, salt, all tokens up to the chunk's end, unit

@@ -1,4 +1,4 @@
-"""The thread that looks prompts up, gives locks back, and sees whether the server is there.
+"""The thread that looks prompts up, releases locks and watches the server's health.
 
 Rank 0's thread looks up for the whole engine. A lookup that is not answered in time counts as a
 miss; the locks that it may hold are released once the server has reported them. Until then other

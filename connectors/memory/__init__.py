@@ -1,4 +1,4 @@
-"""KV between engines of one process: for tests and simulation.
+"""KV between engines of one process, for tests and simulation.
 
 It runs the product's transfer protocol (`connectors.transfer`) over links and copies inside the
 process (`exchange`, `rank`), driven by its engines' calls: without threads, and with no time but

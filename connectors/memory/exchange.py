@@ -1,4 +1,4 @@
-"""The wire between the ranks of one process, who is where on it, and what can go wrong there.
+"""The wire between ranks of one process: addresses, delivery, and injected faults.
 
 Nothing moves on its own: `turn` delivers frames, lets every rank do what is due, and repeats this
 until nothing is left to do. So every call of any engine advances the protocols of all ranks, as

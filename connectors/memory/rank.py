@@ -1,4 +1,4 @@
-"""One rank that runs the transfer protocol inside the calls of its engine, without a thread.
+"""A rank that runs the transfer protocol inside its engine's calls, without a thread.
 
 Everything else belongs to the protocol: peers see what they would see over NIXL.
 

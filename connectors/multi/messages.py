@@ -1,4 +1,4 @@
-"""What the two halves of the multi connector tell one another, around what their children tell."""
+"""Messages between the two halves of the multi connector, which wrap their children's."""
 
 from __future__ import annotations
 

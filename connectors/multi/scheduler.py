@@ -1,4 +1,4 @@
-"""The scheduler half: asks every child, has the cheapest load, and combines what they say.
+"""The scheduler half: asks every child, lets the cheapest load, and combines their news.
 
 An exception that a child raises over a request ends only that request, at the latest before its
 next step; the other children still get every call, exactly once.

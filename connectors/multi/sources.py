@@ -1,4 +1,4 @@
-"""Chooses which connector loads what comes next of a prompt. Pure, but for what it has measured.
+"""Chooses which connector loads the next part of a prompt. Pure, except for measured rates.
 
 A source that has a token of a prompt has all tokens before it. So the cheapest source of the next
 token loads as far as it can; then the next one is chosen in the same way. That is the fastest way

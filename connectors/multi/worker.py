@@ -1,4 +1,4 @@
-"""The worker half: gives each child what is meant for it, and says who said what."""
+"""The worker half: routes instructions to the children, and labels their reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NIXL behind typed values, and what an agent of it knows of peers.
+"""A typed interface to NIXL, and what an agent knows of its peers.
 
 This is the only module that imports NIXL, and it does so lazily.
 

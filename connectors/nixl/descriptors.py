@@ -1,4 +1,4 @@
-"""UCX's TCP connections in this process: how they end, and how many there may be.
+"""UCX's TCP connections in this process: how they are closed, and how many are allowed.
 
 Over TCP a READ is emulated by UCX: one side asks, the other answers. UCX aborts the whole
 process of who answers ("unexpected error: Endpoint timeout") if the connection turns out to be

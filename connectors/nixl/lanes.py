@@ -1,4 +1,4 @@
-"""Threads that post transfers, so that nobody else ever waits inside NIXL.
+"""Threads that post transfers, so that no other thread waits inside NIXL.
 
 A lane is one thread with one NIXL agent of its own, over the same KV memory as all others: it
 posts READs (D pulls) and WRITEs (P pushes), polls them to their end, and calls what is to be

@@ -1,4 +1,4 @@
-"""NIXL under the transfer protocol: lanes that post, and the agent that peers reach this rank by.
+"""The NIXL mover: lanes that post, and the agent through which peers reach this rank.
 
 That agent (the target) belongs to the transfer thread, which alone touches it. Where NIXL cannot
 make it again after a fence, that is tried now and then; until it can, nobody is met, and what needs

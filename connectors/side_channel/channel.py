@@ -1,4 +1,4 @@
-"""Links over TCP: one rank's connections to others, and theirs to it; all non-blocking.
+"""Links over TCP: one rank's connections to and from others, all non-blocking.
 
 They carry authenticated frames of msgpack messages, and close themselves on the first thing that is
 wrong. They know neither leases nor loads, and never wait: the event loop calls them when a socket

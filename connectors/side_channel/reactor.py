@@ -1,4 +1,4 @@
-"""The event loop under a transfer thread: waits for sockets and wake-ups, calls back.
+"""The event loop of a transfer thread: waits for sockets and wake-ups, and calls back.
 
 It knows neither what a socket is of, nor what is said over it. All methods but `wake` belong to one
 thread.

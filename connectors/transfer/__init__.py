@@ -1,4 +1,4 @@
-"""The transfer protocol between two ranks, once, for every transport: D reads, or P writes.
+"""The transfer protocol between two ranks, shared by all transports: D reads or P writes.
 
 A state machine without I/O (`machine`): what a scheduler half asks for, what a step has made
 complete, frames that came and copies that ended go in; frames and copies come out. It stands on

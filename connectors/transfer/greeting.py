@@ -1,4 +1,4 @@
-"""The handshake of two ranks: who they are, and whether each is the one that the other wants."""
+"""The handshake of two ranks: each checks that the other is the one it expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads of a D rank: what is pulled for a request, from every rank of P that has a part of it.
+"""Loads of a D rank: pulls a request's KV from every rank of P that has part of it.
 
 A load has one part per route (`slicing.routes_to`), also if there is nothing to read on it:
 

@@ -1,4 +1,4 @@
-"""Both sides of the protocol at one rank; see the package.
+"""The transfer machine: both sides of the protocol at one rank.
 
 Whoever owns it hands in what there is (instructions, steps, links that others have made), lets its
 links and its mover call back, and calls `tick`: after each of these, and when `due_s` has come.

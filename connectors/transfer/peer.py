@@ -1,4 +1,4 @@
-"""One rank of one life of an engine that this one is connected to as a D.
+"""A peer of a D rank: one rank of one incarnation of P.
 
 It connects when a request of that engine is queued, warms the transport up, keeps
 leases alive, and says to whoever has business with this rank (`PeerUser`, `PushReceiver`) when it

@@ -1,4 +1,4 @@
-"""Identity of a peer, when it is spoken to, and what takes part in what is exchanged with one."""
+"""The identity of a peer, when to contact it, and the parties of an exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The D side of a transfer thread: whom it is connected to, and what it asks of them.
+"""The D side of a rank: its connections to ranks of P, and its requests to them.
 
 One `Peer` per rank of each life of an engine whose KV comes here. This rank talks to those that
 have something for it (`slicing.routes_to`), perhaps nothing but the end of a lease. `loads` pulls

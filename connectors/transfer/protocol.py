@@ -1,4 +1,4 @@
-"""What the two ends of a link say to one another.
+"""The messages between the two ends of a link.
 
 D connects, to every rank of P that has KV for it (`connectors.slicing.routes`), and speaks
 first. One connection carries pulls and pushes. Both `Hello` and `Welcome` name the life

@@ -1,4 +1,4 @@
-"""One push at P: what is known of it, what is written of it, what D is told, when it is given up.
+"""One push at P: its state, its writes, its messages to D, and its end.
 
     push:   PARKED (registered, nobody asked for it yet) -.
             EXPECTED (asked for) -----------------------> registered by all ranks of D: `Registered`

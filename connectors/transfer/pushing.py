@@ -1,4 +1,4 @@
-"""The writing side of a push: what P does for Ds that have registered their blocks.
+"""The writing side of pushes: P serves Ds that have registered their blocks.
 
 It has all pushes of one rank, and takes what its engine wants of them, what steps have computed and
 what Ds say; a push goes its way by itself (`pushes`). Of each that ended badly the engine hears

@@ -1,4 +1,4 @@
-"""The receiving side of a push: what D does for the blocks that Ps write into.
+"""The receiving side of pushes: D manages the blocks that Ps write into.
 
     part:  WAITING (for the connection) -> SENT -> ACCEPTED -> CHECKING -> GOOD
                                              ^         ^----------'  once, if the digests differ

@@ -1,4 +1,4 @@
-"""What D knows of a reservation, of the part that each rank of P has in it, and of its digests.
+"""A reservation at D: the part of each rank of P, and the digests.
 
 Values, and what follows from them; `receiving` acts on them.
 

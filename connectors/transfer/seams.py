@@ -1,4 +1,4 @@
-"""What the protocol of one rank stands on, and the facts that it has for its engine.
+"""The interfaces that the protocol is built on, and the facts it reports to its engine.
 
 All that it stands on is passed in, and nothing is patched.
 

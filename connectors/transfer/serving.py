@@ -1,4 +1,4 @@
-"""The serving side of a transfer thread: what P does for the Ds that are connected to it.
+"""The P side of a rank: serves the Ds that are connected to it.
 
 It answers handshakes, keeps the lease table by what the Ds say, and says of each read whether
 the lease was still valid after its last byte, and what the bytes should be. For a read P moves

@@ -1,4 +1,4 @@
-"""The worker half of a connector over the transfer protocol: a facade over whoever runs it."""
+"""The worker half of a connector that uses the transfer protocol: a facade over its runner."""
 
 from __future__ import annotations
 

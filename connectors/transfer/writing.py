@@ -1,4 +1,4 @@
-"""The ranks of D that this rank of P writes to: whose memory it is, and what is written there.
+"""Writes to ranks of D: whose memory it is, and what is written where.
 
 A `Destination` is one link to one rank of D. What the mover knows of that rank's memory is kept
 between pushes, for wiring up takes milliseconds, and outlives the link until nothing is written to

@@ -1,4 +1,4 @@
-"""A connector between engines, but for what moves the bytes.
+"""A connector between engines, except for the mover of bytes.
 
 The transfer protocol of a rank runs in a thread of its own (`thread`), over the side channel.
 """

@@ -1,4 +1,4 @@
-"""This host as UCX sees it: its memory, its network devices, and the processes of peers on it.
+"""The host as UCX sees it: memory, network devices, and processes of peers on it.
 
 UCX may use the devices of the network that the side channel is bound to. On every device that it
 may use, UCX listens for TCP connections, and who connects can write to registered memory: UCX asks

@@ -1,4 +1,4 @@
-"""The transfer thread: the transfer protocol of one rank, off the step clock.
+"""The transfer thread: runs the transfer protocol of one rank beside its steps.
 
 It owns the side channel and the mover, and is the only thread that touches them, or the protocol.
 The worker's thread hands it instructions and takes facts, through two small locked boxes. While a

@@ -1,4 +1,4 @@
-"""KV over UCX without NIXL: messages with tags, for which both sides' movers agree on each copy.
+"""KV over UCX without NIXL: tagged messages; both sides' movers agree on each copy.
 
 A `TransferThread` runs the protocol, `connectors.transfer`, over the side channel. Bytes go
 through buffers on both sides (`messages`), so only `mover` ever writes to KV blocks.

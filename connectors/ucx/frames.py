@@ -1,4 +1,4 @@
-"""What two movers say to one another, over the side channel, to agree on a copy.
+"""Messages on the side channel by which two movers agree on a copy.
 
 The receiver posts its receive first and draws the message's tag, so every message that arrives is
 awaited, and none is mistaken for another. Each announced tag gets one message, or `SendBroken` ends

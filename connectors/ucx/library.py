@@ -1,4 +1,4 @@
-"""ucxx behind typed values: the only module that imports it, and it does so lazily.
+"""A typed interface to ucxx; the only module that imports it, lazily.
 
 Choices made here, with their reasons:
 - Blocking progress: UCX's own descriptor shows when there is work, so an idle worker costs

@@ -1,4 +1,4 @@
-"""Messages between this rank and peers, each through a buffer of its own.
+"""Messages between this rank and its peers, each through its own buffer.
 
     waiting (for a buffer) -> posted -> over: all of it is there, or failed as a value
         `----- dropped -----'--> (its buffer is reused once UCX has finished with it)

@@ -1,4 +1,4 @@
-"""UCX under the transfer protocol: copies that both sides' movers agree on (`frames`).
+"""The UCX mover: copies that both sides' movers agree on (`frames`).
 
     READ    this side posts a receive, asks the peer to send, and writes the bytes to its blocks
     WRITE   this side offers a copy; the peer posts a receive, and writes the bytes to its blocks

@@ -1,4 +1,4 @@
-"""Rows of KV memory into a message, and back.
+"""Copies rows of KV memory into a message and back.
 
 Messages end in their tag, so a truncated or empty one is not mistaken for a complete one.
 """

@@ -1,1 +1,1 @@
-"""Where the control plane and the data plane touch: the engine core and its client."""
+"""Engine cores, where control plane and data plane meet, and their clients."""

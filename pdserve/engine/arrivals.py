@@ -1,4 +1,4 @@
-"""Requests that have arrived at an engine core and wait to be given to its scheduler.
+"""Requests that have arrived at an engine core but are not yet in its scheduler.
 
 A prompt comes once, however many choices it has; here each of them becomes a request. A turn of
 the core's loop hands on a bounded number of requests and tokens, so that a thousand choices, or

@@ -1,4 +1,4 @@
-"""What an API server needs of an engine, and nothing more."""
+"""The interface through which an API server uses an engine."""
 
 from __future__ import annotations
 

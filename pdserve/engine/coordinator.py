@@ -1,4 +1,4 @@
-"""The process between the data-parallel engine cores of one server.
+"""The coordinator of the data-parallel engine cores of one server.
 
 It learns how busy each core is and tells the API server, which chooses by it; and it is the
 one that starts waves, so that all cores see the same ones in the same order. Started by the

@@ -1,4 +1,4 @@
-"""The coordinator's process, as the server sees it that started it."""
+"""The server's handle on its coordinator process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine: a scheduler over an executor and a connector's scheduler half, made elsewhere.
+"""The engine core: a scheduler, an executor and a connector's scheduler half, injected.
 
 `step` is the whole of it: take the connector's news and what has come back, plan and submit as
 many steps as may be in flight, and post what connectors need not wait for a step to learn. It

@@ -1,4 +1,4 @@
-"""Judges an engine core by the answers of its loop and by what its process does. Pure.
+"""Judges an engine core's health by its loop's answers and its process's state. Pure.
 
 The loop never waits for a step, so a heartbeat is answered within milliseconds whatever the
 ranks do. One that is not is judged by what the core's process does meanwhile

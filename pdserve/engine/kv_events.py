@@ -1,4 +1,4 @@
-"""Publishes one engine core's KV events: to proxies of pdserve, and in vLLM's shape.
+"""Publishes one engine core's KV events, to pdserve's proxies and in vLLM's format.
 
 The core's loop puts down what has happened since the last time and goes on; a thread numbers, keeps
 and sends it, and answers those who missed something. The loop waits for nothing: what finds the

@@ -1,4 +1,4 @@
-"""Sockets between an engine's processes, closed to everybody else.
+"""Sockets between an engine's processes that no other user can open.
 
 Their addresses are abstract (unix(7)), so that nothing is left behind. Such an address is listed
 for everybody in the network namespace, other containers included, and has no permissions. So

@@ -1,4 +1,4 @@
-"""What an engine core was asked, and has not answered to the end, as its server knows it.
+"""The unfinished requests of an engine core, as its server tracks them.
 
 What the core says of each request, and of its trace, goes to whoever reads it, who may read several
 as one; and a queue that is full refuses more. Knows no sockets and no processes.

@@ -1,4 +1,4 @@
-"""The engine core's process: wait for news, drain messages, step, publish, until told to end.
+"""The engine core's process: wait for news, drain messages, step, publish, until stopped.
 
 It waits in one place for all there is to wait for: messages of the server, orders of the
 coordinator, results and reports of the ranks.

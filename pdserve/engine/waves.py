@@ -1,4 +1,4 @@
-"""When an engine core may run the model, if its ranks share experts with other cores. Pure.
+"""Decides when cores whose ranks share experts may run the model. Pure.
 
 A step whose tokens meet experts on other cores' ranks runs on all cores or on none. So the
 cores step together, in *waves*:

@@ -1,1 +1,1 @@
-"""Decides what each step computes: pure plans, and one place that applies them."""
+"""The scheduler: pure plans of what each step computes, and one place that applies them."""

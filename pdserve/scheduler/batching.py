@@ -1,4 +1,4 @@
-"""Fills a step: running requests first, and waiting ones with the budget and blocks that remain.
+"""Fills a step: running requests first, then waiting ones with the remaining budget.
 
 Budget and blocks are divided over the running requests; where blocks run out, the last of them is
 preempted. Waiting requests then start one after the other: the connector is asked what KV it can

@@ -1,4 +1,4 @@
-"""How many draft tokens of each request a step verifies. Pure but for each request's record.
+"""Decides how many draft tokens of each request a step verifies.
 
 One more row makes a step longer for all requests in it, and brings one of them a token if the draft
 is right so far. It is worth that if the logarithm of that one's tokens per step grows by more than

@@ -1,4 +1,4 @@
-"""Chooses what to do with a request whose KV did not come from another engine.
+"""Chooses what to do with a request whose KV did not arrive.
 
 The rungs above (the same engine once more) are the connector's to take, those below
 (another engine, the client) the sender's. See `Remedy`.

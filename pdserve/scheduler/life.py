@@ -1,4 +1,4 @@
-"""The life of a request: where it stands, the legal moves, what it waits for, and its times."""
+"""The life of a request: states, legal transitions, what it waits for, timestamps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leaves a scheduler: outputs for clients, kept until they are fetched, and counters."""
+"""The scheduler's outputs for clients, kept until they are fetched, and its counters."""
 
 from __future__ import annotations
 

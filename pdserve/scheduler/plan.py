@@ -1,4 +1,4 @@
-"""Pure decisions: whether a request can be run, and what a step computes. They change nothing.
+"""Pure decisions: whether a request can run, and what a step computes.
 
 The server has checked requests already, and answers with better words. Here they are checked once
 more because a step serves many: one impossible request must not end the others.

@@ -1,4 +1,4 @@
-"""The scheduler's own request: what it has, where it stands, and its story."""
+"""The scheduler's view of a request: its tokens, state and history."""
 
 from __future__ import annotations
 

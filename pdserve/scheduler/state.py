@@ -1,4 +1,4 @@
-"""The state that all parts of one scheduler share: every request, where it stands, what it holds.
+"""The state that all parts of one scheduler share: requests, their states and their blocks.
 
 A request is in exactly one place, from its arrival until nothing is held for it: the waiting
 queue, `running` (the batch), `receiving` (a load or a peer fills its blocks), `leased` (a peer may

@@ -1,4 +1,4 @@
-"""What a scheduler says of itself: statistics, traces of its steps, and what its steps take.
+"""The scheduler's telemetry: statistics, traces of steps, and learned step times.
 
 Recording costs a few microseconds a step (`python -m benchmarks.trace`), learning one or two on
 average. Requests are recorded where they leave (`state`). Decides nothing and has no clock.

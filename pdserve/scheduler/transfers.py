@@ -1,4 +1,4 @@
-"""Asks the connector about requests, tells it of them, and applies its news.
+"""Calls the connector about requests, and applies its news.
 
 It does so before requests are taken, when a step is built, when they have ended, and above all when
 a load has arrived or failed, or a hold is over. What the connector raises ends the request that it

@@ -1,4 +1,4 @@
-"""What a server tells of its requests: counts, a line of the log, `/debug/requests`, traces.
+"""A server's records of its requests: counts, log lines, `/debug/requests`, traces.
 
 The keys are those of a proxy's `/debug/requests`, so that one reader fits both;
 what only a proxy knows of is empty. Times are this server's own account: `server` is its part, all

@@ -1,4 +1,4 @@
-"""Chat completions, and the endpoints of other protocols that are chats: responses, messages."""
+"""Chat completions, and the endpoints of other protocols that map to them."""
 
 from __future__ import annotations
 

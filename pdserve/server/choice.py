@@ -1,4 +1,4 @@
-"""One choice of a request for text, what it counts, and what engines say of it if it fails."""
+"""One choice of a text request: its counts, and its error if it fails."""
 
 from __future__ import annotations
 

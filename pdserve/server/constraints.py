@@ -1,4 +1,4 @@
-"""What a request's output must be: from a constraint to a grammar, checked before it runs.
+"""Turns a request's output constraint into a grammar, validated before it runs.
 
 `sampling` finds constraints in the fields. Each becomes a text of llguidance's, which is made and
 compiled in threads of its own, in bounded time, so that what nobody can compile is a 400 that names

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, `/v1/score` and `/v1/rerank`: vectors of texts, and how alike they are.
+"""`POST /v1/embeddings`, `/v1/score` and `/v1/rerank`: vectors of texts and similarities.
 
 A vector is made with the prompt alone: one step computes it, and the token that it samples too is
 nobody's. So any engine can do it that computes prompts, and nothing is handed over.

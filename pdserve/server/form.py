@@ -1,4 +1,4 @@
-"""What the forms of both endpoints' answers have in common, and how they are streamed.
+"""What the answers of completions and chat share, and how they are streamed.
 
 Log-probabilities are in the three shapes that the API has for them.
 """

@@ -1,4 +1,4 @@
-"""Reads what a client has sent: its body, as one of the known structs, and its prompts' tokens.
+"""Reads a client's request: decodes its body and tokenizes its prompts.
 
 What is too long is refused before anybody works on it.
 

@@ -1,4 +1,4 @@
-"""An engine's Prometheus series, as its server observes them.
+"""An engine's Prometheus metrics, as its server observes them.
 
 Names are vLLM's where the meaning is the same, `pdserve_*` otherwise. What the engine cores count
 is read from their newest snapshots when somebody scrapes, zeros before the first; what only the

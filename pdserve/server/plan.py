@@ -1,4 +1,4 @@
-"""Plans what a client has asked for: one engine request, and one text in the making, per choice.
+"""Plans a client's request: one engine request and one text per choice.
 
 Everything that speaks against a request is found here, in the order of its fields, before anything
 of it is submitted: the `TextRequest` that comes of it does that.

@@ -1,4 +1,4 @@
-"""The prefill leg that a decode engine sends itself, where a gateway chose the engines.
+"""The prefill leg that a decode engine sends itself when a gateway chose the engines.
 
 A proxy of pdserve sends both legs of a request. A gateway sends the request once, to the decode
 engine, with a sealed order (PREFILL_HEADER) that names the prefill engine. The decode engine has

@@ -1,4 +1,4 @@
-"""Tells proxies that this engine is there, for as long as it is.
+"""Registers this engine with proxies and keeps the registration alive.
 
 A registration is a lease: it is renewed three times per lease, so that a proxy that was
 restarted, or was not there yet, learns of the engine by itself, and one that hears nothing

@@ -1,4 +1,4 @@
-"""How an answer leaves: whole, as events, or as an error, in the words that all endpoints share.
+"""Sends answers: whole, as events, or as an error, in the same format for all endpoints.
 
 Server-sent events are as OpenAI's clients expect them (WHATWG HTML, section 9.2). A stream that has
 begun always ends in `[DONE]`, also after an error; only a client that has gone gets nothing more.

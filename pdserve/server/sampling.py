@@ -1,4 +1,4 @@
-"""A request's sampling fields, the model's defaults and the engine's limits: resolved.
+"""Resolves sampling fields, the model's defaults and the engine's limits.
 
 After this no field is left to anybody's default. `response_format`, `structured_outputs` and
 `guided_*` (as vLLM's before 0.12) ask for a constraint, of which `constraints` makes a grammar.

@@ -1,4 +1,4 @@
-"""What the handlers share: the engine, the model's text side, names, clock and metrics."""
+"""What the handlers share: engine, text processing, model names, clock and metrics."""
 
 from __future__ import annotations
 

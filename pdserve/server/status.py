@@ -1,4 +1,4 @@
-"""The paths beside generation: health, models, version, metrics, tokens, and what proxies ask.
+"""Endpoints beside generation: health, models, version, metrics, tokenization, proxies.
 
 What is for debugging (requests, the trace, the clock) is under the API key, like everything that
 tells of requests.

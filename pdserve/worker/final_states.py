@@ -1,4 +1,4 @@
-"""What the final hidden states of a step's tokens tell.
+"""Results read from final hidden states: prompt log-probabilities, pooling, NaN checks.
 
 Log-probabilities of prompt tokens, a vector for a prompt, and whose values are not finite.
 """

@@ -1,4 +1,4 @@
-"""The requests this worker knows, as arrays, and one step's inputs cut from them.
+"""The requests that a worker knows, as arrays, and the inputs of a step cut from them.
 
 Each request keeps one row from the step that brings it to the step that forgets it, so
 nothing is ever moved; a step gathers the rows it computes. What a step costs here grows

@@ -1,4 +1,4 @@
-"""Shares the memory of a device out: what steps take is measured, and KV gets what is left.
+"""Divides a device's memory: measures what steps need, and gives the rest to KV.
 
     before the weights -> with them -> after the largest steps -> with graphs of every size
 

@@ -1,4 +1,4 @@
-"""Decode steps replayed as graphs, of which one may run while the host is at the one before.
+"""Replays decode steps as graphs, with the host up to one step behind the device.
 
 Their tokens are on their way to the host when the next step is launched, which takes them on the
 device. Steps that the host has a part in, as grammars are its own, or drafts, are waited for.

@@ -1,4 +1,4 @@
-"""One step at a rank: prepared, launched, and its tokens awaited.
+"""One step of a rank: prepared, launched, and awaited.
 
 A step that is launched behind another one takes the other's tokens where they are, on the device.
 The host writes them to their requests once they have come, unless the request is gone by then.

@@ -1,4 +1,4 @@
-"""Sampling for requests with drafts: all their tokens of one step, exactly those without drafts.
+"""Samples for requests with drafts: exactly the tokens they would get without.
 
 A step has a row of logits behind a request's last token and behind each token of its draft. Row j
 is valid only if the draft is right up to there, so rows are sampled in waves, each over all

@@ -1,4 +1,4 @@
-"""What the proxy knows of the engines' KV, so that policies can send prompts to where it is.
+"""What the proxy knows of engines' KV and load, for policies that use it.
 
     PromptReader    a request's body -> the names of its prompt's grains (or of its bytes)
     EventFeed       engines' KV events -> PrefixIndex, exact while the stream is whole

@@ -1,4 +1,4 @@
-"""Which engines of a large fleet a choice looks at, so that it costs no more than one of a small.
+"""Narrows a large fleet to the engines worth considering, so that choices stay cheap.
 
 Those that have most of the prompt, some that every proxy draws alike for the same session or
 beginning, and some in turn. Of few engines all are looked at.

@@ -1,4 +1,4 @@
-"""Which engine computes a prompt and which gives the tokens, in one choice, the same one allowed.
+"""Chooses the engines for prompt and tokens in one decision, possibly the same engine.
 
 A pair costs what its request will miss of its objectives, and what it makes the requests miss that
 are there already; 1 is one objective. An engine away from its role costs a little more. The least

@@ -1,4 +1,4 @@
-"""Brings the engines' KV events into the index: one subscription for each engine core.
+"""Feeds engines' KV events into the index: one subscription per engine core.
 
 Who there is to listen to is looked up at each turn, like whom to believe: an engine that falls
 silent, or lost events that have not been made up for, has nothing in the index until it is in step

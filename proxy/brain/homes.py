@@ -1,4 +1,4 @@
-"""The home roles of one proxy's engines: measures what they are asked for, and gives them out.
+"""Assigns home roles to one proxy's engines, from the load it measures.
 
 Of the engines that do both the first ones by URL are for prompts first: proxies that find the same
 share of them name the same ones, without a word to one another.

@@ -1,4 +1,4 @@
-"""Which engine has which prefix: one dictionary for all of them. No I/O, no clock.
+"""The prefix index: which engine has which prefix, in one dictionary. No I/O, no clock.
 
 An entry is a grain and the set of *holders* that have it, as the bits of an int: a prompt's way
 through the engines is one look-up and one AND for each of its grains, however many engines there

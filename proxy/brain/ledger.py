@@ -1,4 +1,4 @@
-"""The work that there is at each engine: prompts not computed yet, and streams. No I/O.
+"""The outstanding work of each engine: prompts not yet computed, and streams. No I/O.
 
 What a leg adds is taken away by the leg's end, whatever that is: a context manager for each. What
 others have sent there is what the engine says that it has beyond that, as of late.

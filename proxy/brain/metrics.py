@@ -1,4 +1,4 @@
-"""What the proxy counts of routing: how well it knows where prefixes are, and how right it was."""
+"""Metrics of routing: how well prefixes are known, and how accurate predictions were."""
 
 from __future__ import annotations
 

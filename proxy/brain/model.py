@@ -1,4 +1,4 @@
-"""How long engines take, learned from what was measured of requests. Pure.
+"""Learns how long engines take from measured requests. Pure.
 
     a prompt of n tokens behind c cached ones    a0 + a1 n + a2 n (c + n/2)
     a step of b streams with k tokens of KV      d0 + d1 b + d2 k

@@ -1,4 +1,4 @@
-"""The joint decision as routing asks for it, with what it has learned and what it has decided.
+"""The joint decision as routing uses it, with its learned times and its records.
 
 Learns from every request that ended well: how long its prompt took, how far apart its tokens were,
 how long its KV was on the way. Engines that tell of their KV say what they have learned themselves.

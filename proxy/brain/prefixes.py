@@ -1,4 +1,4 @@
-"""Which engine has how much of a prompt, as routing asks; and what it learns from the answers.
+"""Looks up how much of a prompt each engine has, and learns from the answers.
 
 An engine whose events are whole is asked for in the index. Of another one, and of a prompt that is
 named by its bytes, what was sent there is all that is known.

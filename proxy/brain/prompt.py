@@ -1,4 +1,4 @@
-"""A prompt as routing sees it, and what is known of where it is. Values only."""
+"""A prompt as routing sees it, and where its prefixes are known to be. Values only."""
 
 from __future__ import annotations
 

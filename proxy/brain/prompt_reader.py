@@ -1,4 +1,4 @@
-"""From a request's body to the names of its prompt's grains: tokenized once, long ones in a thread.
+"""Turns a request's body into grain names: tokenizes it once, long ones in a thread.
 
 A prompt that cannot be tokenized here (no tokenizer, tools, several prompts ...) is named by the
 bytes it comes in. What begins alike has the same names then, too, but no engine's events have them.

@@ -1,4 +1,4 @@
-"""What a choice of a pair is asked, and what it answers: values that can be kept and sent.
+"""The input and result of a pair decision: values that can be stored and sent.
 
 Also what a request is to keep, which is a part of the question.
 """

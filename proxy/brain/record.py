@@ -1,4 +1,4 @@
-"""Decisions as they are kept, shown and sent: each with its question, and what came of it.
+"""Records of decisions, each with its input and outcome, for display and replay.
 
 Also what other policies would have chosen in its place.
 """

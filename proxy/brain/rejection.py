@@ -1,4 +1,4 @@
-"""Whether a request should be turned away as it comes, because it would miss its objectives. Pure.
+"""Decides whether to reject a request early because it would miss its objectives. Pure.
 
 Before its prompt is computed nothing is lost. What counts is the time to its first token where it
 would be sent now, which is a cautious guess already, and the time between tokens when they begin,

@@ -1,4 +1,4 @@
-"""How many of the engines that do both are for prompts first, as the load's mix has it. Pure.
+"""Decides how many engines for both prefer prompts, from the mix of the load. Pure.
 
 A home role is a bias: an engine takes other work where that costs less (`decision`), so a change
 needs no drain. Prompts keep prefill engines busy for a share of the time, and output tokens have

@@ -1,4 +1,4 @@
-"""What engines have to do, in tokens, and how long that takes: values that decisions are told."""
+"""The work of engines in tokens, and how long it takes: the values decisions use."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The page that shows a deployment at work."""
+"""The dashboard: a page that shows a deployment at work."""

@@ -1,4 +1,4 @@
-"""What users of a deployment feel now, in one sentence, and why.
+"""What users of a deployment experience now, in one sentence, and why.
 
 Not how the page is, nor how each engine is: whether requests are answered, and how fast, by what
 the counters of `/metrics` have grown by in the last minute. They are remembered once a second.

@@ -1,4 +1,4 @@
-"""What has happened in a deployment since this proxy began, as sentences.
+"""The events of a deployment since this proxy started, as sentences.
 
 A second's sight of the deployment is compared with the one before: engines that came, left, died or
 began another life, breakers that opened and closed, requests that failed or took a rung of the

@@ -1,4 +1,4 @@
-"""Sees once a second how the deployment stands, whether somebody looks at the dashboard or not.
+"""Samples the deployment's state once a second, whether or not the dashboard is open.
 
 What has changed since the last sight goes into the journal, and what the proxy has counted into the
 minute that the banner is judged by.

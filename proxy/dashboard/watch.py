@@ -1,4 +1,4 @@
-"""Reads the engines' `/metrics` once a second while somebody looks at the dashboard.
+"""Reads the engines' `/metrics` once a second while the dashboard is open.
 
 While no dashboard is open, nothing is asked and nothing is kept. Knows how to ask, and when it was
 answered, and reads Prometheus' text format, the one source of every figure that the dashboard

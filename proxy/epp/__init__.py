@@ -1,4 +1,4 @@
-"""The proxy's choice of engines for gateways that carry the requests themselves.
+"""The endpoint picker: chooses engines for gateways that carry the requests themselves.
 
     gateway <-- gRPC, ext_proc v3 --> EppListener > GatewayExchange > Picker > Router
        |

@@ -1,4 +1,4 @@
-"""The gRPC server that gateways ask: external processing, and health.
+"""The gRPC server for gateways: external processing, and health.
 
 Health has the services that the endpoint picker's protocol names: `liveness` is this process,
 `readiness` and the processor itself are whether more requests are wanted.

@@ -1,4 +1,4 @@
-"""Envoy's external processing messages (envoy.service.ext_proc.v3), as far as they are used.
+"""Envoy's external processing messages (envoy.service.ext_proc.v3), as far as used.
 
 Field numbers are those of `external_processor.proto`, and of the messages that it imports. What is
 not used is skipped, so that what a later Envoy adds does no harm. Knows no gRPC.

@@ -1,4 +1,4 @@
-"""Picks the engines for a request that a gateway carries, by the policies of the proxy's own.
+"""Picks the engines for a gateway's request by the same policies as the proxy.
 
 The gateway sends the request to a decode engine, always: prefill engines are no destinations. Where
 the prompt is to be prefilled elsewhere, a sealed order to the decode engine says where. What a

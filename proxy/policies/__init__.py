@@ -1,4 +1,4 @@
-"""Which of the engines that could take a request should: one pure function per policy.
+"""Routing policies: one pure function each, which picks among the eligible engines.
 
 A policy sees the request and the views of the engines that are fit to serve it, and names
 one of them. It keeps no state, reads no clock and draws no random numbers, so the same

@@ -1,4 +1,4 @@
-"""The engine with the longest match, while the load is balanced: as SGLang's router chooses."""
+"""The engine with the longest match while the load is balanced, as in SGLang's router."""
 
 from __future__ import annotations
 

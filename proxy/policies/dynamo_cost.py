@@ -1,4 +1,4 @@
-"""The engine with the least cost as NVIDIA Dynamo's router counts it."""
+"""The engine with the lowest cost, as NVIDIA Dynamo's router computes it."""
 
 from __future__ import annotations
 

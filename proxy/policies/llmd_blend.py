@@ -1,4 +1,4 @@
-"""The engine with the best weighted score, as llm-d's scheduler blended them."""
+"""The engine with the best weighted score, as in llm-d's scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine that has the prompt, unless it has much more to do than another one."""
+"""The engine that has the prompt, unless it is much busier than another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a prompt is computed apart from the rest: one pure function per split policy.
+"""Split policies: one pure function each, which decides whether to disaggregate a request.
 
 Each sees the prefill engine that would compute the prompt and the decode engine that would do all
 of it, and returns why it is to be done there, or nothing: the request is split.

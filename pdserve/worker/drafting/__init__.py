@@ -1,1 +1,1 @@
-"""Drafts: guesses at what requests put out next, verified by the model in one step."""
+"""Drafts: guesses of a request's next tokens, verified by the model in one step."""
