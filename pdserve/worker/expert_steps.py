@@ -1,7 +1,7 @@
 """Coordinates the experts that ranks share in each step: token counts and waves.
 
-Engines that share experts step together, in waves. Knows no model: what is shared is told of a
-step's tokens before its forward, and gets the time behind its answer.
+Engines that share experts step together, in waves. Knows no model: the shared experts learn a
+step's tokens before its forward pass, and may do work after its answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ExpertSteps:
-    """What a rank's steps tell the others that share its experts.
+    """Announces a rank's steps to the ranks that share its experts.
 
     Args:
         experts: None if it shares none.
@@ -33,7 +33,7 @@ class ExpertSteps:
         self._told: ExpertBalance | None = None
 
     def begin(self, step: SchedulerOutput, num_tokens: int) -> bool:
-        """Tell the experts how many tokens come, from which engine; is the step's wave over?"""
+        """Announce the number of tokens of each engine; return whether the step's wave is over."""
         if step.wave is None:
             if self._dp.size > 1 and self._experts is not None:
                 raise InternalError(
@@ -59,7 +59,7 @@ class ExpertSteps:
             self._experts.end_step()
 
     def told_in(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Return `output` with how balanced the experts are, if that has changed."""
+        """Return `output` with the balance of the experts, if that has changed."""
         if self._experts is None or self._experts.balance is self._told:
             return output
         self._told = self._experts.balance

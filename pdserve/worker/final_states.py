@@ -1,6 +1,6 @@
 """Results read from final hidden states: prompt log-probabilities, pooling, NaN checks.
 
-Log-probabilities of prompt tokens, a vector for a prompt, and whose values are not finite.
+Log-probabilities of prompt tokens, a vector for a prompt, and requests with non-finite values.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LOGITS_CHUNK_BYTES: Final = 64 << 20
 
 
 class PromptLogprobs:
-    """Describes the prompts that are to be, step by step.
+    """Computes the log-probabilities of prompts that ask for them, step by step.
 
     Args:
-        batch: Has the prompts.
-        logits: From final states `[M, hidden_size]` to logits `[M, vocab_size]`, on the rank that
-            answers; None on the others of its stage, which make the same calls.
+        batch: Holds the prompts.
+        logits: Maps final states `[M, hidden_size]` to logits `[M, vocab_size]` on the rank that
+            answers, to None on the others of its stage, which make the same calls.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PromptLogprobs:
         return not self._num_top
 
     def add(self, request: NewRequest) -> None:
-        """Describe the prompt of a request, if it asks for that."""
+        """Begin to describe the prompt of a request, if it asks for that."""
         if request.sampling.prompt_logprobs is not None:
             self._num_top[request.request_id] = request.sampling.prompt_logprobs
 
@@ -62,7 +62,7 @@ class PromptLogprobs:
     def take(self, prepared: PreparedStep, hidden: Tensor) -> dict[RequestId, list[TokenLogprobs]]:
         """Describe the prompt tokens that follow the positions of a step.
 
-        In pieces, so that logits of a long prompt are never all in memory.
+        It works in pieces, so that logits of a long prompt are never all in memory.
 
         Args:
             hidden: `[T, hidden_size]`, final states of the step's tokens.
@@ -92,7 +92,7 @@ class PromptLogprobs:
 
 
 class PromptPooler:
-    """Pools the prompts that are to be, whichever steps they are computed in.
+    """Pools the prompts of requests that ask for it, over all steps that compute them.
 
     The states of a prompt are summed chunk by chunk, in fp32.
     """
@@ -107,7 +107,7 @@ class PromptPooler:
         return not self._wanted
 
     def add(self, request: NewRequest) -> None:
-        """Pool the prompt of a request, if it asks for that; it begins, or begins again."""
+        """Begin, or begin again, to pool the prompt of a request, if it asks for that."""
         pooling = request.sampling.pooling
         if pooling is not None:
             self._wanted[request.request_id] = pooling, len(request.prompt_token_ids)
@@ -148,7 +148,7 @@ class PromptPooler:
 
 
 def not_a_number(entries: Mapping[RequestId, Sequence[TokenLogprobs]]) -> set[RequestId]:
-    """Return the requests of which a token was described by a NaN."""
+    """Return the requests with a token whose log-probability is NaN."""
     return {
         request_id
         for request_id, described in entries.items()
@@ -157,13 +157,13 @@ def not_a_number(entries: Mapping[RequestId, Sequence[TokenLogprobs]]) -> set[Re
 
 
 def not_finite(prepared: PreparedStep, sums: Tensor) -> set[RequestId]:
-    """Return requests of which a token that does not sample has states that are not finite.
+    """Return the requests with a token that does not sample and has non-finite states.
 
-    A token attends to itself, so its states tell of its KV in every layer. The logits tell
-    of those that sample. Drafts are nobody's tokens yet.
+    A token attends to itself, so its states reveal its KV in every layer. For tokens that
+    sample, the logits do. Draft tokens do not count yet.
 
     Args:
-        sums: `[T]` fp32, of each token's states behind the last attention.
+        sums: `[T]` fp32, sums of each token's states after the last attention.
     """
     found = np.flatnonzero(~np.isfinite(sums.cpu().numpy()))
     tokens = np.setdiff1d(found, prepared.draft_tokens)

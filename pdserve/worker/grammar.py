@@ -3,17 +3,17 @@
     a request joins the batch -> compile (or find compiled), consume its output tokens, mask
     its token is sampled      ->                             consume it,                mask
 
-All of it is done by threads of the pool, which leave the interpreter's lock: most masks take some
-microseconds, but nothing bounds what a grammar can ask for. A step that needs a mask which is not
-there goes on without that row; nobody else waits for it. Grammars whose masks take long have them
-made by threads that come behind all others, where cores are few.
+All of it runs in threads of the pool, which release the interpreter's lock: most masks take some
+microseconds, but the work for a grammar is unbounded. A step that needs a mask which is not ready
+goes on without that row; no other row waits for it. Where cores are few, slow masks are made by
+threads of lower priority than all others.
 
-No thread is asked where none is needed, for it would take the interpreter from the step: what may
-come first is known with a compiled grammar, and behind its last token a request has no mask. So a
-prefill engine, which samples one token, has none made beside its steps.
+No thread is used where none is needed, for it would take the interpreter from the step: the first
+mask comes with the compiled grammar, and after its last token a request needs no mask. So a
+prefill engine, which samples one token, makes none beside its steps.
 
-Where a request stands is a function of its grammar and its output tokens alone: it is built anew
-from them behind a hand-over, or a preemption. Knows neither logits nor rows.
+A request's state depends only on its grammar and its output tokens: it is rebuilt from them after
+a handoff or a preemption. Knows neither logits nor rows.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ _BIASES: Final = np.where(_IS_ZERO, np.float32(-np.inf), np.float32(0.0))
 
 
 class Allowed(NamedTuple):
-    """What may come next at some place in a grammar.
+    """Tokens that may come next at a position in a grammar.
 
     Attributes:
-        bits: `[vocab_size / 8]` uint8 or longer, of the tokens that may; of nothing if `error`.
-        may_end: The output may end here.
-        is_over: It must.
+        bits: `[vocab_size / 8]` uint8 or longer, the allowed tokens; meaningless if `error`.
+        may_end: Whether the output may end here.
+        is_over: Whether it must end here.
         forced: Tokens that must come next, if they are wanted, and are found soon.
-        error: Why none may come.
-        cpu_s: CPU time that it took to find out.
+        error: Reason why no token may come.
+        cpu_s: CPU time of this computation.
     """
 
     bits: NDArray[np.uint8]
@@ -90,8 +90,8 @@ class CompiledGrammar:
 
     Attributes:
         matcher: Never consumes a token.
-        first: What may come first.
-        mask_s: CPU time of its masks, a moving mean.
+        first: Tokens that may come first.
+        mask_s: Moving mean of the CPU time of its masks, in seconds.
     """
 
     matcher: LLMatcher
@@ -103,11 +103,11 @@ class GrammarPool:
     """Compiled grammars, and the threads that work on them.
 
     Args:
-        load: Makes the compiler: called once, at once, in one of the threads.
-        finds_forced: What a grammar leaves no choice of is worked out, too.
-        max_bytes: Of grammars that are kept compiled, by an estimate; the last one is kept anyway.
-        slow_s: CPU time of a grammar's masks, on average, above which they are made by threads that
-            come behind all others.
+        load: Makes the compiler: called once, immediately, in one of the threads.
+        finds_forced: Whether forced tokens are computed, too.
+        max_bytes: Estimated size of the compiled grammars kept; the last one is always kept.
+        slow_s: Mean CPU seconds of a grammar's masks above which threads of lower priority
+            make them.
 
     Attributes:
         finds_forced, slow_s: As above.
@@ -136,11 +136,11 @@ class GrammarPool:
         self._threads.submit(self._make_compiler)
 
     def submit(self, work: Callable[[], None], *, is_slow: bool = False) -> None:
-        """Have something done in one of the threads."""
+        """Run `work` in one of the threads."""
         (self._slow_threads if is_slow else self._threads).submit(work)
 
     def known(self, text: str) -> CompiledGrammar | None:
-        """Return a grammar if it is compiled already."""
+        """Return a grammar if it is already compiled."""
         with self._lock:
             found = self._compiled.get(text)
             if found is None or not found.done() or found.exception() is not None:
@@ -149,7 +149,7 @@ class GrammarPool:
         return found.result()
 
     def compiled(self, text: str) -> CompiledGrammar:
-        """Return a grammar, compiled. To be called in one of the threads.
+        """Return a compiled grammar. Call it in one of the threads.
 
         Raises:
             PdserveError: The grammar cannot be used, or no grammar can.
@@ -172,10 +172,10 @@ class GrammarPool:
                 mine.set_result(CompiledGrammar(matcher, first, first.cpu_s))
             except PdserveError as error:
                 mine.set_exception(error)
-        return found.result()  # which one of the threads is at
+        return found.result()  # one of the threads is compiling it
 
     def allowed_by(self, matcher: LLMatcher) -> Allowed:
-        """Return what may come next. To be called in one of the threads."""
+        """Return the tokens that may come next. Call it in one of the threads."""
         begin_s = time.thread_time()
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         cpu_s = time.thread_time() - begin_s
@@ -188,7 +188,7 @@ class GrammarPool:
         return Allowed(bits, matcher.is_accepting(), is_over, forced, cpu_s=cpu_s)
 
     def close(self) -> None:
-        """End the threads, each behind what it is at. May be called twice."""
+        """End the threads, each after its current work. May be called twice."""
         self._threads.close()
         self._slow_threads.close()
 
@@ -202,8 +202,8 @@ class GrammarPool:
 class Constraint:
     """One request's place in its grammar.
 
-    `note` and `is_known` are for the thread that samples. While it is not known, the rest means
-    nothing: a thread of the pool is at it.
+    `note` and `is_known` are for the thread that samples. While `is_known` is False, the rest is
+    meaningless: a thread of the pool is changing it.
 
     Args:
         outputs: The request's output tokens so far.
@@ -211,9 +211,9 @@ class Constraint:
 
     Attributes:
         forbidden: `[vocab_size]` bool, on the CPU: tokens that may not come next.
-        is_over: Nothing may follow but the end of the output, which alone is not forbidden.
-        is_rejected: It does not allow the tokens that there are.
-        error: Why no token may follow, if none may.
+        is_over: Whether only the end of the output may follow; all else is forbidden.
+        is_rejected: Whether the grammar does not allow the tokens so far.
+        error: Reason why no token may follow, if none may.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Constraint:
             self.error = self._take(self._compiled.first)
 
     def apply(self, row: Tensor) -> None:
-        """Make what is forbidden impossible in `row`, `[vocab_size]` fp32."""
+        """Mask the forbidden tokens in `row`, `[vocab_size]` fp32."""
         if row.device.type == "cpu":  # a sum takes an eighth of the time of a masked fill
             row += self._bias
         else:
@@ -263,14 +263,14 @@ class Constraint:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the next token is the grammar's; if not, it is free."""
+        """Whether the grammar governs the next token; if not, it is free."""
         return self._has_begun
 
     def is_known(self, until_s: float) -> bool:
-        """Whether it is known what may come next; waits once for each token, at most.
+        """Return whether the allowed tokens are known; waits at most once per token.
 
         Args:
-            until_s: How long, in monotonic seconds.
+            until_s: End of the wait, in monotonic seconds.
         """
         if self._is_put_off:
             self._advance()
@@ -290,10 +290,10 @@ class Constraint:
         return list(self._forced)
 
     def note(self, token_id: int, *, is_last: bool = False) -> None:
-        """Take the token that was sampled; what comes next was known.
+        """Take the sampled token; `is_known` must have been True.
 
         Args:
-            is_last: What comes next is not worked out before it is asked for.
+            is_last: Whether to compute the next mask only on demand.
         """
         if self._has_begun:
             self._unseen.append(token_id)
@@ -320,7 +320,7 @@ class Constraint:
             self._busy.release()
 
     def _consume_unseen(self) -> str:
-        """Take in the tokens that came, and tell which may follow; return why none may."""
+        """Consume the new tokens and find which may follow; return why none may, or empty."""
         unseen, self._unseen = self._unseen, []
         if self._compiled is None:
             self._compiled = self._pool.compiled(self._text)
@@ -335,7 +335,7 @@ class Constraint:
         return self._take(allowed)
 
     def _take(self, allowed: Allowed) -> str:
-        """Take which tokens may come next; return why none may."""
+        """Store which tokens may come next; return why none may, or empty."""
         if allowed.error:
             return allowed.error
         bits = allowed.bits[: len(self._forbidden_of_bytes)]
@@ -351,12 +351,12 @@ class Constraint:
 
 
 def _bytes_of(text: str) -> int:
-    """About what a grammar takes when it is compiled."""
+    """Estimate the size of a compiled grammar, in bytes."""
     return _COMPILED_BYTES + _COMPILED_BYTES_PER_BYTE * len(text.encode())
 
 
 def _end_of_first(tokens: Sequence[int], wanted: Sequence[int]) -> int | None:
-    """Where the first `wanted` in `tokens` ends; None if there is none."""
+    """Return the end of the first `wanted` in `tokens`; None if there is none."""
     num = len(wanted)
     for end in range(num, len(tokens) + 1):
         if tuple(tokens[end - num : end]) == tuple(wanted):

@@ -1,12 +1,12 @@
 """Steps that are run before there is a request, and decode steps captured as graphs.
 
-Kernels are compiled when they are first launched, for which no request is to wait; and what memory
-steps take of a device has to be known before KV gets the rest of it.
+Kernels are compiled at their first launch, and no request should wait for that; and the device
+memory that steps need has to be known before KV gets the rest of it.
 
 A step of decode is some hundreds of short kernels, and launching them one by one takes the host
 about as long as running them takes the device. So a step in which every request computes one token,
-and those of a draft behind it, is replayed, with tokens behind its own that compute nothing, up to
-the next captured number. Which tokens are of one request is among the inputs.
+and those of a draft behind it, is replayed, padded with tokens that compute nothing up to the next
+captured number. The inputs say which tokens belong to one request.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _STRIDE = 32
 def rehearsed_steps(
     max_num_rows: int, max_num_tokens: int, max_model_len: int
 ) -> list[tuple[int, int]]:
-    """Requests and tokens of steps that together launch whatever steps with prompts launch.
+    """Return requests and tokens of steps that launch every kernel steps with prompts need.
 
-    Kernels are compiled for a few ranges of sizes, all of them of a factor of 2 or more. The first
-    step is the largest that there can be: those after it find room in the memory that it took.
+    Kernels are compiled for a few ranges of sizes, each spanning a factor of 2 or more. The first
+    step is the largest possible: those after it reuse the memory that it took.
     """
     largest = (max_num_rows, min(max_num_tokens, max_num_rows * max_model_len))
     doubled = [1 << i for i in range(max(max_num_rows, max_num_tokens).bit_length())]
@@ -56,13 +56,13 @@ def rehearse(
     steps: Iterable[tuple[int, int]],
     hidden_size: int | None,
 ) -> None:
-    """Run steps that store nothing. The ranks of a TP group do so together, stages by themselves.
+    """Run steps that store nothing. Collective over a TP group; stages run independently.
 
     Args:
         model: This rank's part.
-        kv_layers: As of `CausalLM.forward`; at least a block.
-        steps: Of `rehearsed_steps`.
-        hidden_size: Of what a stage receives, zeros here; None on the first one.
+        kv_layers: As for `CausalLM.forward`; at least one block.
+        steps: As returned by `rehearsed_steps`.
+        hidden_size: Size of the states that a stage receives, zeros here; None on the first one.
     """
     for num_requests, num_tokens in steps:
         inputs = buffers.rehearse(num_requests, num_tokens)
@@ -73,16 +73,16 @@ def rehearse(
 
 
 def graph_sizes(max_num_rows: int) -> list[int]:
-    """Numbers of rows that graphs are captured for, rising, up to the maximum itself.
+    """Return the numbers of rows that graphs are captured for, rising, up to the maximum itself.
 
-    Close together where a row more costs a step's time the most; the same share apart from there.
+    They are close together where an extra row costs the most time, then a constant ratio apart.
     """
     sizes = [*_SMALL, *range(_SMALL[-1] + _STRIDE, max_num_rows, _STRIDE)]
     return [size for size in sizes if size < max_num_rows] + [max_num_rows]
 
 
 def num_graph_rows(max_num_seqs: int, max_drafted: int) -> int:
-    """Rows of the largest graph: a token of each request, and of its draft while those are few."""
+    """Return the rows of the largest graph: each request's token, and its draft's while few."""
     return max(max_num_seqs, min(_SMALL[-1], max_num_seqs * (1 + max_drafted)))
 
 
@@ -90,8 +90,8 @@ class StepGraphs(Generic[T]):
     """The graphs of one rank.
 
     Args:
-        run: Runs a step of so many rows over the inputs of the rank's buffers, and returns what
-            is wanted of it.
+        run: Runs a step of the given number of rows over the inputs of the rank's buffers, and
+            returns its results.
     """
 
     def __init__(self, device: Device, max_num_rows: int, run: Callable[[int], T]) -> None:
@@ -101,10 +101,10 @@ class StepGraphs(Generic[T]):
         self._captured: dict[int, tuple[DeviceGraph, T]] = {}
 
     def capture(self) -> None:
-        """Capture every size, the largest first: the others find room in its memory.
+        """Capture every size, the largest first: the others reuse its memory.
 
         Raises:
-            RuntimeError: A step cannot be captured; nothing is.
+            RuntimeError: A step cannot be captured; then no graph is kept.
         """
         for size in reversed(self._sizes):
             try:
@@ -114,22 +114,22 @@ class StepGraphs(Generic[T]):
                 raise
 
     def size_for(self, num_rows: int) -> int | None:
-        """Rows of the smallest graph that has so many; None if there is none."""
+        """Return the rows of the smallest graph with at least `num_rows`; None if there is none."""
         at = bisect.bisect_left(self._sizes, num_rows)
         return self._sizes[at] if self._captured and at < len(self._sizes) else None
 
     def replay(self, num_rows: int) -> T:
-        """Run a captured step of exactly so many rows.
+        """Run a captured step of exactly `num_rows` rows.
 
         Returns:
-            What its `run` returned, filled again; valid until the next replay of any size.
+            The tensors that `run` returned, refilled; valid until the next replay of any size.
         """
         graph, results = self._captured[num_rows]
         graph.replay()
         return results
 
     def close(self) -> None:
-        """Give all of them back."""
+        """Release all graphs."""
         captured, self._captured = self._captured, {}
         for graph, _ in captured.values():
             graph.close()

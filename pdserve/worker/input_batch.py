@@ -35,11 +35,11 @@ class InputBatch:
     """Rows of requests.
 
     Args:
-        num_rows: Requests known at once, at most.
-        buffers: Where steps are written, of as many rows.
+        num_rows: Maximum number of requests known at once.
+        buffers: Buffers that steps are written to, with as many rows.
 
     Attributes:
-        max_blocks: Of one request, at most.
+        max_blocks: Maximum blocks of one request.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class InputBatch:
         """Take a request and return its row.
 
         Raises:
-            InternalError: It is known already, or there is no room for it.
+            InternalError: It is already known, or there is no room for it.
         """
         request_id = request.request_id
         if request_id in self._row_of:
@@ -112,7 +112,7 @@ class InputBatch:
         return self._last_prompt_array
 
     def update(self, known: KnownRequests) -> None:
-        """Take what changed of requests known already.
+        """Apply the changes to known requests.
 
         Raises:
             InternalError: One of them is not known.
@@ -148,16 +148,16 @@ class InputBatch:
         self._sits_out[rows] &= num == 0
 
     def wait_for(self, rows: NDArray[np.int64]) -> AwaitedTokens:
-        """Count a token more of each of `rows`, which the device has and the host does not yet.
+        """Count one more token for each of `rows`, which so far only the device has.
 
-        The step that is prepared next takes it there. `settle` comes before the step after that.
+        The step prepared next takes it on the device. `settle` comes before the step after that.
         """
         awaited = self._awaited.begin(rows, self._num_tokens[rows])
         self._num_tokens[rows] += 1
         return awaited
 
     def settle(self, awaited: AwaitedTokens, token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Write tokens that have come, `[M]`, to the requests that still are there; tell which."""
+        """Write tokens that have come, `[M]`, to the requests still present; return which are."""
         is_there = self._awaited.end(awaited)
         self._token_ids[awaited.rows[is_there], awaited.positions[is_there]] = token_ids[is_there]
         return is_there
@@ -173,11 +173,11 @@ class InputBatch:
         graphs: StepGraphs[Any] | None = None,
         drafts: Mapping[RequestId, list[int]] | None = None,
     ) -> PreparedStep:
-        """Cut a step's inputs; they are the device's once they are uploaded.
+        """Cut a step's inputs; they belong to the device once they are uploaded.
 
         Args:
-            graphs: May run it, if each request computes its last token, and a draft behind that.
-            drafts: Computed behind the last tokens of their requests; none is empty.
+            graphs: Run it if possible: each request computes its last token, and its draft.
+            drafts: Tokens computed after the last ones of their requests; none is empty.
 
         Raises:
             InternalError: A request is not known, would compute tokens it does not have, or
@@ -252,12 +252,12 @@ class InputBatch:
         Args:
             buffers: Where they are written; the next call overwrites them.
             rows: `[R]`, distinct.
-            start, end: `[R]`, positions that are computed: from `start` up to and without `end`,
-                for which there are tokens, written ahead or not, and blocks.
-            first_block: `[R]`, of their blocks the first that is read, none behind `start`;
-                positions are those that they are. None: all are read.
-            ahead: How far the token that is read at a position stands behind it.
-            graph_rows: Of the graph that runs it, at least as many as there are tokens.
+            start, end: `[R]`, positions that are computed: from `start` up to, excluding, `end`;
+                they have tokens, written ahead or not, and blocks.
+            first_block: `[R]`, each one's first block that is read, none behind `start`;
+                positions do not change. None: all are read.
+            ahead: Offset from a position to the token that is read for it.
+            graph_rows: Rows of the graph that runs it, at least as many as there are tokens.
 
         Returns:
             The inputs, and `[R + 1]`, the first token of each request in them.
@@ -310,11 +310,11 @@ class InputBatch:
         return query_start, width
 
     def num_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many tokens requests have, `[R]`."""
+        """Return the number of tokens of requests, `[R]`."""
         return self._num_tokens[rows]
 
     def num_held(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for how many tokens requests have blocks, `[R]`."""
+        """Return the number of tokens that the blocks of requests can hold, `[R]`."""
         return self._num_blocks[rows] * self._block_size
 
     def blocks(self, row: int) -> NDArray[np.int32]:
@@ -338,10 +338,10 @@ class InputBatch:
         ends_there: NDArray[np.bool_],
         drafts: Mapping[RequestId, list[int]],
     ) -> NDArray[np.int64]:
-        """Write drafts behind their requests' tokens, which they do not count as; how long each is.
+        """Write drafts after their requests' tokens, without counting them; return their lengths.
 
         Args:
-            ends_there: For which requests the step computes the last token.
+            ends_there: Whether the step computes the last token of each request.
         """
         lengths = np.zeros(len(request_ids), dtype=np.int64)
         for index, request_id in enumerate(request_ids):
@@ -360,7 +360,7 @@ class InputBatch:
         """Bring a step's inputs, and what else its buffers hold, to the device.
 
         Args:
-            sampled: `[M]` int64 there, the tokens that `wait_for` was last told of.
+            sampled: `[M]` int64 on the device, the tokens of the last `wait_for`.
         """
         num_padding = (prepared.graph_rows or prepared.num_tokens) - prepared.num_tokens
         self._buffers.upload(len(prepared.rows) + num_padding)
@@ -387,12 +387,12 @@ class InputBatch:
             )
 
     def sit_out(self, rows: NDArray[np.int64]) -> None:
-        """Have `rows` compute their last token again until they get another one.
+        """Make `rows` compute their last token again until they get another one.
 
-        Steps that were planned before that is known would have them compute one that there is not.
+        Steps planned before this is known would have them compute a token that does not exist.
         """
         self._sits_out[rows] = True
 
     def prompt_targets(self, row: int, start: int, end: int) -> NDArray[np.int32]:
-        """The prompt tokens that positions `start` to `end` predict: those after them."""
+        """Return the prompt tokens that positions `start` to `end` predict: those after them."""
         return self._token_ids[row, start + 1 : min(end + 1, int(self._num_prompt[row]))]

@@ -1,8 +1,8 @@
 """Sizes and allocates the KV memory of a rank, which is one tensor, or two with a draft model.
 
-Every rank of an engine has the same blocks, each of them its own layers and heads of them; so
-the scarcest rank says how many there are. Knows bytes and shapes; what blocks mean is the
-scheduler's, where they go a connector's.
+Every rank of an engine has the same blocks, with its own layers and heads of each; so the rank
+with the least room sets their number. Knows bytes and shapes; the scheduler knows what blocks
+mean, and a connector where they go.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Offer:
     """The memory that a device can give for KV.
 
     Attributes:
-        default_bytes: Taken when nothing is configured.
-        limit_bytes: Taken at most, where one request needs more than the default.
+        default_bytes: Bytes taken when nothing is configured.
+        limit_bytes: Maximum taken where one request needs more than the default.
     """
 
     default_bytes: int
@@ -42,21 +42,21 @@ class Offer:
 
 
 def host_offer(*, num_local: int) -> Offer:
-    """What the host has, once the weights of all its ranks are loaded.
+    """Return the host's offer, once the weights of all its ranks are loaded.
 
     1 GiB, and at most this rank's share of half of what is free.
 
     Args:
-        num_local: Ranks of this machine.
+        num_local: Number of ranks on this machine.
     """
     limit = int(_free_host_bytes() * _CPU_FREE_SHARE / num_local)
     return Offer(min(_CPU_DEFAULT_BYTES, limit), limit)
 
 
 def block_size_on(device: torch.device, cache: CacheConfig) -> int:
-    """Tokens per block on a device.
+    """Return the tokens per block on a device.
 
-    Where nobody says, 64 on CUDA, as larger pieces are copied and loaded faster there.
+    The default on CUDA is 64, as larger pieces are copied and loaded faster there.
     """
     return cache.block_size or (64 if device.type == "cuda" else 16)
 
@@ -64,7 +64,7 @@ def block_size_on(device: torch.device, cache: CacheConfig) -> int:
 def layout_of_block(
     arch: ModelArch, dtype: torch.dtype, block_size: int, *, num_layers: int, num_kv_heads: int
 ) -> KVLayout:
-    """The layout of a pool of one block.
+    """Return the layout of a pool of one block.
 
     Args:
         block_size: Tokens of a block.
@@ -84,11 +84,11 @@ def layout_of_block(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Supply:
-    """What one rank has for KV; the scarcest of an engine's ranks is the smallest of them.
+    """KV capacity of one rank; the minimum over an engine's ranks is the scarcest.
 
     Attributes:
         num_blocks: Blocks that it can hold.
-        block_bytes: What one of them takes there.
+        block_bytes: Size of one block there.
     """
 
     num_blocks: int
@@ -104,8 +104,8 @@ def supply(
     to what `max_num_seqs` requests of full length could use at once.
 
     Args:
-        block_bytes: Of a block, with what a draft model keeps under the same id.
-        per_request: Blocks of a request of the greatest length.
+        block_bytes: Size of a block, including a draft model's KV under the same id.
+        per_request: Blocks of a request of maximum length.
     """
     if cache.num_gpu_blocks_override is not None:
         return Supply(cache.num_gpu_blocks_override, block_bytes)
@@ -116,7 +116,7 @@ def supply(
 
 
 def is_sized(cache: CacheConfig) -> bool:
-    """Whether the pool is as large as somebody says, not as there is room for."""
+    """Whether the pool's size is configured rather than derived from free memory."""
     return cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None
 
 
@@ -131,8 +131,8 @@ def require_one_request(
     """Refuse a pool that is too small, in the same words on every rank.
 
     Args:
-        scarcest: Of all ranks of the engine.
-        is_share: Nothing is configured, and devices give what is left of their share.
+        scarcest: The smallest supply of all ranks of the engine.
+        is_share: Whether nothing is configured and devices give the rest of their share.
 
     Raises:
         ConfigError: Not even one request of `max_model_len` would fit.
@@ -166,7 +166,7 @@ def require_one_request(
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Return the number of blocks that hold `num_tokens`."""
     return -(-num_tokens // block_size)
 
 
@@ -207,7 +207,7 @@ def allocate(layout: KVLayout, device: torch.device) -> Tensor:
 
 
 def _free_host_bytes() -> int:
-    """What the machine, and the container it may be limited by, can still give."""
+    """Return the bytes still free on the machine and within its container's limit, if any."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -223,5 +223,5 @@ def _free_host_bytes() -> int:
 
 
 def _counters(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Read lines of a name and a number."""
     return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

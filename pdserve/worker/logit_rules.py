@@ -32,8 +32,8 @@ _MIN_GROWTH = 64
 class Hindrance(enum.Enum):
     """Why a row has no token.
 
-    UNREADY: it is not known yet which its grammar allows. DEAD_END: none may follow. REJECTED: its
-    grammar does not allow the tokens that it has.
+    UNREADY: the grammar's mask is not ready. DEAD_END: no token may follow. REJECTED: the grammar
+    does not allow the tokens so far.
     """
 
     UNREADY = enum.auto()
@@ -42,25 +42,25 @@ class Hindrance(enum.Enum):
 
 
 class Hindered(NamedTuple):
-    """That a row has no token, in words for DEAD_END."""
+    """Reason why a row has no token, in words for DEAD_END."""
 
     by: Hindrance
     why: str = ""
 
 
 class LogitRules:
-    """The rules of one request and what they need to know of its tokens so far.
+    """The rules of one request and the state they need about its tokens so far.
 
     Token ids outside the vocabulary are left out: they can be neither made nor forbidden.
 
     Args:
         prompt: The prompt's token ids.
-        outputs: Token ids already out.
-        grammars: Works out what grammars allow.
+        outputs: Token ids already put out.
+        grammars: Computes the tokens that grammars allow.
 
     Raises:
         InternalError: `allowed_token_ids` leaves nothing of the vocabulary, or there is a grammar
-            and nobody to work it out.
+            and no pool to evaluate it.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class LogitRules:
             self._constraint.note(token_id, is_last=is_last)
 
     def forced(self) -> list[int]:
-        """Return the tokens that the grammar leaves no choice of, as far as that is known."""
+        """Return the tokens that the grammar forces, as far as they are known."""
         return [] if self._constraint is None else self._constraint.forced()
 
     def apply(self, row: Tensor, until_s: float = 0.0) -> Hindered | None:
@@ -135,10 +135,10 @@ class LogitRules:
         leave no token at all, they give way.
 
         Args:
-            until_s: How long to wait for what the grammar allows, in monotonic seconds.
+            until_s: End of the wait for the grammar's mask, in monotonic seconds.
 
         Returns:
-            Why the row has no token, if it has none: nothing is to be noted then.
+            Reason why the row has no token, if it has none: then do not call `note`.
         """
         constraint = self._constraint
         if constraint is not None and not constraint.has_begun:
@@ -191,23 +191,23 @@ class LogitRules:
         if constraint.is_over:  # nothing is left to choose: no other rule keeps it from ending
             row.zero_()
         constraint.apply(row)
-        # By itself a grammar always allows something.
+        # On its own, a grammar always allows something.
         if self._forbidden is not None and row.max() == -torch.inf:
             why = "no token is left of those that the other fields of the request allow"
             return Hindered(Hindrance.DEAD_END, why)
         return None
 
     def _indices(self, token_ids: Iterable[int]) -> Tensor | None:
-        """Those of the vocabulary; None if there are none: a tensor takes some microseconds."""
+        """Return the ids in the vocabulary; None if none: a tensor takes some microseconds."""
         inside = sorted({t for t in token_ids if 0 <= t < self._vocab_size})
         return torch.tensor(inside, dtype=torch.int64, device=self._device) if inside else None
 
 
 class _BadWords:
-    """Token sequences by what they begin with. To look one up takes one step per length of these.
+    """Token sequences by their prefix. A look-up takes one step per distinct prefix length.
 
     Attributes:
-        singles: Words of one token, which are always to be avoided.
+        singles: Words of one token, which are always avoided.
     """
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
@@ -221,7 +221,7 @@ class _BadWords:
         self._lengths = sorted({len(head) for head in self._lasts})
 
     def completed_by(self, outputs: Sequence[int]) -> set[int]:
-        """Tokens that would complete a word of several tokens."""
+        """Return the tokens that would complete a word of several tokens."""
         found: set[int] = set()
         for length in self._lengths:
             if length > len(outputs):

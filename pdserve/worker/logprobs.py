@@ -33,7 +33,7 @@ def token_logprobs(
     Args:
         logits: `[M, vocab_size]` fp32, unmodified.
         token_ids: `[M]` int64, the tokens that stand there.
-        alternatives: To report, per row; ids are in the vocabulary.
+        alternatives: Alternatives to report, per row; ids are in the vocabulary.
     """
     normaliser = _normaliser(logits)
     chosen = logits.gather(-1, token_ids[:, None])
@@ -72,5 +72,5 @@ def _normaliser(logits: Tensor) -> Tensor:
     sums = [
         (part - most).exp_().mul_(one).round_().long().sum(-1, keepdim=True) for part, most in parts
     ]
-    # What is not finite is lost in the sum, and not in the last term.
+    # Non-finite values are lost in the sum, but kept by the last term.
     return (torch.cat(sums).double() / one).log_() + peak + (peak - peak)

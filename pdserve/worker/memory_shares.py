@@ -2,8 +2,8 @@
 
     before the weights -> with them -> after the largest steps -> with graphs of every size
 
-The steps run over KV of one request, which is given back before the pool is planned. Knows bytes
-alone: what is run is its caller's.
+The steps run over KV of one request, which is freed before the pool is planned. Knows only bytes:
+the caller decides what runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ anything can be measured, and cannot be told from what other processes have."""
 
 
 class Rehearsed(Protocol):
-    """What runs steps, and keeps the graphs of some; its KV goes with it."""
+    """A runner of steps that keeps the graphs of some; its KV is freed with it."""
 
     def rehearse(self, progress: Callable[[str], None]) -> None:
         """Run the largest steps."""
@@ -38,22 +38,22 @@ class Rehearsed(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the graphs back."""
+        """Release the graphs."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShares:
-    """What becomes of a device's memory, in bytes.
+    """Uses of a device's memory, in bytes.
 
     Attributes:
-        total: What there is.
-        utilization: The share of it that this process may take.
-        others: What other processes have.
-        weights: Taken by the model.
-        activations: Taken by a step at most, with its logits and what is drawn of them.
-        graphs: Taken by those that were captured.
-        driver: Taken by CUDA itself: its context, kernels, communicators.
+        total: Size of the memory.
+        utilization: The fraction of it that this process may take.
+        others: Used by other processes.
+        weights: Used by the model.
+        activations: Maximum use by a step, including its logits and sampling.
+        graphs: Used by captured graphs.
+        driver: Used by CUDA itself: its context, kernels, communicators.
     """
 
     total: int
@@ -66,16 +66,16 @@ class MemoryShares:
 
     @property
     def for_kv(self) -> int:
-        """What is left, of this process's share and of the device."""
+        """Return the bytes left in this process's share and on the device."""
         taken = self.weights + self.activations + self.graphs + self.driver
         allowed = min(int(self.total * self.utilization), self.total - self.others)
         return max(0, allowed - taken)
 
     def in_words(self, kv_bytes: int) -> str:
-        """Say what went where, on one line.
+        """Describe the use of memory on one line.
 
         Args:
-            kv_bytes: What the pool takes.
+            kv_bytes: Size of the pool.
         """
         parts = {
             "weights": self.weights,
@@ -101,14 +101,14 @@ def measure(
     kv_bytes: int,
     utilization: float,
 ) -> MemoryShares:
-    """Have the largest steps run, and graphs captured, and see what they take.
+    """Run the largest steps, capture graphs, and measure the memory that they take.
 
     Args:
         before: The device's memory as it was before the weights were loaded.
-        begin: Makes what runs steps.
-        progress: Told, in words, what takes so long.
+        begin: Makes the runner of steps.
+        progress: Called with messages on what takes long.
         kv_bytes: Size of the KV that the steps run over.
-        utilization: The share of the device's memory that this process may take.
+        utilization: The fraction of the device's memory that this process may take.
 
     Raises:
         ConfigError: There is no room for the largest step.
@@ -153,7 +153,7 @@ def _looked(device: Device) -> DeviceMemory:
 
 
 def _outside(memory: DeviceMemory) -> int:
-    """What is in use, and not for tensors of this process."""
+    """Return the bytes in use other than for tensors of this process."""
     return memory.in_use_bytes - memory.held_bytes
 
 

@@ -3,15 +3,15 @@
     SchedulerOutput -> forget, take, update rows -> inputs -> forward (KV is written)
     -> logits of the rows that sample, and of drafts -> tokens -> ModelRunnerOutput
        (forward and logits of a step of decode are a graph's, where the device has graphs)
-    -> finish_step: what the answer need not wait for, as the next drafts
+    -> finish_step: work that the answer need not wait for, such as the next drafts
 
 Every rank of an engine runs the same steps in the same order. A pipeline stage receives what
 the one before computed, and sends on what it has; the last one samples. Its ranks share the
 vocabulary, and end with the same tokens. Owns the batch, the sampler and the views of KV. Knows
 no connector but the two hooks around a layer, and makes no choice about who runs.
 
-A request whose values are NaN or infinite is named, and has no token. It is the only one that has
-none: rows do not mix, and what KV of it is left in blocks is masked for whoever gets them next.
+A request whose values are NaN or infinite is reported, and gets no token. No other request is
+affected: rows do not mix, and KV that it left in blocks is masked for the next owner.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class ModelRunner:
         )
         self._pooler = PromptPooler()
         self.began_s = 0.0
-        # Shared experts are told of a step before it, and other ranks are met by the host.
+        # Shared experts learn of a step before it, and the host synchronizes with other ranks.
         slices = isinstance(loaded.experts, SlicedExperts | None)
         self._rehearses = slices and not device.shares_memory
         self._narrows = slices and pp.is_last
@@ -159,7 +159,7 @@ class ModelRunner:
             )
 
     def rehearse(self, progress: Callable[[str], None]) -> None:
-        """Run what steps may launch, the largest one first; `progress` hears of it."""
+        """Run every kind of step, the largest first, and report it to `progress`."""
         if not self._rehearses:
             return
         progress("compiling the device's kernels")
@@ -174,10 +174,10 @@ class ModelRunner:
                 self._device_sampler.warm_up()
             if self._by_model is not None:
                 self._by_model.warm_up(self._rehearsed)
-        del kept  # what ran beside it had to find room
+        del kept  # the other allocations had to fit beside it
 
     def capture(self, progress: Callable[[str], None]) -> None:
-        """Capture graphs; a model, some of whose operations the reference runs, may have none."""
+        """Capture graphs; a model that uses some reference operations may have none."""
         if self._replays is None:
             return
         progress("capturing decode steps as graphs")
@@ -192,10 +192,10 @@ class ModelRunner:
                 _log.warning("%s run without graphs: %s", what, error)
 
     def row_costs(self) -> tuple[tuple[int, float], ...]:
-        """Measure the largest product of the model for a few numbers of rows, if there are drafts.
+        """Time the largest product of the model for several numbers of rows, if there are drafts.
 
         Returns:
-            Rows and seconds, rising; nothing on a rank that has no part of the vocabulary.
+            Rows and seconds, rising; empty on a rank that has no part of the vocabulary.
         """
         if self._drafts is None or self._sampler is None:
             return ()
@@ -208,7 +208,7 @@ class ModelRunner:
         self._device.synchronize()
 
     def close(self) -> None:
-        """Give the graphs back."""
+        """Release the graphs."""
         if self._replays is not None:
             self._replays.close()
         if isinstance(self._by_model, FirstRanksDrafts):
@@ -231,7 +231,7 @@ class ModelRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether any step may follow another one: what drafts by a model reads every token."""
+        """Whether any step may run ahead; not with a draft model, which reads every token."""
         waits = self._drafts is not None and self._drafts.is_by_model
         return self._replays is not None and self._replays.graphs is not None and not waits
 
@@ -240,7 +240,7 @@ class ModelRunner:
         return self._replays is not None and self.runs_ahead and self._replays.may_follow(step)
 
     def launch(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> LaunchedStep:
-        """Run one step; if it is a graph's, and only its tokens are asked for, begin it.
+        """Run one step; if a graph runs it and only its tokens are wanted, just begin it.
 
         At most one step may be launched and not collected, and only if this one `may_follow` it.
 
@@ -274,7 +274,7 @@ class ModelRunner:
         self._apply(step)
         if not step.num_scheduled_tokens:
             return self._run_empty(step)
-        # What is replayed calls no hook.
+        # A replay calls no hook.
         replays = self._replays if hooks is None and self._pooler.is_idle else None
         graphs = None if replays is None else replays.graphs
         drafts = self._drafts.take(step.num_draft_rows) if self._drafts else None
@@ -292,7 +292,7 @@ class ModelRunner:
         staged: StagedDraws,
         replays: ReplayedSteps,
     ) -> ModelRunnerOutput | StepAhead:
-        """Run a step that is a graph, to its end if the host has a part in it."""
+        """Replay a step as a graph, to its end if the host takes part in it."""
         assert self._device_sampler is not None
         self._begin(step, prepared.num_tokens)
         began_s = time.perf_counter()
@@ -315,7 +315,7 @@ class ModelRunner:
         staged: StagedDraws | None,
         hooks: LayerHooks | None,
     ) -> ModelRunnerOutput:
-        """Run a step that is no graph, to its end."""
+        """Run a step without a graph, to its end."""
         tap = self._tap()
         is_wave_over = self._begin(step, prepared.num_tokens)
         hidden_before: Tensor | None = None
@@ -365,7 +365,7 @@ class ModelRunner:
         return self._with_tokens(output, prepared, verified)
 
     def _wanted(self, prepared: PreparedStep, tap: StreamTap | None) -> WantedStates | None:
-        """The states that are read of a step, if it pays to compute those alone."""
+        """Return the states that a step needs, if it pays to compute only those."""
         rows = prepared.few_logit_rows
         reads_all = tap is not None or not (self._described.is_idle and self._pooler.is_idle)
         return None if rows is None or reads_all or not self._narrows else WantedStates(rows)
@@ -373,7 +373,7 @@ class ModelRunner:
     def _with_tokens(
         self, output: ModelRunnerOutput, prepared: PreparedStep, verified: Verified
     ) -> ModelRunnerOutput:
-        """Take what a step has sampled, and add it to what is said of the step."""
+        """Take the tokens sampled in a step, and add them to its output."""
         rows = prepared.rows[prepared.sampling]
         request_ids = [prepared.request_ids[i] for i in prepared.sampling.tolist()]
         if self._link is None:
@@ -384,11 +384,11 @@ class ModelRunner:
         return self._answer(told_of(output, request_ids, verified, prepared.drafts))
 
     def finish_step(self) -> None:
-        """Do what the step's answer need not wait for: drafts are made, experts may be moved.
+        """Do the work that the step's answer need not wait for: make drafts, maybe move experts.
 
-        A collective of all ranks that share experts, which run the same steps: each comes here
-        after a step, or, if nobody calls, at the latest before its next one. A step that
-        raised on one rank does not keep the others any longer than the next would.
+        A collective of all ranks that share experts, which run the same steps: each runs it
+        after a step, or at the latest before its next one. A step that raised on one rank does
+        not keep the others any longer than the next would.
         """
         if self._drafts is not None:
             self._drafts.finish()
@@ -401,7 +401,7 @@ class ModelRunner:
         return output if self._experts is None else self._experts.told_in(output)
 
     def _run_empty(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """A step without tokens: nothing, but in a wave the layers shared with other engines."""
+        """Run a step without tokens: in a wave, only the layers shared with other engines."""
         if step.wave is None:
             return ModelRunnerOutput(step_id=step.step_id)
         is_wave_over = self._begin(step, 0)
@@ -410,7 +410,7 @@ class ModelRunner:
         return self._answer(ModelRunnerOutput(step_id=step.step_id, is_wave_over=is_wave_over))
 
     def _begin(self, step: SchedulerOutput, num_tokens: int) -> bool:
-        """Begin a step's forward; is its wave over?"""
+        """Begin a step's forward pass; return whether its wave is over."""
         self.finish_step()
         return self._experts is not None and self._experts.begin(step, num_tokens)
 
@@ -441,5 +441,5 @@ class ModelRunner:
         self._described.add(request)
 
     def _whole(self, logits: Tensor) -> Tensor | None:
-        """`[M, vocab_size]` on the rank that answers, None on the others of its stage."""
+        """Return `[M, vocab_size]` on the rank that answers, None on the others of its stage."""
         return logits if self._vocabulary is None else self._vocabulary.whole(logits)

@@ -41,7 +41,7 @@ def philox4x32(key: NDArray[np.uint64], counter: NDArray[np.uint64]) -> NDArray[
 
 
 def uniforms(seed: NDArray[np.uint64], index: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The uniform number of each request's output token.
+    """Return the uniform number of each request's output token.
 
     Args:
         seed: `[R]`.

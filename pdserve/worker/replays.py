@@ -1,7 +1,7 @@
 """Replays decode steps as graphs, with the host up to one step behind the device.
 
 Their tokens are on their way to the host when the next step is launched, which takes them on the
-device. Steps that the host has a part in, as grammars are its own, or drafts, are waited for.
+device. The host waits for steps that it takes part in, as with grammars or drafts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ReplayedSteps:
     """The graphs of one rank, and the step that is ahead of the host.
 
     Args:
-        forward: Computes a step of so many rows over the buffers' inputs: its logits, and what
-            else is read of it, a row each.
+        forward: Computes a step of the given number of rows over the buffers' inputs: its logits
+            and other outputs, a row each.
 
     Attributes:
         graphs: None until `capture`, and where a step cannot be captured.
@@ -65,24 +65,24 @@ class ReplayedSteps:
         """Capture steps of every size.
 
         Raises:
-            RuntimeError: One cannot be captured; nothing is.
+            RuntimeError: One cannot be captured; then no graph is kept.
         """
         self._buffers.stage_padding()
         self._all.capture()
         self.graphs = self._all
 
     def close(self) -> None:
-        """Give the graphs back."""
+        """Release the graphs."""
         self._all.close()
         self.graphs = None
 
     def _run(self, num_rows: int) -> tuple[Tensor, ...]:
-        """A step of decode over the buffers' first rows, and the likeliest tokens."""
+        """Run a decode step over the buffers' first rows, and find the likeliest tokens."""
         logits, *read = self._forward(num_rows)
         return logits, *self._sampler.choose(logits), *read
 
     def sampled_before(self, step: SchedulerOutput) -> Tensor | None:
-        """The tokens, on the device, of the step before that is not collected; None = it is.
+        """Return the device's tokens of the previous step; None if it is already collected.
 
         Raises:
             InternalError: `step` may not follow that one.
@@ -94,10 +94,10 @@ class ReplayedSteps:
         return self._ahead.coming.tokens
 
     def may_follow(self, step: SchedulerOutput) -> bool:
-        """Tell whether `step` may be launched before the one that the device has is collected.
+        """Return whether `step` may be launched before the device's current one is collected.
 
-        What needs the host's part in the tokens before it may not, nor what takes the host long,
-        nor what may have drafts: those go on from tokens that the host knows.
+        It may not if it depends on the host's part in the tokens before it, takes the host long,
+        or may have drafts: those continue from tokens that the host knows.
         """
         if self.graphs is None or step.num_tokens != len(step.num_scheduled_tokens):
             return False
@@ -110,10 +110,10 @@ class ReplayedSteps:
     def launch(
         self, prepared: PreparedStep, staged: StagedDraws
     ) -> tuple[ComingTokens, list[Tensor]]:
-        """Replay a step whose inputs are uploaded, and have its tokens chosen.
+        """Replay a step whose inputs are uploaded, and choose its tokens.
 
         Returns:
-            The tokens, and what else is read of the step, both until the next replay.
+            The tokens and the step's other outputs, both valid until the next replay.
         """
         assert self.graphs is not None
         assert prepared.graph_rows is not None
@@ -122,13 +122,13 @@ class ReplayedSteps:
         return self._sampler.give(logits, tokens, peaks, staged), read
 
     def go_ahead(self, prepared: PreparedStep, coming: ComingTokens, began_s: float) -> StepAhead:
-        """Let the device go on with a step that was launched, and its requests without it."""
+        """Leave a launched step to the device, and let its requests go on meanwhile."""
         awaited = self._batch.wait_for(prepared.rows)
         self._ahead = StepAhead(prepared.request_ids, coming, awaited, began_s)
         return self._ahead
 
     def collect(self, step_id: int, ahead: StepAhead, drafts: Drafts | None) -> ModelRunnerOutput:
-        """Wait for the tokens of the oldest step; its requests get them, and what drafts."""
+        """Wait for the tokens of the oldest step, and give them to its requests and drafter."""
         with torch.inference_mode():
             sampled = self._sampler.take(ahead.coming)
         # The device began with it when it was through with the one before.

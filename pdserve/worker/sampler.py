@@ -49,8 +49,8 @@ class Sampled:
     Attributes:
         token_ids: `[M]` int64.
         logprobs: By index into the rows, for those that asked.
-        non_finite: Indices of rows whose logits are NaN or infinite; what is said of them means
-            nothing.
+        non_finite: Indices of rows whose logits are NaN or infinite; their other results are
+            meaningless.
         hindered: By index, rows that have no token, and why.
     """
 
@@ -65,7 +65,7 @@ class Sampler:
 
     Args:
         num_rows: Rows of the batch.
-        grammars: Works out what grammars allow; None where no request has one.
+        grammars: Computes the tokens that grammars allow; None where no request has one.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Sampler:
     def add(
         self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
     ) -> None:
-        """Give `row` to a request, with the tokens it has already."""
+        """Give `row` to a request, with the tokens that it already has."""
         self._temperature[row] = params.temperature
         self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self._top_p[row] = params.top_p
@@ -124,12 +124,12 @@ class Sampler:
         self._alternatives.pop(row, None)
 
     def forced(self, row: int) -> list[int]:
-        """Return the tokens that the grammar of `row` leaves no choice of, if it has one."""
+        """Return the tokens that the grammar of `row` forces, if it has one."""
         rules = self._rules.get(row)
         return [] if rules is None else rules.forced()
 
     def are_largest(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell of which rows the token is the largest logit, and nothing else is asked.
+        """Return which rows simply take the largest logit and ask for nothing else.
 
         Args:
             rows: `[M]`.
@@ -145,7 +145,7 @@ class Sampler:
         Args:
             logits: `[M, vocab_size]` fp32; owned by the sampler from here on.
             rows: `[M]`, the batch row of each row of logits.
-            num_outputs: `[M]`, tokens each request has put out before.
+            num_outputs: `[M]`, number of tokens each request has already put out.
         """
         chosen, peaks = _argmax(logits)
         is_finite = np.isfinite(peaks)
@@ -182,7 +182,7 @@ class Sampler:
         return Sampled(chosen, logprobs, non_finite, hindered)
 
     def _apply_rules(self, at: list[int], ruled: list[int], logits: Tensor) -> dict[int, Hindered]:
-        """Apply the rules of the rows that have some; tell of those that have no token."""
+        """Apply the rules of the rows that have some; return those that have no token."""
         if not ruled:
             return {}
         until_s = time.monotonic() + PATIENCE_S
@@ -197,7 +197,7 @@ class Sampler:
         non_finite: NDArray[np.int64],
         hindered: dict[int, Hindered],
     ) -> list[int]:
-        """Note the tokens of the rows with rules that have one; return which are not finite."""
+        """Note the tokens of rows with rules; return which rows are not finite."""
         lost = set(non_finite.tolist())
         for i in ruled:
             if i not in hindered and i not in lost:
@@ -207,11 +207,11 @@ class Sampler:
     def _draw(
         self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Draw a token for each row; tell for which that was possible.
+        """Draw a token for each row; return for which rows that was possible.
 
         Args:
             logits: `[M, vocab_size]`, changed.
-            rows: `[M]`, whose parameters to draw by.
+            rows: `[M]`, the batch rows whose parameters apply.
             num_outputs: `[M]`, index of the output token.
         """
         logits /= self._column(self._temperature[rows])
@@ -235,7 +235,7 @@ class Sampler:
 
 
 def needs_whole_row(params: SamplingParams) -> bool:
-    """Whether a request's token, or what it reports, takes more than the largest logit."""
+    """Whether a request's token or report needs more than the largest logit."""
     return (
         params.temperature >= _GREEDY_BELOW
         or params.logprobs is not None
@@ -244,7 +244,7 @@ def needs_whole_row(params: SamplingParams) -> bool:
 
 
 def first_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """First of the largest of each row, and its value; a NaN counts as larger than any number.
+    """Return the first index of each row's maximum, and its value; NaN exceeds any number.
 
     Args:
         logits: `[M, N]` fp32, N above 0.

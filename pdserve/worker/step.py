@@ -38,16 +38,16 @@ class PreparedStep:
             nothing. None if it is launched kernel by kernel.
         request_ids: `R`, in batch order.
         rows: `[R]`, their rows.
-        start, end: `[R]`, positions computed: from `start` up to and without `end`, drafts
+        start, end: `[R]`, positions computed: from `start` up to, excluding, `end`; drafts
             included.
         query_start: `[R + 1]`, first token of each request in the step.
         sampling: `[M]`, indices of those that reach the end of their tokens.
-        num_outputs: `[M]`, tokens they have put out before.
-        drafts: `M` of them, of which some are empty; None if all are.
-        draft_tokens: `[D]`, the step's tokens that are of drafts.
-        logit_rows: `[M + D]` int64 on the device, tokens whose logits are wanted; None if every
-            one's are.
-        num_fed: Requests whose last token is on the device alone.
+        num_outputs: `[M]`, number of tokens they have already put out.
+        drafts: `M` drafts, some empty; None if all are.
+        draft_tokens: `[D]`, the step's tokens that belong to drafts.
+        logit_rows: `[M + D]` int64 on the device, tokens whose logits are wanted; None if all
+            are.
+        num_fed: Number of requests whose last token is only on the device.
     """
 
     inputs: StepInputs
@@ -71,7 +71,7 @@ class PreparedStep:
 
     @property
     def few_logit_rows(self) -> Tensor | None:
-        """`logit_rows`, if it pays to compute what only they need for them alone."""
+        """`logit_rows`, if it pays to do the final computation for only those rows."""
         rows = self.logit_rows
         if rows is None or self.num_tokens - len(rows) < _WORTH_LEAVING_OUT:
             return None
@@ -106,7 +106,7 @@ class AwaitedRows:
         self._last: AwaitedTokens | None = None
 
     def change_hands(self, row: int) -> None:
-        """Note that `row` is another request's, or nobody's."""
+        """Note that `row` was freed or given to another request."""
         self._index[row] = -1
         self._tenure[row] += 1
 
@@ -115,14 +115,14 @@ class AwaitedRows:
         return self._index[rows]
 
     def begin(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> AwaitedTokens:
-        """Await a token of each of `rows`, of which there is one step's at a time."""
+        """Await a token for each of `rows`; only one step at a time is awaited."""
         self._index[:] = -1
         self._index[rows] = np.arange(len(rows))
         self._last = AwaitedTokens(rows, positions, self._tenure[rows])
         return self._last
 
     def end(self, awaited: AwaitedTokens) -> NDArray[np.bool_]:
-        """Tell which of the tokens still have the request that they were sampled for, `[M]`."""
+        """Return, `[M]`, which tokens still have the request that they were sampled for."""
         if self._last is awaited:
             self._index[:] = -1
             self._last = None
@@ -152,8 +152,8 @@ class LaunchedStep:
     """A step between its launch and its collection.
 
     Attributes:
-        step: What was asked.
-        result: What became of it, or what is awaited.
+        step: The step as scheduled.
+        result: Its output, or the step whose tokens are awaited.
     """
 
     step: SchedulerOutput

@@ -36,7 +36,7 @@ _TABLE_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class StepFields(Generic[T]):
-    """Flat fields of a step of at most T tokens of R rows, each as large as it may get.
+    """Flat fields of a step of at most T tokens of R rows, each of maximum size.
 
     Attributes:
         query_start: `[R + 1]` int32.
@@ -70,10 +70,10 @@ class StepBuffers:
     """The inputs of the step that is prepared, and of the one that runs.
 
     Args:
-        num_rows: Requests of one step, at most, or rows of a graph.
-        max_blocks: Of one request, at most.
-        max_num_tokens: Of one step, at most.
-        max_logits: Rows of logits of one step, at most; 0: one for each of `num_rows`.
+        num_rows: Maximum requests of one step, or rows of a graph.
+        max_blocks: Maximum blocks of one request.
+        max_num_tokens: Maximum tokens of one step.
+        max_logits: Maximum rows of logits of one step; 0 means `num_rows`.
 
     Attributes:
         max_num_tokens, max_logits: Likewise.
@@ -131,7 +131,7 @@ class StepBuffers:
         return self._arrays[self._turn]
 
     def begin(self) -> StepFields[NDArray[Any]]:
-        """Return the arrays of the next step, once nothing reads what they were filled with.
+        """Return the arrays of the next step, once nothing reads their earlier contents.
 
         They hold whatever an earlier step left.
         """
@@ -140,17 +140,17 @@ class StepBuffers:
         return self.arrays
 
     def table_width(self, max_blocks: int) -> int:
-        """Entries of a row of this step's tables, whose longest request has `max_blocks`.
+        """Return the row length of this step's tables, if its longest request has `max_blocks`.
 
-        On a device it is always the same, as graphs must have it.
+        On a device it is constant, as graphs require.
         """
         return max_blocks if self._device.shares_memory else self._max_width
 
     def pad(self, num_requests: int, num_tokens: int, end: int) -> None:
-        """Fill a step up to `end` tokens and as many requests.
+        """Pad a step to `end` tokens and as many requests.
 
-        A request more for each token, which reads no context and stores nothing; those that are
-        lacking then have no token.
+        Each extra token gets a request that reads no context and stores nothing; requests still
+        missing then have no token.
         """
         arrays, width = self.arrays, self._max_width
         arrays.token_ids[num_tokens:end] = 0
@@ -171,21 +171,21 @@ class StepBuffers:
         self._copied[self._turn].record()
 
     def feed(self, num: int, sampled: Tensor) -> None:
-        """Put `num` tokens in that the step before has sampled, behind the upload of this one.
+        """Insert `num` tokens sampled by the previous step, after this one's upload.
 
         Args:
-            sampled: On the device; what is no token, and ends its request, becomes the first one.
+            sampled: On the device; an invalid token, which ends its request, becomes token 0.
         """
         there = self._there
         taken = sampled.index_select(0, there.fed_from[:num]).clamp_(min=0)
         there.token_ids.index_copy_(0, there.fed_tokens[:num], taken)
 
     def rehearse(self, num_requests: int, num_tokens: int) -> StepInputs:
-        """Bring a step to the device that stores nothing, over prompts of equal length.
+        """Bring a step that stores nothing to the device, over prompts of equal length.
 
         Args:
-            num_requests: At least as many as hold the tokens.
-            num_tokens: Of all of them together.
+            num_requests: Number of requests, enough to hold the tokens.
+            num_tokens: Total of all requests.
         """
         arrays, width = self.begin(), self._max_width
         ends = np.arange(1, num_requests + 1) * num_tokens // num_requests
@@ -200,17 +200,17 @@ class StepBuffers:
         return self.inputs(num_tokens, num_requests, width)
 
     def stage_padding(self) -> None:
-        """Bring rows to the device that compute nothing, as many as there are at most."""
+        """Bring the maximum number of rows, which compute nothing, to the device."""
         self.begin()
         self.pad(0, 0, self._num_rows)
         self.upload(self._num_rows)
 
     def decode_inputs(self, num_rows: int) -> StepInputs:
-        """What the device reads in a step of so many tokens, of as many requests or fewer."""
+        """Return the device's inputs for `num_rows` tokens of at most as many requests."""
         return self.inputs(num_rows, num_rows, self._max_width)
 
     def inputs(self, num_tokens: int, num_rows: int, table_width: int) -> StepInputs:
-        """What the device reads, as the kernels take it; the next upload overwrites it."""
+        """Return the device's inputs for the kernels; the next upload overwrites them."""
         there = self._there
         return StepInputs(
             token_ids=there.token_ids[:num_tokens],
@@ -222,15 +222,15 @@ class StepBuffers:
         )
 
     def draws(self, num_draws: int) -> Draws:
-        """What is drawn of a step, likewise."""
+        """Return the sampling parameters of a step, likewise."""
         return Draws(*_draws_of(self._there, num_draws))
 
     def draws_to_fill(self, num_draws: int) -> list[NDArray[Any]]:
-        """Those of `arrays`, in the order of `Draws`."""
+        """Return the fields of `arrays` for sampling, in the order of `Draws`."""
         return _draws_of(self.arrays, num_draws)
 
     def logit_rows(self, num_rows: int) -> Tensor:
-        """The first of the field, on the device, likewise."""
+        """Return the first `num_rows` of the field on the device, likewise."""
         return self._there.logit_rows[:num_rows]
 
 
@@ -244,7 +244,7 @@ def _values(each: StepFields[T]) -> list[T]:
 
 
 def _places(sizes: StepFields[tuple[torch.dtype, int]]) -> list[int]:
-    """The first byte of each field, one behind the other, and the end."""
+    """Return the first byte of each field, placed one after the other, and the end."""
     lengths = [
         -(-size * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for dtype, size in _values(sizes)
     ]
@@ -252,7 +252,7 @@ def _places(sizes: StepFields[tuple[torch.dtype, int]]) -> list[int]:
 
 
 def _cut(memory: Tensor, sizes: StepFields[tuple[torch.dtype, int]]) -> StepFields[Tensor]:
-    """Views of the fields in `memory`."""
+    """Return views of the fields in `memory`."""
     return StepFields(
         *(
             memory[start : start + size * dtype.itemsize].view(dtype)

@@ -1,11 +1,11 @@
 """The interface between a step's logits and the sampler.
 
-    stage -> what the tokens take goes to the device with the step's inputs
-    begin -> the device chooses, where it does; the host waits for nothing
-    and what `begin` returned -> the tokens, those of drafts as far as they are right
+    stage -> sampling inputs go to the device with the step's inputs
+    begin -> the device chooses tokens, if it samples; the host waits for nothing
+    the callable that `begin` returned -> the tokens, those of drafts as far as they are right
 
-On a host that computes itself, and where ranks share a vocabulary, tokens are chosen once the
-logits are there; on a device with memory of its own where the logits lie.
+On a CPU, and where ranks share a vocabulary, the host chooses tokens once the logits are there; a
+device with its own memory chooses them itself.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class HostSteps:
     """Steps whose tokens are chosen once the logits are there.
 
     Attributes:
-        rows: Keeps what each row of the batch is sampled by.
+        rows: Keeps the sampling parameters of each row of the batch.
     """
 
     def __init__(self, rows: RowSampler) -> None:
         self.rows = rows
 
     def stage(self, prepared: PreparedStep) -> None:
-        """Fill in what the step's tokens take, before its inputs are uploaded: nothing."""
+        """Fill in sampling inputs before the step's inputs are uploaded: none here."""
 
     def begin(
         self, logits: Tensor, prepared: PreparedStep, staged: StagedDraws | None
     ) -> Callable[[], Verified]:
-        """Have tokens chosen; they are returned by what is returned.
+        """Begin to choose tokens; return a callable that returns them.
 
         Args:
             logits: `[L, vocab_size]` fp32, or this rank's columns; the sampler's from here on.
-            staged: Of `stage`.
+            staged: As returned by `stage`.
         """
         return partial(self._sample, logits, prepared)
 
@@ -96,12 +96,12 @@ def sampler_of(
     buffers: StepBuffers,
     grammars: GrammarPool | None,
 ) -> StepSampler:
-    """Return what samples on a rank of the last stage.
+    """Return the sampler for a rank of the last stage.
 
     Args:
-        vocabulary: As the ranks share it; None where one has all of it.
-        buffers: Of the steps.
-        grammars: On the engine's output rank.
+        vocabulary: The ranks' shares of it; None where one rank has all of it.
+        buffers: Buffers of the steps.
+        grammars: Given on the engine's output rank.
     """
     vocab_size = loaded.arch.vocab_size
     if vocabulary is not None:

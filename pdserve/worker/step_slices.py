@@ -25,8 +25,8 @@ class StepSlices:
     """A bounded list of stretches of time.
 
     Args:
-        rank: Of its engine.
-        wake: Called every so often while there are steps: `take` has something.
+        rank: Rank within its engine.
+        wake: Called now and then while there are steps: `take` has something.
     """
 
     def __init__(self, rank: int, *, wake: Callable[[], None]) -> None:
@@ -39,9 +39,9 @@ class StepSlices:
         """Record a step that is over.
 
         Args:
-            began_s, forward_s, end_s: When it began here, when its forward did (what the stage
-                before sends had come until then), and when it was over, with what is sampled or
-                sent on, by the monotonic clock.
+            began_s, forward_s, end_s: Monotonic times of its start here, of its forward pass
+                (after the previous stage's data has come), and of its end, after sampling or
+                sending on.
         """
         facts: dict[str, int | float | str] = {
             "step": step.step_id,

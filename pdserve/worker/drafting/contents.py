@@ -1,9 +1,9 @@
 """Tracks the prefix each block's drafting KV belongs to, so that prefix hits apply to it.
 
-A block that is full has a name: a digest of all tokens up to its end, and of the salt. Whoever gets
-the block later, with the same tokens before its end, need not compute it again. Who writes into a
-block takes its name from it first. Knows nothing of the scheduler's cache: blocks come back with
-their contents, or with others, and the name tells.
+A full block has a name: a digest of all tokens up to its end, and of the salt. A request that gets
+the block later, with the same tokens up to its end, need not compute it again. Writing into a
+block first removes its name. Knows nothing of the scheduler's cache: the name tells whether a
+block came back with the same contents.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class BlockContents:
         del self._prefixes[row]
 
     def write(self, row: int, start: int, end: int, *, is_prefix: bool = True) -> None:
-        """Note that positions of a row are written, from `start` up to and without `end`.
+        """Note that the positions of a row from `start` up to, excluding, `end` are written.
 
         Args:
-            is_prefix: Whether they are what computing all tokens up to there gives; then blocks
-                that are full of the request's own tokens have a name.
+            is_prefix: Whether they hold the result of computing all tokens up to there; then
+                blocks that are full of the request's own tokens get a name.
         """
         blocks, size = self._batch.blocks(row), self._block_size
         for index in range(start // size, -(-end // size)):

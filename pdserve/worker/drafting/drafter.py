@@ -1,11 +1,11 @@
 """The interface of drafters: they see a request's tokens and guess those that follow.
 
-A guess is never trusted: what a request puts out is the same for every drafter, and without one.
-So engines need not agree on a drafter, and nothing of one crosses between them. The ranks of one
-engine run the same drafts in a step: those of a TP group make the same ones, because they are told
-the same and do the same.
+A guess is never trusted: a request's output is the same for every drafter, and without one.
+So engines need not agree on a drafter, and no drafter state crosses between them. The ranks of one
+engine run the same drafts in a step: those of a TP group make the same ones, because they get the
+same inputs and do the same.
 
-Order of the calls. A step that samples, and the one that verifies what is drafted behind it:
+Order of the calls, for a step that samples and the one that verifies the draft made after it:
 
     execute(step n): add(new rows), remove(rows of gone requests)
                      the model runs; tokens are sampled
@@ -16,13 +16,13 @@ Order of the calls. A step that samples, and the one that verifies what is draft
     execute(step n+1): add, remove
                      propose(rows that have room in this step, and how much)
 
-The stages of a pipeline are told the tokens with the next step of a request, between its `add` and
-`propose`: what is done in `observe` takes them from the states, which have them, too.
+The stages of a pipeline learn the tokens with the next step of a request, between its `add` and
+`propose`; `observe` takes them from the states, which include them.
 
-A request begins with `add` and ends with `remove`, whatever ends it. One that is preempted is
-removed, and added again with the tokens that it has by then; `num_computed_tokens` of what is added
-says from which position on this engine computes (those before came from a prefix, or from another
-engine, and nobody here has seen their states). After `remove` its row may be another request's.
+A request begins with `add` and ends with `remove`, whatever ends it. A preempted request is
+removed, and added again with the tokens that it has by then; its `num_computed_tokens` is the first
+position that this engine computes (earlier ones came from a prefix, or from another engine, and
+their states were never seen here). After `remove` its row may be another request's.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 
 class Drafter(Protocol):
-    """Drafts for the rows of a batch, of the tokens alone."""
+    """Drafts for the rows of a batch, from their tokens alone."""
 
     def add(self, row: int, request: NewRequest) -> None:
-        """Give `row` to a request, with the tokens it has already."""
+        """Give `row` to a request, with the tokens that it already has."""
         ...
 
     def remove(self, row: int) -> None:
@@ -58,43 +58,44 @@ class Drafter(Protocol):
         ...
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return what may follow the tokens of some rows.
+        """Return guesses at the tokens that follow those of some rows.
 
-        Anything may be proposed: what is too long, no token, or would end the request is cut off.
+        Anything may be proposed: the caller cuts off excess or invalid tokens, and tokens that
+        would end the request.
 
         Args:
-            wanted: By row, how many tokens of a draft there is a use for. There may be none: then a
-                drafter that has to make up for something goes on with that.
+            wanted: Maximum draft length by row. It may be empty: then a drafter with work to
+                catch up on continues with that.
 
         Returns:
-            By row; rows without a guess are left out, or empty.
+            Drafts by row; rows without a guess are left out, or empty.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """What a step has computed: T tokens of R requests.
+    """Results of a step: T tokens of R requests.
 
-    Of prompts that is any chunk, of others the last token and a draft.
+    For prompts these are any chunk, for other requests the last token and a draft.
 
-    Tensors are on the model's device, equal to the last bit on all ranks of the TP group. Those of
-    `inputs` are overwritten by the next step's, the others are nobody else's.
+    Tensors are on the model's device, bit-identical on all ranks of the TP group. Those of
+    `inputs` are overwritten by the next step's; the others belong to the receiver.
 
     Attributes:
         rows: `[R]`, the requests' rows.
         start: `[R]`, position of each one's first token here; the others follow it.
         query_start: `[R + 1]`, where in T its tokens are.
-        num_valid: `[R]`, how many of its tokens stand, from the first one on. Those behind them
+        num_valid: `[R]`, number of its valid tokens, counted from the first. Tokens after them
             are of a draft that was wrong: their KV and states are void, and the next step
             computes their positions again.
-        sampled: `R`, what each put out: what follows its last valid token is the last of these,
-            and what follows the valid ones before that are those before. Empty if its tokens do
-            not end here, or a rule left it none: the next step may then have the same token again.
-        inputs: What the model read: token ids, positions, and where their KV lies.
-        hidden: `[T, hidden_size]`, final states, normed: what the head reads.
-        aux: For each of the drafter's `aux_layers` `[T, hidden_size]`, the residual stream before
-            that layer, not normed.
+        sampled: `R`, tokens each put out: the last one follows its last valid token, and the
+            earlier ones follow the valid tokens before that. Empty if its tokens do not end
+            here, or a rule left it none: the next step may then have the same token again.
+        inputs: Inputs of the model: token ids, positions, and the places of their KV.
+        hidden: `[T, hidden_size]`, final states after the norm: the input of the head.
+        aux: For each of the drafter's `aux_layers`, `[T, hidden_size]`: the residual stream
+            before that layer, not normed.
     """
 
     rows: NDArray[np.int64]
@@ -108,11 +109,11 @@ class StepStates:
 
 
 class StateDrafter(Drafter, Protocol):
-    """Drafts of what the model computes, too.
+    """A drafter that also reads the states that the model computes.
 
-    It is on the last pipeline stage alone, on each rank of its TP group, and drafts when the step
-    that verifies is there: for the requests that have room in it, and for no others, since a model
-    that drafts costs time. The blocks of a request then have room for its draft's tokens.
+    It runs only on the last pipeline stage, on each rank of its TP group, and drafts when the
+    verifying step begins: only for requests that have room in it, since a model that drafts costs
+    time. The blocks of a request then have room for its draft's tokens.
 
     Attributes:
         aux_layers: Layers whose input it reads (`StepStates.aux`), rising; the number of layers
@@ -122,18 +123,18 @@ class StateDrafter(Drafter, Protocol):
     aux_layers: tuple[int, ...]
 
     def observe(self, states: StepStates) -> None:
-        """See what a step has computed; each step once, in order, right after its tokens."""
+        """Receive the results of a step; each step once, in order, right after its tokens."""
         ...
 
 
 def states_of(
     prepared: PreparedStep, hidden: Tensor, aux: Sequence[Tensor], token_ids: Sequence[list[int]]
 ) -> StepStates:
-    """Return what a step has computed.
+    """Return the results of a step.
 
     Args:
         hidden, aux: See `StepStates`.
-        token_ids: What those put out that sample, in their order.
+        token_ids: Output tokens of the requests that sample, in their order.
     """
     num_valid = prepared.query_start[1:] - prepared.query_start[:-1]
     sampled: list[list[int]] = [[] for _ in prepared.request_ids]

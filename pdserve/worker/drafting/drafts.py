@@ -1,12 +1,11 @@
 """The drafts of one rank.
 
-While an answer is on its way, the tokens in it are told to the drafter, and the next drafts are
-made; a step takes as much of them as the scheduler has room for. While it has none for anybody,
-a drafter that can make up for it later is left alone. A drafter that takes a forward
-pass drafts when the step is there, and is asked for what is verified, no more. Then tokens are
-looked up only where there is a prediction, which comes first, or where that drafter has no draft.
-What the model could not run, or what would end the request, is cut off here, so that a drafter may
-propose anything.
+While an answer is on its way, the drafter is given its tokens and makes the next drafts; a step
+takes as much of them as the scheduler has room for. While no request has room, a drafter that can
+catch up later is not called. A drafter that takes a forward pass drafts when the step begins, and
+only as much as is verified. Then tokens are looked up only where there is a prediction, which
+comes first, or where that drafter has no draft. Tokens that the model could not run, or that would
+end the request, are cut off here, so that a drafter may propose anything.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ Key = TypeVar("Key")
 class ForcedTokens:
     """Tokens that grammars force, as drafts that are always right; by row, on all ranks.
 
-    Where ranks share a vocabulary only the first of them works grammars out, and what it knows at a
-    moment is a matter of time. So it tells the others, in steps that may draft for rows with a
-    grammar and in no others: all ranks of a step have the same drafts.
+    Where ranks share a vocabulary, only the first of them evaluates grammars, and how far it has
+    got depends on timing. So it sends its result to the others, only in steps that may draft for
+    rows with a grammar: all ranks of a step have the same drafts.
 
     Args:
-        known: Returns those of a row, as far as they are known now; on the first rank.
-        tp: The group; all of it asks for the same rows.
+        known: Returns the forced tokens of a row, as far as they are known; on the first rank.
+        tp: The TP group; all its ranks ask for the same rows.
     """
 
     def __init__(self, known: Callable[[int], list[int]], tp: Group) -> None:
@@ -68,10 +67,10 @@ class ForcedTokens:
         self._bound.discard(row)
 
     def of(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return the tokens that must follow, of rows that have some.
+        """Return the tokens that must follow, for rows that have some.
 
         Args:
-            wanted: Rows that may have a draft, and how long.
+            wanted: Maximum draft length by row.
         """
         rows = [row for row in wanted if row in self._bound]
         if not rows:
@@ -85,12 +84,12 @@ class ForcedTokens:
 def told_by(
     group: Group, source: int, lengths: Mapping[Key, int], lists: Mapping[Key, list[int]]
 ) -> dict[Key, list[int]]:
-    """Return one rank's lists of integers, on all of a group; those that are empty are left out.
+    """Return one rank's lists of integers on all ranks of a group, without the empty ones.
 
     Args:
-        source: The rank.
-        lengths: How long each may be; the same on all.
-        lists: Its own; of no account elsewhere.
+        source: The rank that sends.
+        lengths: Maximum length of each; the same on all.
+        lists: The lists to send; ignored on other ranks.
     """
     width = 1 + max(lengths.values())
     mine: list[int] = []
@@ -107,12 +106,12 @@ class Drafts:
 
     Args:
         drafter: Looks tokens up.
-        max_tokens: Of a draft.
-        forced: Tokens that must follow those of a row; None where nobody knows. They come before
-            a drafter's, which guesses.
-        in_step: Drafts when the step is there.
-        reader: The same, if it reads what the model computes.
-        stages: Of a pipeline, the last of which tells the others what it has drafted; None: each
+        max_tokens: Maximum length of a draft.
+        forced: Tokens that must follow those of a row; None if unknown here. They come before
+            a drafter's guesses.
+        in_step: Drafts when the step begins.
+        reader: The same drafter, if it reads the model's states.
+        stages: Pipeline stages, the last of which sends its drafts to the others; None if each
             stage makes the same drafts itself.
 
     Attributes:
@@ -185,7 +184,7 @@ class Drafts:
                 self._in_step.remove(row)
 
     def note(self, rows: Iterable[int], token_ids: Iterable[Sequence[int]]) -> None:
-        """Note what requests have put out; what was made for them is void."""
+        """Note the output tokens of requests; their earlier drafts are void."""
         for row, tokens in zip(rows, token_ids, strict=True):
             self._told.setdefault(row, []).extend(tokens)
 
@@ -196,7 +195,7 @@ class Drafts:
         aux: Sequence[Tensor],
         token_ids: Sequence[list[int]],
     ) -> None:
-        """Keep what a step has computed, for the reader, until the answer is on its way.
+        """Keep the results of a step for the reader until the answer is on its way.
 
         Args:
             hidden, aux, token_ids: See `states_of`.
@@ -204,12 +203,12 @@ class Drafts:
         self._seen = prepared, hidden, aux, token_ids
 
     def begin(self, num_rows: Mapping[RequestId, int]) -> None:
-        """Begin a step, before rows change hands.
+        """Begin a step, before rows are reassigned.
 
-        Where nobody has rows for a draft, drafters that can make up for it later are told nothing.
+        If no request has room for a draft, drafters that can catch up later are not called.
 
         Args:
-            num_rows: How long each one's draft may be.
+            num_rows: Maximum draft length of each request.
         """
         self._is_used = bool(num_rows) or not self._may_wait
         if self._is_used:
@@ -220,12 +219,12 @@ class Drafts:
             self._seen = None
 
     def finish(self) -> None:
-        """Make the next drafts, behind a step's answer, if that step had any."""
+        """Make the next drafts after a step's answer, if that step had any."""
         if self._is_used:
             self._make()
 
     def _make(self) -> None:
-        """Tell the drafters what they were not told, and make drafts, if look-ups are enough."""
+        """Bring the drafters up to date, and make drafts if look-ups are enough."""
         told, self._told = self._told, {}
         for row, tokens in told.items():
             self._drafter.note(row, tokens)
@@ -238,10 +237,10 @@ class Drafts:
             self._ready |= self._ask(self._drafter, dict.fromkeys(told, self._max_tokens))
 
     def take(self, num_rows: Mapping[RequestId, int]) -> dict[RequestId, list[int]]:
-        """Return the drafts of a step, by request; those that are empty are left out.
+        """Return the drafts of a step, by request; empty ones are left out.
 
         Args:
-            num_rows: As the step was begun with.
+            num_rows: As passed to `begin`.
         """
         if not self._is_used:
             return {}
@@ -270,7 +269,7 @@ class Drafts:
         return drafts | self._ask(self._drafter, _without(drafts, wanted))
 
     def _ask(self, drafter: Drafter, wanted: dict[int, int]) -> dict[int, list[int]]:
-        """Return a drafter's drafts of some rows, by row; of no rows it may still do some work."""
+        """Return a drafter's drafts by row; even for no rows it may still do some work."""
         drafts = drafter.propose(wanted)
         return {row: self._cut(row, drafts.get(row, [])) for row in wanted}
 
@@ -283,7 +282,7 @@ class Drafts:
 
 
 def _without(drafts: Mapping[int, list[int]], wanted: dict[int, int]) -> dict[int, int]:
-    """What is wanted of rows that have no draft."""
+    """Return the part of `wanted` whose rows have no draft."""
     return {row: most for row, most in wanted.items() if not drafts.get(row)}
 
 
@@ -294,12 +293,12 @@ def drafts_of(
     by_model: FirstRanksDrafts | HeadDrafter | MedusaDrafter | None,
     pp: Group,
 ) -> Drafts | None:
-    """Return drafts by the method that is configured; None if none is.
+    """Return drafts by the configured method; None if there is none.
 
     Args:
-        forced: On ranks that sample. Stages that each make the same drafts have none: to wait for
-            what the last one knows would keep them from working on several steps at once.
-        by_model: What drafts by a forward pass, on the last pipeline stage.
+        forced: Given on ranks that sample. Stages that each make the same drafts have none:
+            waiting for the last stage would keep them from working on several steps at once.
+        by_model: The drafter that takes a forward pass, on the last pipeline stage.
     """
     if not config.method:
         return None
@@ -321,7 +320,7 @@ def drafts_of(
 
 
 def measure_rows(product: Callable[[int], object]) -> tuple[tuple[int, float], ...]:
-    """Return the seconds of one product for a few numbers of rows, the best of some rounds."""
+    """Return the seconds of a product at several numbers of rows, the best of some rounds."""
     for rows in _ROWS:
         product(rows)
     rounds = [[_seconds(product, rows) for rows in _ROWS] for _ in range(_NUM_ROUNDS)]

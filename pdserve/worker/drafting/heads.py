@@ -1,15 +1,15 @@
 """Drafts by a head that goes on from the model's own states, with KV of its own (EAGLE, MTP).
 
-    observe -> states of a step are kept, by row, until they are enough to be worth a pass
-    propose -> the head computes what it lacks, then one token of each draft after the other
+    observe -> states of a step are kept, by row, until there are enough to be worth a pass
+    propose -> the head computes what it lacks, then the tokens of each draft one by one
 
-The head's row at position p is made of the model's state there and of the token at p + 1. What it
-computes from guesses of its own is computed again, from the model's states, once they are there.
+The head's row at position p is made of the model's state there and of the token at p + 1. Rows
+that it computed from its own guesses are computed again from the model's states once they exist.
 
-A head has seen what this engine has computed: of a prefix that came from a cache if the blocks hold
-the head's KV of the same tokens (`contents`), of one that came from another engine nothing. Then it
-begins at the first block behind, with shorter memory than the model, as if the request began there.
-A draft can be wrong for it; a token cannot.
+A head has KV of what this engine has computed: of a cached prefix only if the blocks hold the
+head's KV of the same tokens (`contents`), of one from another engine nothing. Then it begins at the
+first block after the prefix, with a shorter memory than the model, as if the request began there.
+This can make a draft wrong, but never a token.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class HeadDrafter:
     """See the module, and `StateDrafter`.
 
     Args:
-        layout: Of its KV: as many blocks as requests may have.
-        batch: Whose tokens and blocks are those of the requests.
-        tp: Ranks that each have the head; the first one's drafts are everyone's.
-        num_rows: Of the batch.
-        max_num_tokens: Of a step of the model.
+        layout: Layout of its KV, with as many blocks as the model's.
+        batch: Holds the tokens and blocks of the requests.
+        tp: Ranks that each have the head; all use the first one's drafts.
+        num_rows: Rows of the batch.
+        max_num_tokens: Maximum tokens of a step of the model.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class HeadDrafter:
             self._num_computed[row] = request.num_computed_tokens
 
     def _begin(self, row: int, position: int) -> None:
-        """Have a row begin at the first block behind `position`."""
+        """Start a row at the first block boundary at or after `position`."""
         first = -(-position // self._block_size)
         self._first_block[row] = first
         self._num_computed[row] = first * self._block_size
@@ -123,7 +123,7 @@ class HeadDrafter:
             start, at = int(states.start[index]), int(states.query_start[index])
             end = start + int(states.num_valid[index])
             if start > self._num_computed[row] + self._num_kept[row]:
-                self._begin(row, start)  # what is between was loaded
+                self._begin(row, start)  # the positions between were loaded
             skipped = max(0, int(self._num_computed[row] + self._num_kept[row]) - start)
             if start + skipped >= end:
                 continue
@@ -168,7 +168,7 @@ class HeadDrafter:
         return drafts
 
     def _catch_up(self, wanted: Iterable[int]) -> None:
-        """Compute the states that are kept of some rows, as far as the tokens behind are there."""
+        """Compute the kept states of some rows, as far as the tokens after them are known."""
         rows = np.array([row for row in wanted if self._num_kept[row]], dtype=np.int64)
         if not len(rows):
             return

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def needs_draft(config: EngineConfig, world: World) -> bool:
-    """Whether this stage has what drafts with KV of its own, as no engine of prompts alone has."""
+    """Whether this stage has a drafter with its own KV; a prefill-only engine never has."""
     speculative = config.speculative
     has_kv = speculative.is_by_head or speculative.method == DRAFT_MODEL
     return has_kv and config.role is not Role.PREFILL and world.pp.is_last
@@ -58,14 +58,14 @@ def load_draft(
     kernels: KernelBackend,
     progress: Callable[[str], None],
 ) -> LoadedDraft | None:
-    """Load what drafts, whole, in the dtype of the model that it drafts for.
+    """Load the drafter, unsharded, in the dtype of the model that it drafts for.
 
     Returns:
-        A model on the first rank of `tp`, a head on each of them: it has part in the model's
+        A draft model on the first rank of `tp`, or a head on each rank, as it shares the model's
         embedding.
 
     Raises:
-        ConfigError: It cannot be used, or is not made for the model.
+        ConfigError: It cannot be used, or does not fit the model.
     """
     speculative = config.speculative
     if not (speculative.is_by_head or tp.is_first):
@@ -89,10 +89,10 @@ def load_medusa(
     device: torch.device,
     kernels: KernelBackend,
 ) -> MedusaHeads | None:
-    """Load Medusa heads, if those are to draft; they are on each rank of the last stage.
+    """Load Medusa heads, if configured; they are on each rank of the last stage.
 
     Raises:
-        ConfigError: They cannot be used, or are not made for the model.
+        ConfigError: They cannot be used, or do not fit the model.
     """
     speculative = config.speculative
     if speculative.method != MEDUSA or config.role is Role.PREFILL:
@@ -106,7 +106,7 @@ def load_medusa(
 
 
 def draft_cost(target: LoadedModel) -> float:
-    """Seconds of a token of a draft, over those of a token here; 0 of what is looked up."""
+    """Return the time per draft token over that per token here; 0 if drafts are looked up."""
     if target.medusa is not None:
         return target.medusa.num_weights / _weights_of(target)
     return 0.0 if target.draft is None else target.draft.cost
@@ -178,7 +178,7 @@ def _load_head(
 
 
 def _likeliest_of(target: LoadedModel, tp: Group) -> Callable[[Tensor], Tensor]:
-    """Return what finds the likeliest token of final states, together with the other ranks."""
+    """Return a function from final states to likeliest tokens; a collective of the ranks."""
     logits = target.model.logits
     if tp.size == 1:
         return lambda states: logits(states).argmax(-1)
@@ -189,7 +189,7 @@ def _likeliest_of(target: LoadedModel, tp: Group) -> Callable[[Tensor], Tensor]:
 
 
 def layout_of(draft: LoadedDraft, dtype: torch.dtype, block_size: int) -> KVLayout:
-    """The layout of a pool of one block of its KV."""
+    """Return the layout of a pool of one block of its KV."""
     return kv_memory.layout_of_block(
         draft.arch,
         dtype,
@@ -204,7 +204,7 @@ def _weights_of(loaded: LoadedModel) -> float:
 
 
 def _weights_per_token(arch: ModelArch, slots: Mapping[str, Slot]) -> float:
-    """Elements that are read for a token on this rank, which is what takes time."""
+    """Return the weight elements read per token on this rank, which dominate its time."""
     share = 1.0 if arch.moe is None else arch.moe.top_k / arch.moe.num_experts
     return sum(
         slot.num_elements * (share if ".experts." in name else 1.0) for name, slot in slots.items()
@@ -220,7 +220,7 @@ def drafter_of(
     *,
     num_blocks: int,
 ) -> FirstRanksDrafts | HeadDrafter | MedusaDrafter | None:
-    """Return what drafts by a forward pass, if anything does.
+    """Return the drafter that takes a forward pass, if there is one.
 
     Raises:
         ConfigError: There is not enough memory for its KV.

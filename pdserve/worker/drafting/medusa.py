@@ -1,8 +1,8 @@
 """Drafts by Medusa heads: each head's likeliest token, from the state behind the newest one.
 
-The states of a step are kept until a request's next one, and heads are asked where there is room
-for a draft. Nothing of it crosses between engines: where a request comes with its tokens from
-another one, its first step makes the state, and runs without a draft.
+The states of a step are kept until a request's next one, and heads run where there is room for a
+draft. No state crosses between engines: when a request comes with its tokens from another engine,
+its first step makes the state, and runs without a draft.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class MedusaDrafter:
     """See the module.
 
     Args:
-        largest: Index of the largest of each row of logits `[M, len(heads.vocab)]` in the whole
-            vocabulary of the heads; the same on all ranks that share it.
+        largest: Returns the index of the largest logit of each row, `[M, len(heads.vocab)]`, in
+            the whole vocabulary of the heads; the same on all ranks that share it.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class MedusaDrafter:
             self._newest[rows[index]] = hidden, at
 
     def skip(self, rows: Sequence[int]) -> None:
-        """Forget the states of rows that a step has gone on with unseen."""
+        """Forget the states of rows that a step has advanced unseen."""
         for row in rows:
             self._newest.pop(row, None)
 

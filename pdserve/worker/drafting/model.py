@@ -1,14 +1,14 @@
 """Drafts by a smaller model of the same vocabulary, with KV of its own (`method: draft_model`).
 
-    propose -> what the draft model lacks of the requests' tokens, as far as a step has room
-            -> of those that lack nothing, the likeliest token, and one behind the other from there
+    propose -> computes tokens that the draft model lacks, as far as a step has room
+            -> for requests that lack none, the likeliest next tokens, one by one
 
-Its KV lies under the same block ids as the model's own, in memory of its own: a block that is
-handed out has room for both. How many tokens of a request the draft model has computed is counted
-here: blocks of a prefix cache hold its KV, too, if that was computed for the same tokens
-(`contents`), and those that came from another engine do not. Blocks that requests share are written
-by each of them, with the same values, as their tokens are the same. And were they not: KV of
-the draft model is read by the draft model alone, and a draft that is wrong changes no token.
+Its KV lies under the same block ids as the model's own, in separate memory: an allocated block has
+room for both. The number of tokens of a request that the draft model has computed is tracked here:
+blocks of a prefix cache hold its KV, too, if that was computed for the same tokens (`contents`),
+and those that came from another engine do not. Blocks that requests share are written by each of
+them, with the same values, as their tokens are the same. Even if they differed, only the draft
+model reads its KV, and a wrong draft changes no token.
 
 Source: Leviathan, Kalman, Matias, arXiv 2211.17192; the drafts are greedy.
 """
@@ -49,9 +49,9 @@ class DraftModel:
     """Drafts for the rows of a batch, made inside the step that verifies them.
 
     Args:
-        layout: Of its KV: as many blocks as requests may have.
-        batch: Whose tokens and blocks are those of the requests.
-        num_rows: Of the batch.
+        layout: Layout of its KV, with as many blocks as the model's.
+        batch: Holds the tokens and blocks of the requests.
+        num_rows: Rows of the batch.
 
     Raises:
         ConfigError: There is not enough memory for its KV.
@@ -82,33 +82,33 @@ class DraftModel:
         )
         self._contents = BlockContents(batch, layout.block_size)
         self._num_computed = np.zeros(num_rows, dtype=np.int64)
-        # What is computed behind them, as it was drafted: it counts where it proved right.
+        # Drafted tokens computed behind them: they count as far as the draft proved right.
         self._guessed: dict[int, list[int]] = {}
         self._behind: set[int] = set()
 
     def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
-        """Launch what drafts may take on a device; see `rehearsed`."""
+        """Launch all kernels that drafts may need on a device; see `rehearsed`."""
         for inputs in rehearsed(self._buffers, steps):
             hidden = self._model.forward(inputs, self._kv_layers)
             self._model.logits(hidden[: len(inputs.context_lens)])
 
     def capture(self) -> None:
-        """Capture what is replayed: drafts are as many short steps as they have tokens.
+        """Capture the steps to replay: a draft takes one short step per token.
 
         Raises:
-            RuntimeError: It cannot be captured; nothing is.
+            RuntimeError: A step cannot be captured; then no graph is kept.
         """
         if self._graphs is not None:
             self._buffers.stage_padding()
             self._graphs.capture()
 
     def close(self) -> None:
-        """Give the graphs back."""
+        """Release the graphs."""
         if self._graphs is not None:
             self._graphs.close()
 
     def _replayed(self, num_tokens: int) -> Tensor:
-        """The likeliest token behind each of the buffers' first."""
+        """Return the likeliest token after each of the first `num_tokens` in the buffers."""
         inputs = self._buffers.decode_inputs(num_tokens)
         return self._model.logits(self._model.forward(inputs, self._kv_layers)).argmax(-1)
 
@@ -126,10 +126,10 @@ class DraftModel:
         self._contents.remove(row)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
-        """See `Drafter`; the rows that lack too much have none yet.
+        """See `Drafter`; rows that lack too many tokens have no draft yet.
 
         Args:
-            wanted: Rows that may have a draft, and how long; they have blocks for it.
+            wanted: Maximum draft length by row; the rows have blocks for it.
         """
         rows = np.array([*wanted, *(self._behind - wanted.keys())], dtype=np.int64)
         rows = rows[self._batch.num_tokens(rows) <= self._max_len]
@@ -148,7 +148,7 @@ class DraftModel:
         return self._go_on(rows[drafting], end[drafting], most[drafting], tokens)
 
     def _settle(self, rows: NDArray[np.int64]) -> None:
-        """Count what was computed of former drafts, as far as those proved right."""
+        """Count the computed tokens of former drafts, as far as those proved right."""
         for row in rows.tolist():
             guessed = self._guessed.pop(row, [])
             first = end = int(self._num_computed[row])
@@ -163,9 +163,9 @@ class DraftModel:
     def _spans(
         self, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return rows, those that lack the least first, and what of each is computed now."""
+        """Return rows, those that lack the least first, and the span of each to compute now."""
         num_tokens = self._batch.num_tokens(rows)
-        # The last token is computed, be it again: what follows it is wanted.
+        # The last token is computed, even if again: its successor is wanted.
         start = np.minimum(self._num_computed[rows], num_tokens - 1)
         lacking = np.minimum(num_tokens, self._batch.num_held(rows)) - start
         order = np.argsort(lacking, kind="stable")
@@ -181,7 +181,7 @@ class DraftModel:
         most: NDArray[np.int64],
         tokens: NDArray[np.int64],
     ) -> dict[int, list[int]]:
-        """Return drafts that begin with `tokens`, as long as wanted and as positions reach."""
+        """Return drafts that begin with `tokens`, up to the wanted length and last position."""
         drafts = {row: [token] for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)}
         most = np.minimum(most, self._max_len - num_tokens + 1)
         for depth in range(1, max(most, default=0)):
@@ -202,7 +202,7 @@ class DraftModel:
         end: NDArray[np.int64],
         drafting: NDArray[np.bool_],
     ) -> NDArray[np.int64]:
-        """Compute tokens, whose KV is written; return those that follow, where `drafting`."""
+        """Compute tokens and write their KV; return the next tokens where `drafting`."""
         if not len(rows):
             return np.zeros(0, dtype=np.int64)
         for row, first, last in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
@@ -228,13 +228,13 @@ class DraftModel:
 
 
 class FirstRanksDrafts:
-    """Drafts that the first rank of a TP group makes, on all of its ranks.
+    """Shares the drafts of a TP group's first rank with all of its ranks.
 
     Drafts decide what a step computes: ranks must not differ in them, and the same arithmetic on
-    another processor may be another in the last bit.
+    another processor may differ in the last bit.
 
     Args:
-        own: On the first rank.
+        own: The drafter, on the first rank.
     """
 
     def __init__(self, own: DraftModel | None, tp: Group) -> None:
@@ -278,10 +278,10 @@ class FirstRanksDrafts:
 
 
 def rehearsed(buffers: StepBuffers, steps: Sequence[tuple[int, int]]) -> Iterator[StepInputs]:
-    """Bring steps to a device that store nothing, one after the other: prompts, and single tokens.
+    """Bring steps that store nothing to a device, one by one: prompts, and single tokens.
 
     Args:
-        steps: Requests and tokens of steps of the model; of those what fits into the buffers.
+        steps: Requests and tokens of the model's steps, cut to fit into the buffers.
     """
     single = [(num_rows, num_rows) for num_rows, _ in steps]
     for num_rows, num_tokens in dict.fromkeys([*single, *steps]):
@@ -295,8 +295,8 @@ def drafts_of_first(
     """Return the drafts of the group's first rank on all of them.
 
     Args:
-        wanted: By row, how long a draft may be; the same on all.
-        drafts: This rank's.
+        wanted: Maximum draft length by row; the same on all.
+        drafts: This rank's drafts.
     """
     if tp.size == 1 or not wanted:
         return drafts

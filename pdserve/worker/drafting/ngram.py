@@ -1,8 +1,8 @@
 """Drafts by looking up where the last tokens stood before (prompt lookup decoding).
 
-The longest run of last tokens that stands elsewhere too is looked for, in the prompt, the
-prediction and the answer so far; of equally long ones the latest is taken, and what followed it
-there is the draft. Costs a few operations over the tokens, no memory beyond a copy of them.
+Looks for the longest run of the last tokens that also occurs elsewhere in the prompt, the
+prediction or the answer so far; the latest occurrence wins, and the tokens that followed it there
+are the draft. Costs a few operations over the tokens, no memory beyond a copy of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NgramDrafter:
     """See the module.
 
     Args:
-        longest, shortest: Tokens that are compared at most, and that must be alike at least.
+        longest, shortest: Maximum number of tokens to compare, and minimum that must match.
     """
 
     def __init__(self, *, longest: int, shortest: int) -> None:
@@ -50,7 +50,7 @@ class NgramDrafter:
         return {row: self._follow(row, max_tokens) for row, max_tokens in wanted.items()}
 
     def _follow(self, row: int, max_tokens: int) -> list[int]:
-        """Look up what followed. A run that reaches the newest token goes on as it began."""
+        """Look up what followed. A run that reaches the newest token repeats from its start."""
         corpus = self._corpora[row]
         tokens = corpus.tokens
         ends, length = longest_runs(tokens, corpus.last)
@@ -61,11 +61,11 @@ class NgramDrafter:
 
 
 def longest_runs(tokens: NDArray[np.int32], last: Sequence[int]) -> tuple[NDArray[np.int64], int]:
-    """Return where the longest runs that `last` ends with stand in `tokens`, and their length.
+    """Find the longest runs in `tokens` that are also the end of `last`.
 
     Returns:
-        Where each ends, rising, but for the end of `tokens` itself; 0 if even the last one of
-        `last` stands nowhere.
+        The end of each run, rising, without the end of `tokens` itself; and their length, 0 if
+        even the last token of `last` is not found.
     """
     if not last:
         return np.zeros(0, np.int64), 0
@@ -84,13 +84,13 @@ def longest_runs(tokens: NDArray[np.int32], last: Sequence[int]) -> tuple[NDArra
 
 
 class Corpus:
-    """Prompt, prediction and answer of one request, one behind the other.
+    """Concatenation of the prompt, prediction and answer of one request.
 
-    The prediction stands behind a copy of the prompt's end, as the answer does: its first tokens
-    are found by what comes before them.
+    The prediction follows a copy of the prompt's end, as the answer does: its first tokens are
+    found by the tokens before them.
 
     Attributes:
-        last: The newest tokens of prompt and answer, as many as are compared.
+        last: The newest tokens of prompt and answer, as many as may be compared.
     """
 
     def __init__(self, request: NewRequest, num_compared: int) -> None:
@@ -110,7 +110,7 @@ class Corpus:
         return self._tokens[: self._num]
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Add what was put out."""
+        """Add output tokens."""
         end = self._num + len(token_ids)
         if end > len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.zeros(end + _SPARE, dtype=np.int32)])

@@ -1,12 +1,11 @@
 """Drafts from earlier outputs, here and of other requests, by frequency (suffix decoding).
 
-The longest run of last tokens that stands elsewhere is looked for, in the request itself and in
-answers to former requests of the same salt; where it stands several times, each token of the draft
+Looks for the longest run of the last tokens that occurs elsewhere, in the request itself and in
+answers to former requests of the same salt; where it occurs several times, each token of the draft
 is the one that followed most often, as long as that is often enough. The longer the run, the longer
 the draft (SuffixDecoding: Oliaro et al., arXiv 2411.04975).
 
-What was put out under one salt is never looked at under another: how fast an answer comes would
-tell of it.
+Output under one salt is never used under another: the speed of an answer would reveal it.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class SuffixDrafter:
         return {row: self._follow(row, max_tokens) for row, max_tokens in wanted.items()}
 
     def _follow(self, row: int, max_tokens: int) -> list[int]:
-        """Look up what followed. Of runs of the same length the request's own counts."""
+        """Look up what followed. Among runs of equal length the request's own wins."""
         corpus = self._corpora[row]
         tokens = corpus.tokens
         ends, length = longest_runs(tokens, corpus.last)
@@ -95,10 +94,10 @@ class SuffixDrafter:
 def _most_often(
     tokens: NDArray[np.int32], ends: NDArray[np.int64], max_tokens: int, least: float
 ) -> list[int]:
-    """Return what follows most often, as long as the whole of it does so with a share of `least`.
+    """Return the most frequent continuation, while the share of all of it is at least `least`.
 
     Args:
-        ends: What is followed; each has a token behind it.
+        ends: Ends of the runs; each has a token after it.
     """
     draft: list[int] = []
     num = len(ends)
@@ -109,7 +108,7 @@ def _most_often(
         if not known.size:
             break
         found, first, counts = np.unique(known[::-1], return_index=True, return_counts=True)
-        # Of equally frequent ones the latest.
+        # Among equally frequent ones, the latest.
         best = np.lexsort((first, -counts))[0]
         if counts[best] < least * num:
             break
@@ -119,10 +118,10 @@ def _most_often(
 
 
 class _FormerAnswers:
-    """Answers one behind the other, the oldest first.
+    """Concatenated answers, the oldest first.
 
     Args:
-        max_answers: Older ones are forgotten.
+        max_answers: Maximum number of answers; older ones are forgotten.
     """
 
     def __init__(self, max_answers: int) -> None:
@@ -131,7 +130,7 @@ class _FormerAnswers:
         self.tokens: NDArray[np.int32] = np.zeros(0, np.int32)
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Add one; of a very long one its end."""
+        """Add an answer; only the end of a very long one."""
         added = np.array([*token_ids[1 - _MAX_TOKENS :], _BETWEEN], np.int32)
         self._lengths.append(len(added))
         num_old = 0
