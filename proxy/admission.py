@@ -1,17 +1,17 @@
 """Gives out places: by priority band, then to the tenant that has had the least.
 
-Each tenant has a counter of the work that it has had (VTC, "Fairness in Serving Large Language
-Models", OSDI 2024): prompt tokens that had to be computed, and each output token twice. The waiting
-request of the least counter comes next; who comes back from a pause begins where the least of the
-others is, so that pauses save nothing up. What a request will take is counted when it begins, and
-put right when it ends. Among the requests of one tenant the first to come is the first.
+Each tenant has a counter of the work it has received (VTC, "Fairness in Serving Large Language
+Models", OSDI 2024): prompt tokens that had to be computed, and each output token twice. The tenant
+with the lowest counter goes next; a tenant that returns from a pause starts at the lowest counter
+of the others, so that pauses earn no credit. A request's expected cost is counted when it begins
+and corrected when it ends. The requests of one tenant are served first come, first served.
 
-Requests with a priority below 0 are critical, those above 0 sheddable. A band comes before the next
-one, and keeps places from it: the fuller the proxy, the fewer places lower bands may take. Whoever
-waits rises a band every half minute.
+Requests with a priority below 0 are critical, those above 0 sheddable. A band goes before the next
+one, and has places reserved from it: the fuller the proxy, the fewer places lower bands may take.
+A waiting request rises a band every half minute.
 
-`FairPlaces` decides that, with a clock that it is given; `AdmissionQueue` has requests wait for it,
-so many at most and for so long.
+`FairPlaces` makes these decisions with the clock it is given; `AdmissionQueue` makes requests wait
+for them, with limits on the queue's length and on the time in it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MAX_IDLE_TENANTS: Final = 4096
 
 
 def band_of(priority: int) -> int:
-    """The band of a request's priority, which counts as vLLM's does: lower is earlier."""
+    """Return the band of a request's priority; as in vLLM, a lower number goes earlier."""
     return max(CRITICAL, min(SHEDDABLE, priority))
 
 
@@ -62,14 +62,14 @@ class Claim:
     """A request's claim to a place.
 
     Attributes:
-        tenant: Who asks.
-        cost: What it will take, as far as is known: in prompt tokens.
-        num_tokens: Of that, the prompt.
-        is_ready: Whether it should begin now; it is told whether its tenant has had clearly more
-            than its part of late. Asked again at each `look`.
-        goes_round: It needs nothing of what the others of its tenant wait for.
+        tenant: The tenant that sent the request.
+        cost: Its expected cost, as far as known, in prompt tokens.
+        num_tokens: The prompt's part of `cost`.
+        is_ready: Returns whether it should begin now; the argument is whether its tenant has
+            clearly exceeded its share recently. Called again at each `look`.
+        goes_round: Whether it needs nothing that its tenant's other requests wait for.
         grant: Called once, when it gets a place.
-        spent: What it has taken, to be set before the place is left; None: as expected.
+        spent: Its actual cost, to be set before the place is given up; None: as expected.
     """
 
     tenant: str = ""
@@ -86,13 +86,13 @@ class Claim:
     is_running: bool = field(default=False, init=False)
 
     def band_at(self, now_s: float) -> int:
-        """Its band, with those that it has risen by."""
+        """Return its band, after the rises for waiting."""
         return max(CRITICAL, self.band - int((now_s - self.since_s) / RISE_S))
 
 
 @dataclass(frozen=True, slots=True)
 class _Had:
-    """What a tenant had by a moment, older things counting less and less."""
+    """The work a tenant had received by a point in time, with older work decayed."""
 
     cost: float
     at_s: float
@@ -102,10 +102,10 @@ class _Had:
 
 
 class FairPlaces:
-    """Places, who has them, and who waits.
+    """The places, their holders, and the waiting requests.
 
     Args:
-        max_running: How many places there are.
+        max_running: Number of places.
         now_s: Monotonic time.
     """
 
@@ -123,7 +123,7 @@ class FairPlaces:
         self.num_waiting = 0
 
     def ask(self, claim: Claim) -> None:
-        """Give it a place now, or let it wait."""
+        """Give a claim a place now, or let it wait."""
         self._come(claim)
         claim.since_s = self._now_s()
         self._pace.go_on(claim.since_s, is_waited=self.num_waiting > 0)
@@ -136,7 +136,7 @@ class FairPlaces:
         claim.has_waited = claim.is_waiting
 
     def withdraw(self, claim: Claim) -> None:
-        """Have one that waits wait no more."""
+        """Remove a waiting claim."""
         self._forget(claim)
         self._leave(claim)
         self.look()
@@ -145,7 +145,7 @@ class FairPlaces:
         """Take a place back.
 
         Args:
-            cost: What the request took; None: as expected.
+            cost: The request's actual cost; None: as expected.
         """
         self.num_running -= 1
         if cost is not None:
@@ -154,8 +154,8 @@ class FairPlaces:
         self.look()
 
     def look(self) -> None:
-        """Give places to those who may begin now; there may be more room than there was."""
-        if self._is_looking:  # who is granted a place may change what is asked here
+        """Give places to claims that may begin now, as there may be more room than before."""
+        if self._is_looking:  # granting a place may change the conditions evaluated here
             return
         self._is_looking = True
         try:
@@ -165,7 +165,7 @@ class FairPlaces:
             self._is_looking = False
 
     def newest_of_greediest(self, tenant: str) -> Claim | None:
-        """Who is to make room for a tenant in a full queue; None: nobody waits with so many."""
+        """Return the claim to evict from a full queue for a tenant; None: no tenant has enough."""
         waiting: Counter[str] = Counter()
         for (name, _), queue in self._waiting.items():
             waiting[name] += len(queue)
@@ -178,7 +178,7 @@ class FairPlaces:
         return self._waiting[greediest, max(bands)][-1]
 
     def tokens_before(self, tenant: str) -> float:
-        """Prompt tokens before one more request of a tenant: its own, and as many of each other."""
+        """Return prompt tokens before a tenant's next request: its own, as many of each other."""
         waiting: dict[str, float] = {}
         for (name, _), queue in self._waiting.items():
             waiting[name] = waiting.get(name, 0.0) + sum(claim.num_tokens for claim in queue)
@@ -186,12 +186,12 @@ class FairPlaces:
         return sum(min(own, tokens) for tokens in waiting.values())
 
     def wait_s(self, tenant: str, expected_s: Callable[[float], float]) -> float:
-        """Seconds that one more request of a tenant would wait, at the pace of late.
+        """Return the seconds that a tenant's next request would wait, at the recent pace.
 
-        Others may have a part of what is waited for, of whom this proxy is not told.
+        Senders unknown to this proxy may hold part of the capacity that is waited for.
 
         Args:
-            expected_s: Returns how long so many prompt tokens would wait, were there no others.
+            expected_s: Returns how long that many prompt tokens would wait, without such senders.
         """
         before = self.tokens_before(tenant)
         if not before:
@@ -203,11 +203,11 @@ class FairPlaces:
         return expected * (passed_s + _EXPECTED_S) / (worth_s + _EXPECTED_S)
 
     def is_held_back(self, tenant: str) -> bool:
-        """Whether a tenant's requests wait for idle engines, while there are places."""
+        """Return whether a tenant's requests wait for idle engines although places are free."""
         return self.num_running < self._max_running and self.is_over_share(tenant)
 
     def is_over_share(self, tenant: str) -> bool:
-        """Whether a tenant has had clearly more than its part of what was had of late."""
+        """Return whether a tenant has clearly exceeded its share of recent work."""
         now_s = self._now_s()
         for name in [name for name, each in self._late.items() if now_s - each.at_s > RECENT_S]:
             del self._late[name]
@@ -238,11 +238,11 @@ class FairPlaces:
         self._late[tenant] = _Had(max(0.0, before + cost), now_s)
 
     def _least(self) -> float:
-        """The counter of who has had least, of those who are there."""
+        """Return the lowest counter among the tenants present."""
         return min((self._counters[name] for name in self._num_of), default=0.0)
 
     def _next(self) -> Claim | None:
-        """Who is to get a place now; O(tenants that wait)."""
+        """Return the claim that gets the next place; O(waiting tenants)."""
         if not self.num_waiting or self.num_running >= self._max_running:
             return None
         now_s = self._now_s()
@@ -258,7 +258,7 @@ class FairPlaces:
         return claim.band_at(now_s), self._counters[claim.tenant], claim.since_s
 
     def _ceiling(self, band: int) -> float:
-        """Up to how many places requests of a band may take one; the highest of those there all."""
+        """Return how many places a band may fill; the highest band present may fill all."""
         higher = sum(1 for each in self._num_in_band if each < band)
         if not higher:
             return self._max_running
@@ -275,7 +275,7 @@ class FairPlaces:
         claim.grant()
 
     def _forget(self, claim: Claim) -> None:
-        """Have it wait no more."""
+        """Remove a claim from the waiting ones."""
         self._pace.go_on(self._now_s(), is_waited=True)
         queue = self._waiting[claim.tenant, claim.band]
         queue.remove(claim)
@@ -289,12 +289,12 @@ class AdmissionQueue:
     """Places for running requests, with a bounded queue in front of them.
 
     Args:
-        max_concurrent: Requests that may run at once.
-        queue_size: Requests that may wait for a place.
-        queue_timeout_s: How long one may wait.
+        max_concurrent: Limit on requests running at once.
+        queue_size: Limit on requests waiting for a place.
+        queue_timeout_s: Longest wait of one request.
 
     Attributes:
-        places: Who has them, and who waits.
+        places: The places, their holders, and the waiting requests.
     """
 
     def __init__(self, max_concurrent: int, queue_size: int, queue_timeout_s: float) -> None:
@@ -331,7 +331,7 @@ class AdmissionQueue:
         """Check that one more request of a tenant may run or wait.
 
         Raises:
-            OverloadedError: It would be refused now.
+            OverloadedError: Such a request would be refused now.
         """
         is_full = self.num_waiting >= self._queue_size
         is_busy = self.num_running >= self._max_concurrent or self.num_waiting > 0
@@ -369,7 +369,7 @@ class AdmissionQueue:
             )
 
     def _turn_away(self, tenant: str) -> None:
-        """Make room in the queue for one more request of a tenant, if another one takes it all."""
+        """Make room in the queue for a tenant's next request, if another tenant fills it."""
         victim = self.places.newest_of_greediest(tenant)
         if victim is not None:
             self.places.withdraw(victim)
@@ -381,7 +381,7 @@ class AdmissionQueue:
             waiter.set_result(has_place)
 
     def _give_up(self, claim: Claim) -> None:
-        """Leave the queue; pass on a place that was granted in the same moment."""
+        """Leave the queue; pass on a place that was granted at the same moment."""
         if claim.is_running:
             self.places.take_back(claim, 0.0)
         elif claim.is_waiting:
@@ -389,18 +389,18 @@ class AdmissionQueue:
 
 
 class _Pace:
-    """How fast those who wait get places; older things count less and less.
+    """The rate at which waiting requests get places, with older data decayed.
 
     Attributes:
-        tokens: Of prompts that have waited, and got a place.
-        seconds: For which somebody waited.
+        tokens: Prompt tokens of requests that waited and got a place.
+        seconds: Time during which any request waited.
     """
 
     def __init__(self) -> None:
         self.tokens = self.seconds = self._at_s = 0.0
 
     def go_on(self, now_s: float, *, is_waited: bool) -> None:
-        """Take note of the time until now, for which somebody has waited or not."""
+        """Account for the time until now, during which a request waited or none did."""
         passed_s, self._at_s = now_s - self._at_s, now_s
         left = math.exp(-passed_s / _PACE_S)
         self.tokens *= left
@@ -408,7 +408,7 @@ class _Pace:
 
 
 def _take_one(counter: Counter[T], key: T) -> None:
-    """Count one less; what there is none of has no entry."""
+    """Decrement a count; an entry that reaches 0 is removed."""
     counter[key] -= 1
     if not counter[key]:
         del counter[key]

@@ -70,10 +70,10 @@ _RELEASE_TIMEOUT_S = 5.0
 
 
 async def run_proxy(config: ProxyConfig, *, on_ready: Callable[[str], None]) -> signal.Signals:
-    """Serve until SIGINT or SIGTERM; return which one it was.
+    """Serve until SIGINT or SIGTERM; return the signal received.
 
-    After SIGTERM requests are taken for the drain delay, and what runs then may finish within the
-    shutdown timeout; a second signal cuts it off.
+    After SIGTERM requests are accepted for the drain delay; those still running then may finish
+    within the shutdown timeout. A second signal cuts them off.
 
     Args:
         on_ready: Called with the base URL once connections are accepted.
@@ -100,9 +100,9 @@ class Proxy:
 
     Args:
         clock: Measures requests and leases.
-        rng: Draws the seeds of requests that bring none.
+        rng: Draws seeds for requests without one.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
-        make_feed: Makes what brings engines' KV events; None: from their sockets.
+        make_feed: Creates the source of engines' KV events; None: their sockets.
     """
 
     def __init__(
@@ -197,8 +197,7 @@ class Proxy:
         """Check the engines once and accept connections; return the base URL.
 
         Raises:
-            ConfigError: The address cannot be bound, or a file of TLS or the tokenizer cannot be
-                used.
+            ConfigError: The address cannot be bound, or a TLS file or the tokenizer is unusable.
         """
         self._http.tls = await asyncio.to_thread(client_context, self._config.tls)
         if self._prefixes is not None:
@@ -235,13 +234,13 @@ class Proxy:
         return listener.url
 
     async def stop(self, *, cut: asyncio.Event | None = None, delay_s: float = 0.0) -> None:
-        """Turn unready, take no connections, finish what runs, give leases back, close.
+        """Turn unready, refuse connections, finish running requests, give leases back, close.
 
-        Requests that still come over open connections are served, each as its connection's last.
+        Requests that still arrive on open connections are served, each as its connection's last.
 
         Args:
-            cut: Once set, what still runs is cut off.
-            delay_s: How long connections are still taken: who sends requests looks at `/readyz`.
+            cut: Once set, requests still running are cut off.
+            delay_s: How long connections are still accepted, for senders that poll `/readyz`.
         """
         cut = cut or asyncio.Event()
         self.live.is_leaving = True
@@ -274,10 +273,10 @@ class Proxy:
         await self._http.close(_RELEASE_TIMEOUT_S)
 
     async def _answer_gateways(self) -> None:
-        """Begin to pick engines for gateways.
+        """Start picking engines for gateways.
 
         Raises:
-            ConfigError: The address or a file of TLS cannot be used, or grpcio is missing.
+            ConfigError: The address or a TLS file cannot be used, or grpcio is missing.
         """
         # gRPC is for those who have it.
         from pdserve.proxy.epp.listener import EppListener
@@ -287,27 +286,27 @@ class Proxy:
 
     @property
     def epp_address(self) -> str | None:
-        """Where gateways are answered, as `host:port`; None: nowhere."""
+        """The address that answers gateways, as `host:port`; None: gateways are not served."""
         return None if self._epp is None else self._epp.address
 
     @property
     def num_background_tasks(self) -> int:
-        """Releases and drains under way."""
+        """Number of releases and drains under way."""
         return len(self._http.background)
 
     def _heard(self, engine: Backend, load: RoutingLoad) -> None:
-        """Take what an engine says that it has to do."""
+        """Record the load that an engine reports."""
         engine.heard(load, self._clock.monotonic_s())
         if self.pairing is not None:
             self.pairing.heard(engine, load)
 
     def _taught(self, url: str, learned: Sequence[LearnedTimes]) -> None:
-        """Take what an engine says that its steps take."""
+        """Record the step times that an engine reports."""
         if self.pairing is not None:
             self.pairing.model.hear(url, learned)
 
     def _gone(self, url: str) -> None:
-        """Forget what an engine had to do that has left for good."""
+        """Forget the load of an engine that has left for good."""
         if self.pairing is not None:
             self.pairing.ledger.forget(url)
 
@@ -319,7 +318,7 @@ class Proxy:
         app.on_response_prepare.append(tell_ignored)
         for part in self._parts:
             app.add_routes(part.routes())
-        # What engines and proxies say to one another by the way is no client's.
+        # Internal messages between engines and proxies are not for clients.
         described = openapi.document(
             "pdserve", openapi.PROXY, without=(PARAMS,), root_path=self._config.root_path
         )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Health(enum.Enum):
-    """What the last check saw."""
+    """The result of the last check."""
 
     UNKNOWN = "unknown"
     READY = "ready"
@@ -40,10 +40,10 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """Keeps requests away from what fails: `threshold` failures in a row open it for `timeout_s`.
+    """Keeps requests from a failing target: `threshold` failures in a row open it for `timeout_s`.
 
-    After that one request may try, and another one when that has ended, or has said nothing for as
-    long. A success closes the breaker, but for one from before the last failure.
+    After that one request may try, and another when that one has ended or has been silent for
+    `timeout_s`. A success closes the breaker unless it is older than the last failure.
     """
 
     def __init__(self, clock: Clock, threshold: int, timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """The state as of now."""
+        """The current state."""
         if self._opened_s is None:
             return BreakerState.CLOSED
         if self._clock.monotonic_s() - self._opened_s < self._timeout_s:
@@ -77,14 +77,14 @@ class Breaker:
                 return trial_s is None or self._clock.monotonic_s() - trial_s >= self._timeout_s
 
     def begin(self) -> float | None:
-        """Note that a request goes through; return when, if it is the one that may try."""
+        """Note that a request goes through; return the time if it is the trial request."""
         if self.state is not BreakerState.HALF_OPEN or not self.allows:
             return None
         self._trial_s = self._clock.monotonic_s()
         return self._trial_s
 
     def leave(self, trial_s: float | None) -> None:
-        """Note that a request has ended, or that nothing more can be learnt from it.
+        """Note that a request has ended, or can reveal nothing more.
 
         Args:
             trial_s: What `begin` returned. Requests from before the breaker opened may still run.
@@ -93,7 +93,7 @@ class Breaker:
             self._trial_s = None
 
     def succeed(self, at_s: float = float("inf")) -> None:
-        """Note that something went well at `at_s` (monotonic seconds), or just now."""
+        """Note a success at `at_s` (monotonic seconds), or just now."""
         if at_s >= self._failed_s:
             self._failures, self._opened_s, self._trial_s = 0, None, None
 
@@ -111,23 +111,23 @@ class Backend:
 
     Attributes:
         url: Base URL, without a slash at the end; names the engine.
-        is_static: Given on the command line: stays without a lease.
-        lease_end_s: Monotonic; when a registered engine is forgotten.
-        pending_tokens: Prompt tokens of the requests in flight that it did not have already;
+        is_static: Whether it is from the command line, and so stays without a lease.
+        lease_end_s: When a registered engine is forgotten; monotonic seconds.
+        pending_tokens: Prompt tokens of requests in flight that were not in its cache;
             counted only for policies that look at prefixes.
-        num_foreign: Requests there that are not this proxy's, as of `load_s`.
+        num_foreign: Number of its requests that are from other senders, as of `load_s`.
         models: Entries of its `/v1/models`.
         legs: Exchanges in flight.
-        is_watched: Its health is being checked.
-        is_gone: It was forgotten; what runs there goes on.
-        told_s: Monotonic; when the log last said how it is.
-        snapshot: What it last said of itself, and in which life it said so.
-        is_idle: It held no request, and no KV that others may read, as of `load_s`; true where it
-            does not say.
-        is_draining: It is being left, or was: no request is sent there.
-        home_role: The role that one that does both takes first under this load; None: either.
-        ahead_s: By how much its host's wall clock is ahead of this one's, at least; 0 where they
-            agree as far as can be told.
+        is_watched: Whether its health is being checked.
+        is_gone: Whether it was forgotten; requests running there go on.
+        told_s: When its state was last logged; monotonic seconds.
+        snapshot: Its last report, with the life it is from.
+        is_idle: Whether it held no request, and no KV for others to read, as of `load_s`; true
+            if it does not say.
+        is_draining: Whether it is being drained, or was; it is sent no requests.
+        home_role: The preferred role, under this load, of an engine with both; None: either.
+        ahead_s: Lower bound on how far its host's wall clock is ahead of this one's; 0 if no
+            difference can be shown.
     """
 
     url: str
@@ -157,22 +157,22 @@ class Backend:
 
     @property
     def layout(self) -> str | None:
-        """Digest of what its KV means, weights included; None if it does not say."""
+        """Digest of its KV's meaning, weights included; None if it does not say."""
         return None if self.info is None else self.info.layout_digest
 
     @property
     def available(self) -> bool:
-        """Whether a request may be sent there now."""
+        """Whether a request may be sent to it now."""
         return self.health is Health.READY and self.breaker.allows and not self.is_draining
 
     @property
     def absence(self) -> str:
-        """Why no request may be sent there, if it is not available."""
+        """The reason why no request may be sent to it, if it is not available."""
         return "it is drained" if self.is_draining else self.reason or "its breaker is open"
 
     @property
     def home(self) -> Role:
-        """The role that it takes first: its own, or one half of it for the time being."""
+        """Its preferred role: its own, or for now one half of it."""
         return self.home_role or self.role
 
     def prefills(self) -> bool:
@@ -184,12 +184,12 @@ class Backend:
         return self.role is not Role.PREFILL
 
     def heard(self, load: RoutingLoad, now_s: float) -> None:
-        """Take what it says that it has to do, all its cores together."""
+        """Record the load it reports, summed over its cores."""
         self.load_s = now_s
         self.num_foreign = max(0, load.num_requests - self.in_flight)
         self.kv_usage = load.kv_usage
 
     def lose_legs(self) -> None:
-        """Fail every exchange with it: it was found dead."""
+        """Fail every exchange with it, as it was found dead."""
         for leg in list(self.legs):
             leg.lose(WorkerError(f"{leg.url}: the engine stopped answering", reason="lost"))

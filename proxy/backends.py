@@ -1,8 +1,8 @@
 """The engines behind this proxy: which exist, which fit together, how loaded they are.
 
 Engines from the command line stay for good; others register themselves and stay while they renew
-their lease. `checks` finds out how they are; `breakers` keeps what is held against them and their
-pairs. Knows nothing of requests but their number. Sends nothing.
+their lease. `checks` finds out their health; `breakers` holds the failures of engines and of their
+pairs. Knows only the number of requests. Sends nothing.
 
 Costs: a choice is O(prefill engines x decode engines) at worst, O(engines) as soon as one
 compatible pair is found early.
@@ -48,7 +48,7 @@ class Backends:
     """All engines this proxy knows of.
 
     Args:
-        on_gone: Told the URL of an engine that is forgotten.
+        on_gone: Called with the URL of an engine that is forgotten.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Backends:
 
     @property
     def has_lost_prefill(self) -> bool:
-        """Whether a prefill engine is known, ready or not, or one has vanished lately."""
+        """Whether a prefill engine is known, ready or not, or has vanished recently."""
         return self._is_recent(self._prefill_lost_s) or any(b.role is Role.PREFILL for b in self)
 
     @property
     def has_lost_decode(self) -> bool:
         """Whether an engine that decodes is known, ready or not, or was until recently.
 
-        One that deregistered counts as well: it may come back, and until then none decodes.
+        One that deregistered counts as well: it may come back.
         """
         decoders = (Role.DECODE, Role.BOTH)
         return any(b.decodes() for b in self) or any(
@@ -104,13 +104,13 @@ class Backends:
 
     @property
     def available(self) -> frozenset[Backend]:
-        """The engines that a request may be sent to now."""
+        """The engines to which a request may be sent now."""
         return frozenset(backend for backend in self if backend.available)
 
     def some(self, number: int, num_each: int) -> list[Backend]:
         """Return `num_each` engines of each home role; O(`num_each`).
 
-        Each `number` gives other engines, and numbers in a row take turns at all of them.
+        Consecutive values of `number` rotate through all engines.
         """
         if not self._pools:
             for each in self._backends.values():
@@ -133,7 +133,7 @@ class Backends:
         return self._backends.get(url)
 
     def give_homes(self, homes: Mapping[str, Role]) -> None:
-        """Note the home roles of engines; those that are not named keep to their own role."""
+        """Set the home roles of engines; engines not named keep their own role."""
         for each in self._backends.values():
             home = homes.get(each.url)
             if each.home_role is not home:
@@ -173,13 +173,13 @@ class Backends:
     # --- registration
 
     def require_fit(self, registration: Registration) -> None:
-        """Refuse an engine that cannot be taken in among the others.
+        """Refuse an engine that does not fit the others.
 
         Raises:
             BadRequestError: A field is out of range.
-            HandshakeError: It serves another model than an engine it would exchange KV with, or
-                keeps its KV in another way. One of other weights, or of another version, is
-                taken in: it finds its pairs among its like.
+            HandshakeError: Its model or KV format differs from that of an engine it would exchange
+                KV with. One with other weights, or of another version, is accepted: it is paired
+                with engines like itself.
         """
         url = _bare(registration.url)
         if not url.startswith(("http://", "https://")):
@@ -192,10 +192,10 @@ class Backends:
         self._refuse_misfit(url, Role(registration.role), registration.engine)
 
     def register(self, registration: Registration) -> Backend:
-        """Take an engine in, or renew its lease.
+        """Accept an engine, or renew its lease.
 
-        A new life of a known engine replaces the former one, whose failures say nothing
-        about it.
+        A new life of a known engine replaces the former one, and is not blamed for its
+        failures.
 
         Raises:
             BadRequestError, HandshakeError: As of `require_fit`.
@@ -223,7 +223,7 @@ class Backends:
         return backend
 
     def expire(self, backend: Backend) -> None:
-        """Forget an engine whose lease ran out; harmless if it did not, or the engine is gone."""
+        """Forget an engine whose lease ran out; do nothing if it did not, or the engine is gone."""
         if backend.is_gone or self._clock.monotonic_s() <= backend.lease_end_s:
             return
         self._forget(backend, "its lease ran out", level=logging.WARNING)
@@ -231,7 +231,7 @@ class Backends:
             self._prefill_lost_s = self._clock.monotonic_s()
 
     def deregister(self, url: str) -> None:
-        """Stop sending to an engine that deregisters; what runs there goes on."""
+        """Stop sending to an engine that deregisters; requests running there go on."""
         backend = self._backends.get(_bare(url))
         if backend is None:
             return
@@ -241,7 +241,7 @@ class Backends:
             self._forget(backend, "it deregistered")
 
     def knows(self, url: str, engine: EngineInfo) -> bool:
-        """Whether this life of an engine was taken in already: others have to fit it."""
+        """Return whether this life of an engine was already accepted: others must fit it."""
         known = self.get(_bare(url))
         return (
             known is not None
@@ -259,7 +259,7 @@ class Backends:
                 raise HandshakeError(_cannot_exchange(url, engine, other.url, other.info))
 
     def counterparts(self, url: str, role: Role) -> Iterator[Backend]:
-        """Yield the engines that one of this role, at `url`, would exchange KV with."""
+        """Yield the engines with which one of this role, at `url`, would exchange KV."""
         for other in self:
             pairs = (role is not Role.DECODE and other.decodes()) or (
                 role is not Role.PREFILL and other.prefills()
@@ -268,7 +268,7 @@ class Backends:
                 yield other
 
     def learn(self, backend: Backend, engine: EngineInfo) -> None:
-        """Note which engine answers at a URL; a restarted one begins with a clean slate."""
+        """Note which engine answers at a URL; a restarted one starts with a clean slate."""
         self._unname(backend)
         former, backend.info = backend.info, engine
         if not backend.is_gone:
@@ -296,10 +296,10 @@ class Backends:
         return max((b.info.max_model_len for b in self if b.info is not None), default=0)
 
     def view(self, backend: Backend, *, hit_tokens: int = 0) -> BackendView:
-        """Return what a policy may know of an engine.
+        """Return a policy's view of an engine.
 
         Args:
-            hit_tokens: Of the prompt that is asked about, how much it has.
+            hit_tokens: Tokens of the prompt in question that it has.
         """
         return BackendView(
             url=backend.url,
@@ -314,10 +314,10 @@ class Backends:
     # --- pairs
 
     def can_pair(self, prefill: Backend, decode: Backend) -> bool:
-        """Whether KV of the one is KV of the other, as far as they say.
+        """Return whether two engines' KV is interchangeable, as far as they say.
 
-        Equal digests say that it means the same at both: model, weights, dtype. How it is
-        shared out over ranks and blocks may differ.
+        Equal digests mean the same model, weights and dtype. The distribution over ranks and
+        blocks may differ.
         """
         if prefill is decode:
             return False
@@ -325,7 +325,7 @@ class Backends:
         return not (ours and theirs) or ours.layout_digest == theirs.layout_digest
 
     def can_push(self, prefill: Backend, decode: Backend) -> bool:
-        """Whether one can write into the other's blocks, as both say."""
+        """Return whether both say that one can write into the other's blocks."""
         ours, theirs = prefill.info, decode.info
         return (
             ours is not None
@@ -336,7 +336,7 @@ class Backends:
         )
 
     def lets_through(self, prefill: Backend, decode: Backend, mode: KVMode) -> bool:
-        """Whether the pair's breaker lets KV through in this way."""
+        """Return whether the pair's breaker lets KV through in this mode."""
         return self._breakers.lets_through(prefill, decode, mode)
 
     def count(self) -> dict[tuple[str, str], int]:
@@ -358,10 +358,10 @@ def _bare(url: str) -> str:
 
 
 def _is_same_model(ours: EngineInfo, theirs: EngineInfo) -> bool:
-    """Whether two engines may belong to one deployment, also while it is rolled.
+    """Return whether two engines may belong to one deployment, even during a rolling update.
 
-    Weights may then differ, if both are served by one name, and so may what a version knows of a
-    layout: only what both know is compared.
+    Weights may then differ, if both are served under one name, and so may the layout fields that
+    a version knows: only those that both know are compared.
     """
     if ours.layout_digest == theirs.layout_digest:
         return True
@@ -372,7 +372,7 @@ def _is_same_model(ours: EngineInfo, theirs: EngineInfo) -> bool:
 
 
 def _cannot_exchange(url: str, engine: EngineInfo, other_url: str, other: EngineInfo) -> str:
-    """Name what differs, with both values."""
+    """Return a description of the difference, with both values."""
     ours, theirs = ({**each.layout, "served model name": each.model} for each in (engine, other))
     differing = [
         f"{name} is {ours.get(name)} here and {theirs.get(name)} there"

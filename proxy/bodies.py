@@ -1,7 +1,7 @@
 """Request and response bodies: adds fields for engines, removes them for clients.
 
-Only the top level of a body is taken apart; every value keeps its bytes, so a prompt of
-100 000 token ids is neither decoded nor printed again, and numbers keep their spelling.
+Only the top level of a body is parsed; every value keeps its bytes, so a prompt of
+100 000 token ids is neither decoded nor re-encoded, and numbers keep their spelling.
 Knows the fields of the engine hop; knows no engine.
 """
 
@@ -61,19 +61,19 @@ class _WithUsage(msgspec.Struct, frozen=True):
 
 
 class ClientBody:
-    """A client's request, ready to be sent to engines.
+    """A client's request, ready to send to engines.
 
     Args:
-        raw: The body as it came.
-        created: Unix time that every answer carries, whichever engine it is from.
-        fallback_seed: The seed if the client sent none, so that a replay repeats itself.
+        raw: The body as received.
+        created: Unix time for every answer, whichever engine it is from.
+        fallback_seed: The seed if the client sent none, so that a replay gives the same text.
 
     Attributes:
-        fields: Of its top level, undecoded: JSON as the client wrote it.
-        is_pushable: Its KV may be written to the decode engine while it is prefilled; a stream may
-            go from engine to engine then as well. A ticket is of one choice, so several prompts or
-            choices are pulled. So is a whole answer with the prompt's log-probabilities, which
-            travel with a handoff only, and a request for one token, which never gets to a decode
+        fields: Top-level fields, undecoded: JSON as the client wrote it.
+        is_pushable: Whether its KV may be written to the decode engine during prefill; its stream
+            may then also move between engines. A ticket is for one choice, so several prompts or
+            choices are pulled. So are a whole answer with the prompt's log-probabilities, which
+            travel only with a handoff, and a request for one token, which never reaches a decode
             engine.
 
     Raises:
@@ -102,17 +102,17 @@ class ClientBody:
         self.seed = seed if isinstance(seed, int) else fallback_seed
 
     def ends_with_first_token(self) -> bool:
-        """Whether no more is asked for than a prefill engine samples."""
+        """Whether the request asks for no more than a prefill engine samples."""
         return any(_value(self.fields.get(name)) in (0, 1) for name in _OUTPUT_LIMITS)
 
     @property
     def max_output(self) -> int | None:
-        """Output tokens that it may have; None if it does not say, or says nonsense."""
+        """Limit on its output tokens; None if absent or invalid."""
         given = [_value(self.fields.get(name)) for name in _OUTPUT_LIMITS]
         return min((each for each in given if isinstance(each, int) and each > 0), default=None)
 
     def needs_equal_text(self) -> bool:
-        """Whether what it asks for is worked out by each engine by itself: a grammar, or tools."""
+        """Whether each engine handles part of it independently: a grammar, or tools."""
         given = (self.fields.get(name) for name in _BY_TEXT)
         return any(each is not None and bytes(each) not in _ASKS_FOR_NOTHING for each in given)
 
@@ -132,16 +132,16 @@ class ClientBody:
         return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
 
     def for_prefill(self, ticket: str | None = None) -> bytes:
-        """The body for a prefill engine: sample one token, then lease the KV out.
+        """Return the body for a prefill engine: sample one token, then lease the KV.
 
         Args:
-            ticket: Sealed; write the KV into another engine's blocks as well.
+            ticket: Sealed; also write the KV into another engine's blocks.
         """
         ours = PdserveParams(**self._pinned(), final_length=True, ticket=ticket)
         return self._encode(KVTransferParams(do_remote_decode=True, pdserve=ours))
 
     def for_decode(self, handed_over: dict[str, Any], *, first_delivered: bool) -> bytes:
-        """The body for a decode engine that reads the KV.
+        """Return the body for a decode engine that reads the KV.
 
         Args:
             handed_over: `Handoff.params`.
@@ -156,9 +156,9 @@ class ClientBody:
         return self._encode({**handed_over, OURS: both})
 
     def for_receiving(self, ticket: str) -> bytes:
-        """The body for a decode engine that goes on from what another one writes to it.
+        """Return the body for a decode engine that continues from KV another engine writes to it.
 
-        Of a stream it leaves out the first token, which comes from the other one.
+        Its stream omits the first token, which the other engine sends.
         """
         ours = PdserveParams(
             **self._pinned(),
@@ -170,44 +170,44 @@ class ClientBody:
         return self._encode(KVTransferParams(do_remote_prefill=True, pdserve=ours))
 
     def for_local(self, *, is_fallback: bool) -> bytes:
-        """The body for one engine that does everything.
+        """Return the body for one engine that does everything.
 
-        Without a remote side in it, the field pins what a replay must repeat.
+        Without a remote side, the added field only pins what a replay must repeat.
 
         Args:
-            is_fallback: It computes the prompt in another engine's place.
+            is_fallback: Whether it computes the prompt in another engine's place.
         """
         pinned = self._pinned()
         ours = PdserveParams(**pinned, is_fallback=is_fallback, may_move=self._may_move)
         return self._encode(KVTransferParams(pdserve=ours))
 
     def note_cached(self, cached_tokens: list[int] | None) -> None:
-        """Keep what a prefill engine has told the client, so that others tell it the same."""
+        """Keep the cached tokens the client was given, so that other engines report the same."""
         if self._cached_tokens is None:
             self._cached_tokens = cached_tokens
 
     def _pinned(self) -> dict[str, Any]:
-        """Return what every engine of this request is told alike."""
+        """Return the fields sent to every engine of this request alike."""
         return {"created": self.created, "seed": self.seed, "cached_tokens": self._cached_tokens}
 
     def _encode(self, params: KVTransferParams | dict[str, Any]) -> bytes:
-        """Encode the body; a user's field of that name gives way, for it is the engine hop's."""
+        """Encode the body; a client's field of that name is replaced, as it is the engine hop's."""
         return msgspec.json.encode({**self.fields, PARAMS: params})
 
 
 def stages_in(data: bytes) -> EngineStages | None:
-    """Return the stages in an internal event's data or a JSON answer, if they are there."""
+    """Return the stages in an internal event's data or a JSON answer, if present."""
     if _STAGES not in data:
         return None
     try:
         fields = msgspec.json.decode(data, type=Fields)
         return msgspec.json.decode(fields[STAGES], type=EngineStages)
     except (*UNREADABLE, KeyError):
-        return None  # measurements only: never worth a request
+        return None  # measurements only: not worth failing a request
 
 
 def usage_at_end(stream: bytes) -> tuple[int, int] | None:
-    """Return the same for the end of a stream, whole events: the last report counts."""
+    """Return the same from the whole events at a stream's end: the last report counts."""
     if b'"usage"' not in stream:
         return None
     reports = [usage_in(event.data) for event in SseParser().feed(stream)]
@@ -226,7 +226,7 @@ def usage_in(data: bytes) -> tuple[int, int] | None:
 
 
 def without_internals(data: bytes) -> bytes:
-    """Return a JSON answer as the client gets it; the same bytes if nothing is to be hidden.
+    """Return a JSON answer as sent to the client; the same bytes if there is nothing to hide.
 
     Raises:
         WorkerError: It is not a JSON object.
@@ -250,7 +250,7 @@ def merged(prefilled: bytes, decoded: bytes) -> bytes:
     The usage is the decode engine's, which counts every choice wherever it ended.
 
     Raises:
-        WorkerError: One of the answers is not what its endpoint answers.
+        WorkerError: One of the answers does not have its endpoint's shape.
     """
     decoded = without_internals(decoded)
     try:

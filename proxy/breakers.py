@@ -1,12 +1,12 @@
 """The circuit breakers of engines and of pairs of engines, and the attempts that move them.
 
-An engine has one for each life of it. A pair of a prefill and a decode engine has two, because two
-healthy engines may still not reach each other: one for pulls and one for pushes, which need not
-fail together.
+An engine has one for each of its lives. A pair of a prefill and a decode engine has two, because
+two healthy engines may be unable to reach each other: one for pulls and one for pushes, which need
+not fail together.
 
-An attempt ends well, or fails, or ends without saying anything: its leg was given up, or the
-request itself was refused (4xx). Whatever is held against an engine or a pair is counted and
-logged in the same place, even if the request no longer waits for the attempt. Sends nothing.
+An attempt succeeds, fails, or ends without evidence: its leg was given up, or the request itself
+was refused (4xx). Every failure held against an engine or a pair is counted and logged here, even
+if the request no longer waits for the attempt. Sends nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Breakers:
-    """All breakers of one proxy; begins and ends the attempts of all requests."""
+    """All breakers of one proxy; starts and ends the attempts of all requests."""
 
     def __init__(self, config: ProxyConfig, clock: Clock, metrics: Metrics) -> None:
         self._config = config
@@ -43,21 +43,21 @@ class Breakers:
         self._pairs: dict[tuple[str, str, KVMode], Breaker] = {}
 
     def for_engine(self) -> Breaker:
-        """Return the breaker of an engine that nothing is held against yet."""
+        """Return a new breaker for an engine, without failures."""
         return Breaker(self._clock, self._config.cb_failure_threshold, self._config.cb_timeout_s)
 
     def renew(self, backend: Backend) -> None:
-        """Hold nothing against an engine that began another life, nor against its pairs."""
+        """Reset the breakers of a restarted engine and of its pairs."""
         backend.breaker = self.for_engine()
         self.forget_pairs(backend.url)
 
     def forget_pairs(self, url: str) -> None:
-        """Drop the breakers of all pairs that the engine at `url` is one of."""
+        """Drop the breakers of all pairs that include the engine at `url`."""
         for pair in [pair for pair in self._pairs if url in pair]:
             del self._pairs[pair]
 
     def lets_through(self, prefill: Backend, decode: Backend, mode: KVMode) -> bool:
-        """Whether KV may go from one engine to the other in this way now."""
+        """Return whether KV may now go from one engine to the other in this mode."""
         breaker = self._pairs.get((prefill.url, decode.url, mode))
         return breaker is None or breaker.allows
 
@@ -67,7 +67,7 @@ class Breakers:
 
     @property
     def num_open_pairs(self) -> int:
-        """Pairs with a breaker that is not closed."""
+        """Number of pairs with a breaker that is not closed."""
         is_open = {
             (prefill, decode)
             for prefill, decode, _, state in self.pairs()
@@ -76,7 +76,7 @@ class Breakers:
         return len(is_open)
 
     def _of_pair(self, prefill: Backend, decode: Backend, mode: KVMode) -> Breaker:
-        """Return the breaker of a pair; one that is not kept if an engine is gone."""
+        """Return the breaker of a pair; a temporary one if an engine is gone."""
         key = (prefill.url, decode.url, mode)
         breaker = self._pairs.get(key) or self.for_engine()
         if not (prefill.is_gone or decode.is_gone):
@@ -87,16 +87,16 @@ class Breakers:
     def exchange(
         self, backend: Backend, leg: Leg, *, kind: str, num_tokens: int = 0
     ) -> Iterator[Breaker]:
-        """Count a leg towards its engine's load and, by how the block ends, its breaker.
+        """Count a leg in its engine's load and, depending on how the block ends, in its breaker.
 
         KV that did not arrive says nothing about the engine: see `TransferAttempt`.
 
         Args:
             kind: One of `metrics.LEGS`.
-            num_tokens: What it adds to `Backend.pending_tokens`.
+            num_tokens: Its contribution to `Backend.pending_tokens`.
 
         Yields:
-            That breaker; `succeed` is called once, when the engine begins to answer as it should.
+            That breaker; `succeed` is called once, when the engine begins a proper answer.
         """
         breaker = backend.breaker  # of this life: a restarted engine gets another one
         backend.in_flight += 1
@@ -135,7 +135,7 @@ class TransferAttempt:
     """One attempt to get one request's KV from one engine to another.
 
     Attributes:
-        mode: Who moves the KV.
+        mode: Which engine moves the KV.
     """
 
     def __init__(
@@ -157,15 +157,15 @@ class TransferAttempt:
         self.mode = mode
 
     def end(self) -> None:
-        """Note that no KV is on its way any more; may be repeated."""
+        """Note that no KV is in transit any more; may be repeated."""
         self._breaker.leave(self._trial_s)
 
     def told(self, *, has_come: bool, load_failures: tuple[str, ...], at_s: float) -> None:
-        """Note what the decode engine says once it needs no more KV; may be repeated.
+        """Note what the decode engine reports once it needs no more KV; may be repeated.
 
         Args:
-            has_come: There was KV to get, and it got there.
-            load_failures: Loads that failed before it did.
+            has_come: Whether there was KV to transfer, and it arrived.
+            load_failures: Loads that failed before that.
             at_s: When (monotonic seconds).
         """
         self.end()
@@ -175,7 +175,7 @@ class TransferAttempt:
             self._breaker.succeed(at_s)
 
     def failed(self, failure: KvFailedError, *, kind: str) -> None:
-        """Note that an engine says, in place of an answer, that the KV did not get there.
+        """Note that an engine reports, in place of an answer, that the KV did not arrive.
 
         Args:
             kind: Its leg, one of `metrics.LEGS`.
@@ -185,7 +185,7 @@ class TransferAttempt:
         self.lost(failure.load_failures or (failure.reason,))
 
     def lost(self, reasons: tuple[str, ...]) -> None:
-        """Note why KV did not get there, whatever became of the request; once."""
+        """Note why KV did not arrive, however the request ended; once."""
         if self._is_lost:
             return
         self._is_lost = True

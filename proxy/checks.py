@@ -2,7 +2,7 @@
 
 Knows what an engine's answers mean for its health and its load; `backends` holds the set of
 engines. Costs: one task per engine, and per interval one small GET to one that is ready, two to
-another; in a large fleet so many a second.
+another; in a large fleet the rate is capped.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class HealthChecks:
     """Checks the engines of `backends`.
 
     Args:
-        totals: Told what each engine has counted.
+        totals: Receives each engine's counts.
         headers: Sent with every check.
-        on_load: Told what each engine has to do.
+        on_load: Called with each engine's load.
 
     Attributes:
-        reach: Has engines find out whether they reach one another.
+        reach: Asks engines whether they can reach each other.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HealthChecks:
         self._looks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        """Check every engine once, then go on checking in the background."""
+        """Check every engine once, then keep checking in the background."""
         await asyncio.gather(*(self.check(backend) for backend in self._backends))
         for number, backend in enumerate(self._backends, start=1):
             self.watch(backend, delay_s=self._interval_s(backend) * number / len(self._backends))
@@ -101,7 +101,7 @@ class HealthChecks:
         await asyncio.gather(*watchers, return_exceptions=True)
 
     def watch(self, backend: Backend, *, delay_s: float = 0.0) -> None:
-        """Check an engine from now on, at first after `delay_s`."""
+        """Check an engine from now on, the first time after `delay_s`."""
         if backend.is_watched:
             return
         backend.is_watched = True
@@ -110,11 +110,11 @@ class HealthChecks:
         watcher.add_done_callback(self._watchers.discard)
 
     async def _watch_loop(self, backend: Backend, delay_s: float) -> None:
-        """Check an engine for as long as it is known, or anything still runs there."""
+        """Check an engine as long as it is known or anything still runs there."""
         while True:
             wakes_s = self._clock.monotonic_s() + delay_s
             await asyncio.sleep(delay_s)
-            # A proxy that was stopped has heard nobody meanwhile: no engine's lease ran then.
+            # A suspended proxy heard from no engine: that time counts against no lease.
             overslept_s = self._clock.monotonic_s() - wakes_s
             if overslept_s > _STOPPED_S:
                 backend.lease_end_s += overslept_s
@@ -131,12 +131,12 @@ class HealthChecks:
         return interval_of(backend, len(self._backends), self._config.health_check_interval_s)
 
     async def look_again(self, suspects: Collection[Backend] = ()) -> None:
-        """Check those that were not ready when last seen, now rather than at their turn.
+        """Check engines that were last seen not ready, now rather than at their turn.
 
-        Callers at the same time share the checks. Engines that answer late are left to their turn.
+        Concurrent callers share the checks. Engines that answer late are left to their turn.
 
         Args:
-            suspects: Checked as well, however they were when last seen.
+            suspects: Also checked, whatever their last state.
         """
         for backend in self._backends:
             is_doubtful = backend.health is not Health.READY or backend in suspects
@@ -154,7 +154,7 @@ class HealthChecks:
             _tell_failure(url, error)
 
     async def check(self, backend: Backend) -> None:
-        """Ask an engine how it is; one of ours that is ready says so in its report."""
+        """Check an engine's health; a ready engine of ours says so in its report."""
         timeout_s = self._config.health_check_timeout_s
         before = backend.health
         reads = {leg: leg.num_reads for leg in backend.legs}
@@ -182,8 +182,8 @@ class HealthChecks:
     def _tell(self, backend: Backend, before: Health) -> None:
         """Log a change of health, and at intervals that an engine is still away.
 
-        For a while, an engine that was never seen may be away without fault: any start order
-        works. A proxy without a single ready engine needs somebody's attention at once.
+        At first, an engine never seen may be away without fault, as any start order works. A
+        proxy without a single ready engine needs attention at once.
         """
         now_s = self._clock.monotonic_s()
         is_ready = backend.health is Health.READY
@@ -228,7 +228,7 @@ class HealthChecks:
     async def _take(
         self, backend: Backend, report: EngineReport, asked_s: float, timeout_s: float
     ) -> None:
-        """Note what an engine that is ready says of itself."""
+        """Record a ready engine's report."""
         if report.engine is not None:
             is_known = self._backends.knows(backend.url, report.engine)
             self._backends.learn(backend, report.engine)
@@ -249,18 +249,18 @@ class HealthChecks:
             self._totals.add(backend, load)
 
     async def _tell_reach(self, backend: Backend, engine: EngineInfo) -> None:
-        """Log that an engine is out of reach, if it has not registered and so was not refused."""
+        """Log an engine out of reach that did not register, and so was not refused."""
         try:
             await self.reach.require(backend.url, backend.role, engine)
         except HandshakeError as error:
             log_event(log, "KV cannot be handed over", level=logging.ERROR, reason=error.message)
 
     def _compare_clocks(self, backend: Backend, asked_s: float, wall_s: float) -> None:
-        """Note how far two hosts' wall clocks are apart; warn when that changes.
+        """Record the difference between two hosts' wall clocks; warn when it changes.
 
-        Nothing is decided by them, but logs of several hosts cannot be read side by side.
+        No decision depends on them, but logs of such hosts cannot be read side by side.
         """
-        # It was said between the question and now.
+        # It was reported between the question and now.
         early_s, late_s = wall_s - self._clock.wall_s(), wall_s - asked_s
         ahead_s = max(0.0, early_s) + min(0.0, late_s)
         if abs(ahead_s - backend.ahead_s) < _MAX_SKEW_S:
@@ -292,12 +292,12 @@ class HealthChecks:
 def interval_of(backend: Backend, num_engines: int, interval_s: float) -> float:
     """Return the time to an engine's next check; one that is not well is checked soon.
 
-    In a large fleet all wait longer, each for a time of its own: otherwise engines that came
-    together would be asked together for ever.
+    In a large fleet all wait longer, each for a different time: otherwise engines that arrived
+    together would always be asked together.
 
     Args:
-        num_engines: Of the fleet.
-        interval_s: Between two checks in a small one.
+        num_engines: Size of the fleet.
+        interval_s: Time between two checks in a small fleet.
     """
     crowd = num_engines / (_MAX_CHECKS_PER_S * interval_s)
     if backend.health is not Health.READY or backend.num_late_checks:
@@ -320,10 +320,10 @@ def _tell_failure(url: str, error: BaseException) -> None:
 
 
 class Reach:
-    """Has engines find out whether they reach one another's side channels.
+    """Asks engines whether they can reach each other's side channels.
 
-    Asked of the engines themselves, for they and not the proxy are to connect, and once per pair of
-    lives: when the later one registers.
+    The engines are asked because they, not the proxy, will connect: once per pair of lives, when
+    the later one registers.
     """
 
     def __init__(self, backends: Backends, http: EngineHttp) -> None:
@@ -336,7 +336,7 @@ class Reach:
         An engine that does not answer, having ended or being of another make, proves nothing.
 
         Raises:
-            HandshakeError: The message names both, the address and the remedy.
+            HandshakeError: The message names both engines, the address and the remedy.
         """
         peers = [
             (other.url, other.info)
@@ -355,7 +355,7 @@ class Reach:
         ):
             if answer is not None and answer[0] is not None:
                 raise HandshakeError(_cannot_reach(peer, url, engine.endpoints[0], answer[0]))
-            if answer is not None and reason is not None:  # who answers is alive
+            if answer is not None and reason is not None:  # an engine that answers is alive
                 raise HandshakeError(_cannot_reach(url, peer, endpoint, reason))
 
     async def _ask(self, url: str, endpoints: Sequence[Endpoint]) -> list[str | None] | None:

@@ -1,8 +1,8 @@
 """HTTP requests to engines: legs, releases of leases, small queries.
 
 Knows aiohttp and the engines' paths; decides nothing. A `Leg` is one exchange that can be
-abandoned at any await: what the engine has already sent is still read, so that a lease that was
-granted in the moment the client left can be given back.
+abandoned at any await: what the engine has already sent is still read, so that a lease granted
+at the moment the client left can be given back.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BackgroundTasks:
             log_event(log, "background task failed", level=logging.ERROR, exc_info=error)
 
     async def join(self, timeout_s: float) -> None:
-        """Wait until all have ended; those that have not by then are cancelled."""
+        """Wait for all tasks; cancel those that are still running then."""
         while self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
             for task in late:
@@ -95,7 +95,7 @@ class EngineHttp:
     """The proxy's side of every connection to an engine.
 
     Args:
-        secret: Signs what only the deployment's own parts may ask; empty signs nothing.
+        secret: Signs requests reserved for the deployment's own parts; empty signs nothing.
     """
 
     def __init__(self, *, secret: str) -> None:
@@ -107,13 +107,13 @@ class EngineHttp:
 
     @property
     def _session(self) -> aiohttp.ClientSession:
-        """The session, opened at its first use, inside the event loop."""
+        """The session, opened on first use, inside the event loop."""
         if self._opened is None:
             self._opened = open_session(self.tls)
         return self._opened
 
     def leg(self, url: str, body: bytes, headers: Mapping[str, str]) -> Leg:
-        """Begin a POST of `body`. The leg must be ended by `close`, `drain` or `abandon`."""
+        """Start a POST of `body`. The leg must be ended by `close`, `drain` or `abandon`."""
         return Leg(self, self._session, url, body, headers)
 
     async def get_json(
@@ -133,7 +133,7 @@ class EngineHttp:
             raise
 
     async def post_empty(self, url: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
-        """POST nothing; on failure return the status (0: no answer) and what was said."""
+        """POST an empty body; on failure return the status (0: no answer) and the message."""
         try:
             status, body = await self._ask("POST", url, ORDER_TIMEOUT_S, headers)
         except WorkerError as error:
@@ -145,7 +145,7 @@ class EngineHttp:
     async def order(
         self, url: str, path: str, body: msgspec.Struct, timeout_s: float
     ) -> tuple[int, bytes]:
-        """POST what only a part of the deployment may ask; return the status and the answer.
+        """POST a request reserved for the deployment's parts; return the status and the answer.
 
         Raises:
             WorkerError: No answer, or none in time.
@@ -178,8 +178,8 @@ class EngineHttp:
         """Give leases at one engine back, in the background, one after the other.
 
         Args:
-            after: The leg that reads the KV: its end is waited for. To a reader that has not heard
-                yet that it is not wanted, a lease that ends looks like lost KV.
+            after: The leg that reads the KV; its end is waited for. To a reader not yet told to
+                stop, a lease that ends looks like lost KV.
         """
         self.background.start(self._release_all(prefill_url, nonces, after))
 
@@ -208,7 +208,7 @@ class EngineHttp:
                 failure = status
             except WorkerError as error:
                 if error.reason == "connect":
-                    return False  # nobody listens: the lease died with its engine
+                    return False  # not reachable: the lease died with its engine
                 failure = error
             await asyncio.sleep(0.05 * 2**attempt)
         tell("lease left to expire", reason=str(failure))
@@ -226,15 +226,15 @@ class Leg:
 
     Attributes:
         url: The engine's path this leg was sent to.
-        connection: What carries it, as long as it has a protocol; None until connected.
-        layout: Digest of the layout that the answer's engine has; None until it has begun, and
-            where it does not say.
-        has_kv: The answer began by saying that KV came from another engine.
-        load_failures: Labels of KV loads that failed before, as the answer began by saying.
-        request_id: Of the request that it is a part of.
-        is_moved: The engine has ended its stream with a handoff.
-        ended: The engine has ended its side, or is not waited for any more.
-        num_reads: How often something came.
+        connection: Its connection, as long as that has a protocol; None until connected.
+        layout: Digest of the answering engine's layout; None until the answer has begun, and
+            if the engine does not say.
+        has_kv: Whether the answer's start says that KV came from another engine.
+        load_failures: Labels of earlier failed KV loads, as given at the answer's start.
+        request_id: ID of the request it is part of.
+        is_moved: Whether the engine has ended its stream with a handoff.
+        ended: Set when the engine has ended its side, or is not waited for any more.
+        num_reads: Number of reads that returned data.
     """
 
     def __init__(
@@ -277,9 +277,9 @@ class Leg:
 
         Raises:
             WorkerError: The engine could not be reached, hung up, or answered 5xx; or it has
-                no KV to go on from.
+                no KV to continue from.
             RefusedError: It answered 4xx.
-            DeadlineError: It says that the request is too late.
+            DeadlineError: It reports that the request's deadline has passed.
         """
         try:
             response = self._response = await asyncio.shield(self._post)
@@ -308,7 +308,7 @@ class Leg:
         """Return the whole answer; may be called again after it was cancelled.
 
         Raises:
-            WorkerError: The connection was lost, or it is longer than any answer is.
+            WorkerError: The connection was lost, or the answer is too long.
         """
         async for chunk in self.chunks():
             self._body += chunk
@@ -317,7 +317,7 @@ class Leg:
         return bytes(self._body)
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the answer's bytes as they come, until it ends.
+        """Yield the answer's bytes as they arrive, until it ends.
 
         Raises:
             WorkerError: The connection was lost.
@@ -332,7 +332,7 @@ class Leg:
             raise self._lost or _failure(self.url, error) from error
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yield the answer's events as they come, those of one read together.
+        """Yield the answer's events as they arrive, those of one read together.
 
         Raises:
             WorkerError: The connection was lost.
@@ -352,7 +352,7 @@ class Leg:
             self._post.add_done_callback(_close_late)
 
     def lose(self, why: WorkerError) -> None:
-        """Fail the request that waits for this leg: its engine has no more to say."""
+        """Fail the request that waits for this leg, as its engine will send no more."""
         self._lost = why
         self.close()
 
@@ -371,14 +371,14 @@ class Leg:
         would lose it, and with it the lease until it expires.
 
         Args:
-            is_handoff: Takes the data of an event, or a whole answer, and tells whether that is
-                what is waited for.
+            is_handoff: Takes the data of an event, or a whole answer; returns whether that is
+                the handoff.
         """
         rest = partial(self._read_until, is_handoff)
         self._http.background.start(self._leave(rest, ABANDON_TIMEOUT_S))
 
     def hang_up(self) -> None:
-        """Hang up in the background; `ended` tells when the engine has noticed."""
+        """Hang up in the background; `ended` is set when the engine has noticed."""
         self._http.background.start(self._leave(self._discard_all, HANG_UP_TIMEOUT_S))
 
     async def _drain(self, on_event: Callable[[Event], None] | None) -> None:
@@ -394,7 +394,7 @@ class Leg:
             self.close()
 
     async def _leave(self, read_rest: Callable[[], Awaitable[None]], timeout_s: float) -> None:
-        """Close our direction, read what still comes, then close the other one."""
+        """Close our direction, read what still arrives, then close the other one."""
         if self._response is None and self._post.done() and not self._post.cancelled():
             self._response = None if self._post.exception() else self._post.result()
         try:
@@ -404,12 +404,12 @@ class Leg:
                         await self.open()
                     await read_rest()
         except (WorkerError, RefusedError, DeadlineError, TimeoutError):
-            pass  # whatever is wrong with this leg, nobody waits for it any more
+            pass  # whatever is wrong with this leg, nothing waits for it any more
         finally:
             self.close()
 
     def _close_our_side(self) -> bool:
-        """Tell whether anything may still come, or has come unread."""
+        """Return whether anything may still arrive, or is unread."""
         if self.connection is None:
             return False
         protocol = self.connection.protocol
@@ -419,7 +419,7 @@ class Leg:
         if transport is None or not transport.can_write_eof():
             return False
         if not transport.is_closing():
-            # Whatever the engine still answers, nobody can send anything over this again.
+            # Whatever the engine still answers, nothing can be sent over this again.
             protocol.force_close()
             transport.write_eof()
         return True

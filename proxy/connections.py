@@ -1,8 +1,7 @@
 """Connections to engines, which are read into one shared buffer.
 
-asyncio makes 256 KiB of memory for each read and cuts it to what came. That takes longer than
-the read itself, and for a token is a third of all that the proxy does. Knows nothing of what
-is read.
+asyncio allocates 256 KiB for each read and truncates it to the data received. That takes longer
+than the read itself, and is a third of the proxy's work for a token. Knows nothing of the data.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _BUFFER = memoryview(bytearray(_NUM_BYTES))
 
 
 class SharedReader(asyncio.BufferedProtocol):
-    """Stands between a transport and the protocol that its bytes are for.
+    """Stands between a transport and the protocol that receives its bytes.
 
     Use one event loop per process.
     """
@@ -37,7 +36,7 @@ class SharedReader(asyncio.BufferedProtocol):
 
     @classmethod
     def put_before(cls, protocol: asyncio.Protocol, transport: asyncio.Transport) -> None:
-        """Let `protocol`, whose transport this is, read in this way from now on."""
+        """Make `protocol`, which owns this transport, read this way from now on."""
         if transport.get_protocol() is protocol:
             transport.set_protocol(cls(protocol))
 
@@ -88,7 +87,7 @@ class EngineConnector(aiohttp.TCPConnector):
 
 
 def open_session(tls: ssl.SSLContext | bool) -> aiohttp.ClientSession:
-    """Return a session with engines; to be called inside the event loop."""
+    """Return a session with engines; call it inside the event loop."""
     return aiohttp.ClientSession(
         connector=EngineConnector(limit=0, keepalive_timeout=10.0, ssl=tls),
         # A prefill may wait in a queue for as long as its client does: the request's own

@@ -1,8 +1,8 @@
 """The client side: the middleware of every request, and the delivery of answers.
 
-The middleware gives a request an id, checks its key, and shapes its errors: whatever a handler
+The middleware gives a request an id, checks its key, and shapes its errors: anything a handler
 raises is answered there, in the shape that the clients of its path expect. An answer is one piece,
-or a stream that can be resumed. Knows the client's connection and what went over it; knows no
+or a stream that can be resumed. Knows the client's connection and what was sent on it; knows no
 engine, and no path's handler.
 """
 
@@ -58,7 +58,7 @@ class Boundary:
     """The one middleware of a proxy.
 
     Args:
-        bodies: Freed of a request's body when it is over.
+        bodies: Holds request bodies; a request's is freed when it is over.
     """
 
     def __init__(self, config: ProxyConfig, bodies: Bodies) -> None:
@@ -79,7 +79,7 @@ class Boundary:
         except web.HTTPException as error:
             response = _refuse(request, refusal_of(error, request))
         except ClientGoneError:
-            response = web.Response(status=499)  # written to nobody
+            response = web.Response(status=499)  # no client is left to receive it
         except Exception as error:  # noqa: BLE001 - the top of a request: the proxy goes on
             log_event(
                 log,
@@ -101,13 +101,13 @@ class Boundary:
 
 
 def _shape(request: web.Request, refusal: web.Response) -> None:
-    """Say what is wrong as the clients of this path expect it."""
+    """Format an error as the clients of this path expect it."""
     if isinstance(body := refusal.body, bytes):
         refusal.body = error_of(request.path, refusal.status, body)
 
 
 def _refuse(request: web.Request, error: PdserveError) -> web.Response:
-    """Answer with an error; a request to the API that has no line yet gets one."""
+    """Answer with an error; log an API request that has no line yet."""
     if is_work(request) and IS_TOLD not in request:
         log_refusal(request[REQUEST_ID_KEY], request.path, error)
     return error_answer(error)
@@ -117,12 +117,12 @@ class Delivery:
     """One client's answer.
 
     Args:
-        dialect: What the client speaks in place of the engines' protocol.
+        dialect: The client's protocol, if it is not the engines'.
 
     Attributes:
         layout: Digest of the layout that the stream began with; None before that, and if its engine
-            does not say. Nothing of engines with another one is sent then.
-        num_swallowed: Events of repeated streams that gave the client nothing.
+            does not say. Once set, output of engines with another layout is not sent.
+        num_swallowed: Number of events of repeated streams that gave the client nothing.
     """
 
     def __init__(self, request: web.Request, dialect: Dialect | None = None) -> None:
@@ -136,23 +136,23 @@ class Delivery:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has a status and its first bytes."""
+        """Whether the client has received a status and its first bytes."""
         return self._response is not None
 
     def begin_again(self) -> None:
-        """Swallow what the client already has: from here on the stream repeats itself.
+        """Swallow what the client already has, as the stream repeats itself from here on.
 
         Raises:
-            DivergedError: What it has cannot be compared with anything.
+            DivergedError: What it has is not comparable.
         """
         self._replay = None if self._transcript is None else Replay(self._transcript)
 
     async def send(self, data: bytes) -> bool:
-        """Send whole events; tell whether any of it was left to send.
+        """Send whole events; return whether any part was still to be sent.
 
         Raises:
-            ClientGoneError: Nobody listens.
-            DivergedError: A repeated stream is another one than was begun.
+            ClientGoneError: The client has gone.
+            DivergedError: A repeated stream differs from the original.
         """
         if self._replay is not None:
             data = self._unsent(self._replay, data)
@@ -161,7 +161,7 @@ class Delivery:
         try:
             if self._response is None or self._transcript is None:
                 self._response, self._transcript = await self._begun(), Transcript()
-            # Noted first: whoever is cancelled while the client is slow to read has sent it.
+            # Noted first: a send cancelled while the client is slow to read has taken place.
             self._transcript.add(data)
             if self._dialect is not None:
                 data = self._dialect.events(data)
@@ -185,7 +185,7 @@ class Delivery:
         return self._json(200, body if self._dialect is None else self._dialect.whole(body), {})
 
     async def refuse(self, refusal: RefusedError) -> web.StreamResponse:
-        """Pass on what an engine says against the request.
+        """Pass on an engine's refusal of the request.
 
         Raises:
             ClientGoneError: See `_end_with_error`.
@@ -197,7 +197,7 @@ class Delivery:
         return self._json(refusal.status, refusal.body, headers)
 
     async def fail(self, error: PdserveError) -> web.StreamResponse:
-        """Say why there is no answer, or no more of it.
+        """Send the reason why there is no answer, or no more of it.
 
         Raises:
             ClientGoneError: See `_end_with_error`.
@@ -214,7 +214,7 @@ class Delivery:
         """Send an error event and the end mark, whatever came before.
 
         Raises:
-            ClientGoneError: Nobody listens, or nobody reads: then the connection is cut.
+            ClientGoneError: The client has gone, or does not read: then the connection is cut.
         """
         self._replay = None
         try:

@@ -1,13 +1,13 @@
 """Drains an engine in bounded time, on an operator's request or the engine's after SIGTERM.
 
-    POST /drain     no request is sent there any more; answered when it is empty, or at the deadline
-    DELETE /drain   requests are sent there again
+    POST /drain     send it no more requests; answered when it is empty, or at the deadline
+    DELETE /drain   send it requests again
 
-What runs there may end there. Once half of the time is over, streams are moved with their KV: the
-engine ends each with a handoff, and another one goes on from that (`flow`). What still runs shortly
-before the deadline is taken away, and goes on at other engines as after a failure, with the same
-text, but nobody is blamed for it and no retry is spent. A prefill engine is empty when its KV has
-been read as well.
+Requests running there may finish there. Once half of the time is over, streams are moved with their
+KV: the engine ends each with a handoff, from which another one continues (`flow`). Requests still
+running shortly before the deadline are taken away and continue at other engines as after a failure,
+with the same text, but no engine is blamed and no retry is spent. A prefill engine is empty only
+when its KV has also been read.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Drains:
         return [web.post(drain.PATH, self._begin), web.delete(drain.PATH, self._resume)]
 
     def leave(self, backend: Backend, deadline_s: float) -> None:
-        """Drain an engine that ends by itself, in the background; it is not asked any more."""
+        """Drain an engine that shuts itself down, in the background, without asking it anything."""
         drain_ = _Drain(self._services, backend, deadline_s, is_ending=True)
         self._services.http.background.start(drain_.run())
 
     async def _begin(self, request: web.Request) -> web.Response:
-        """Drain an engine; goes on to the end even if its caller leaves."""
+        """Drain an engine to the end, even if the caller leaves."""
         backend, deadline_s = await self._asked(request)
         work = _Drain(self._services, backend, deadline_s, is_ending=False).run()
         return json_answer(await asyncio.shield(self._services.http.background.start(work)))
@@ -78,7 +78,7 @@ class Drains:
         return json_answer({})
 
     async def _asked(self, request: web.Request) -> tuple[Backend, float]:
-        """Return which engine is meant, and the deadline.
+        """Return the engine named in the request, and the deadline.
 
         Raises:
             BadRequestError: The body is not a `DrainRequest`.
@@ -101,10 +101,10 @@ class Drains:
 
 
 class _Drain:
-    """One engine that is left.
+    """The drain of one engine.
 
     Args:
-        is_ending: It ends by itself: what it holds beside this proxy's requests is its affair.
+        is_ending: Whether it shuts itself down, and itself handles what is not this proxy's.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _Drain:
         self._taken: set[Leg] = set()
 
     async def run(self) -> drain.DrainReport:
-        """Leave it; ends at the deadline at the latest, or when requests are sent there again."""
+        """Drain it; return by the deadline, or when requests are sent there again."""
         backend = self._backend
         backend.is_draining = True
         log_event(log, "engine is drained", url=backend.url, exchanges=len(backend.legs))
@@ -143,20 +143,20 @@ class _Drain:
             await asyncio.sleep(min(_POLL_S, self._end_s - now_s))
 
     def _move(self) -> None:
-        """Ask the engine to give some streams away; it gives away those that it can."""
+        """Ask the engine to give some streams away; it gives those that it can."""
         left = [each for each in self._backend.legs if each not in self._asked]
         for leg in left[:_MOVED_AT_ONCE]:
             self._asked.add(leg)
             self._http.background.start(self._give_away(leg.request_id))
 
     async def _give_away(self, request_id: str) -> None:
-        """Ask for a stream to end with a handoff; the stream itself tells whether it does."""
+        """Ask for a stream to end with a handoff; the stream itself shows whether it does."""
         asked = MigrateRequest(request_id=request_id)
         with suppress(WorkerError):
             await self._http.order(self._backend.url, MIGRATE_PATH, asked, ORDER_TIMEOUT_S)
 
     def _take_away(self) -> None:
-        """Have what still runs there go on elsewhere."""
+        """Make requests still running there continue elsewhere."""
         for leg in [each for each in self._backend.legs if each not in self._taken]:
             self._taken.add(leg)
             self._metrics.migrations.labels("drain", "replayed").inc()

@@ -65,17 +65,17 @@ _AWAY = frozenset({"connect", "not_ready", "budget", "drained"})
 class WorkerError(UpstreamError):
     """An engine could not be reached, dropped the connection or answered 5xx.
 
-    What a client is told says what happened, and never where or in which words.
+    The client's message says what happened, but never where or in the engine's words.
 
     Args:
         detail: Which engine did what; see `PdserveError`.
         reason: A short fixed word for the counters, one of `CAUSES`.
         was_taken: Whether the engine may have begun to work on the request.
-        is_end: Whether the engine says that it has ended.
+        is_end: Whether the engine reports that it has ended.
 
     Attributes:
-        blames_engine: Whether it speaks against the engine itself, whatever is asked of it.
-        is_away: Whether it says that the engine is not there for now, or takes no such request.
+        blames_engine: Whether it counts against the engine itself, whatever the request.
+        is_away: Whether it means that the engine is away for now, or takes no such request.
     """
 
     blames_engine = True
@@ -99,25 +99,25 @@ class WorkerError(UpstreamError):
 
 
 class WorkerBusyError(WorkerError):
-    """An engine answered 503: it starts, shuts down or has ended."""
+    """An engine answered 503: it is starting, shutting down or has ended."""
 
     status = 503
     type = "service_unavailable_error"
 
 
 class BudgetSpentError(WorkerBusyError):
-    """An engine has computed all it may, for now, in place of others."""
+    """An engine has used up, for now, its budget for computing in place of others."""
 
     blames_engine = False
 
 
 class KvFailedError(WorkerError):
-    """A decode engine is well, but the KV that it was to go on from did not reach it.
+    """A decode engine is well, but the KV it was to continue from did not reach it.
 
-    The pair is to blame, or the prefill engine; never the engine that says so.
+    The pair is to blame, or the prefill engine; never the engine that reports it.
 
     Args:
-        load_failures: Labels of the loads that failed there, if it tells.
+        load_failures: Labels of the loads that failed there, if it gives them.
     """
 
     blames_engine = False
@@ -129,7 +129,7 @@ class KvFailedError(WorkerError):
 
 
 class NonFiniteError(WorkerError):
-    """The model makes NaN or infinite values of a request: it would elsewhere, too."""
+    """The model gives NaN or infinite values for a request, as it would on any engine."""
 
     status = 500
     type = "server_error"
@@ -137,7 +137,7 @@ class NonFiniteError(WorkerError):
 
 
 class DrainedError(WorkerError):
-    """An engine is drained: its requests go on elsewhere, without a retry being spent.
+    """An engine is drained: its requests continue elsewhere without spending a retry.
 
     Args:
         url: The engine's.
@@ -150,11 +150,11 @@ class DrainedError(WorkerError):
 
 
 class MovedError(DrainedError):
-    """An engine has ended a stream with a handoff: another one goes on from there.
+    """An engine has ended a stream with a handoff, from which another one continues.
 
     Args:
         url: The engine's.
-        handoff: Data of the event that has it.
+        handoff: Data of the event that contains it.
     """
 
     def __init__(self, url: str, handoff: bytes) -> None:
@@ -163,7 +163,7 @@ class MovedError(DrainedError):
 
 
 class PoisonousError(UpstreamError):
-    """Two engines ended while they had the request, and neither got on with it."""
+    """Two engines ended while they had the request, and neither made progress with it."""
 
     code = "engines_ended"
 
@@ -176,7 +176,7 @@ class RefusedError(Exception):
         retry_after: The engine's Retry-After header, if it sent one.
 
     Attributes:
-        code: What the engine calls it.
+        code: The engine's code for it.
     """
 
     def __init__(self, status: int, body: bytes, retry_after: str | None = None) -> None:
@@ -192,12 +192,12 @@ class ClientGoneError(Exception):
 
 
 def error_event(body: bytes) -> bytes:
-    """Return a stream's last words: an error event, then `[DONE]`."""
+    """Return a failed stream's end: an error event, then `[DONE]`."""
     return b"data: " + body + b"\n\n" + DONE
 
 
 def openai_shaped(status: int, body: bytes) -> bytes:
-    """Return `body` untouched if it is an OpenAI error object, else one in its place."""
+    """Return `body` unchanged if it is an OpenAI error object, else one in its place."""
     try:
         parsed = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -215,11 +215,11 @@ def openai_shaped(status: int, body: bytes) -> bytes:
 def failure_in(
     url: str, status: int, body: bytes, *, retry_after: str | None, load_failures: str | None
 ) -> PdserveError | RefusedError:
-    """Return what an engine's answer of another status than 200 means.
+    """Return the error that an engine's answer with a status other than 200 means.
 
     Args:
         body: As the engine sent it.
-        retry_after, load_failures: The headers of these names, if they are there.
+        retry_after, load_failures: The headers of these names, if present.
     """
     code = _error_of(body).get("code")
     message = f"{url} answered {status}: {body.decode('utf-8', 'replace')[:300]}"
@@ -240,7 +240,7 @@ def failure_in(
 
 
 def failure_in_stream(url: str, data: bytes) -> PdserveError | RefusedError:
-    """Return what an error event means: the request's own fault, or the engine's."""
+    """Return the error that an error event means: the request's fault, or the engine's."""
     error = _error_of(data)
     message = f"{url} reported {data[:300].decode('utf-8', 'replace')}"
     failure = _coded(error.get("code"), message, retry_after=None, load_failures=None)
@@ -255,7 +255,7 @@ def failure_in_stream(url: str, data: bytes) -> PdserveError | RefusedError:
 def _coded(
     code: object, message: str, *, retry_after: str | None, load_failures: str | None
 ) -> PdserveError | None:
-    """Return the failure that an engine names by its code; None for a code of no meaning here."""
+    """Return the failure that an engine's error code names; None for a code unknown here."""
     match code:
         case "kv_transfer_failed" | "handoff_refused":
             reason = "kv_failed" if code == "kv_transfer_failed" else code

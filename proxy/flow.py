@@ -5,18 +5,18 @@
       |          +----------+----------+---> LOCAL -> end
       +-------- no prefill engine ---------^
 
-QUEUED    waits for a place (`AdmissionQueue`), then for a plan (`Router`); where a policy looks at
-          prefixes, its prompt is read before (`Prefixes`), and `Gate` may turn it away.
+QUEUED    waits for a place (`AdmissionQueue`), then for a plan (`Router`); if a policy looks at
+          prefixes, its prompt is read first (`Prefixes`), and `Gate` may turn it away.
 PREFILL   the prefill engine has the request; in a push the decode engine has it too. Its first
-          token goes to the client the moment it comes; a handoff follows it, or the end of the
+          token goes to the client the moment it arrives; a handoff follows it, or the end of the
           stream if the request ends there.
 TRANSFER  the decode engine has the handoff and reads the KV, or gets the last of what is written
-          to it; nothing of it has been passed on yet.
-DECODE    its bytes are passed on as they come.
+          to it; none of its output has been passed on yet.
+DECODE    its bytes are passed on as they arrive.
 LOCAL     one engine does everything: because there is no pair, because nothing is generated
           (prompts that become vectors), or as the last resort.
 
-The ladder when a leg fails, each rung counted and told:
+The ladder when a leg fails, each rung counted and reported:
 
     retry_decode    the same decode engine reads what could not be written to it, or tries again
     other_decode    another one does, with the same handoff while its lease may hold
@@ -24,15 +24,15 @@ The ladder when a leg fails, each rung counted and told:
     local           the whole request on one engine, within its budget for such prompts
     shed            an error that says when to come back
 
-Before it is shed, a request that no engine can serve waits for as long as it may queue, if an
-engine is missing that may come back; then all begins anew, but for what its client already has.
+Before it is shed, a request that no engine can serve waits for as long as it may queue, if a
+missing engine may come back; then it starts anew, except for what its client already has.
 
-`setbacks` decides which engines are tried again, and how often; the last rung is tried once in any
-case. Whatever the client has already been sent is swallowed from the repeated stream (`Replay`),
-so a failure shows as a pause and never as other text.
+`setbacks` decides which engines are tried again, and how often; the last rung is always tried
+once. What the client has already been sent is swallowed from the repeated stream (`Replay`), so a
+failure shows as a pause and never as different text.
 
-A handoff is its attempt's from the moment it is read until the decode leg has ended well. On every
-other way out, cancellation included, its leases are given back (`Handoff`).
+A handoff belongs to its attempt from the moment it is read until the decode leg has ended well. On
+every other way out, cancellation included, its leases are given back (`Handoff`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Flow:
     """Serves one request.
 
     Attributes:
-        outcome: How it ended, one of `metrics.OUTCOMES`.
+        outcome: Its end, one of `metrics.OUTCOMES`.
     """
 
     def __init__(self, services: Services, legs: Legs) -> None:
@@ -85,7 +85,7 @@ class Flow:
         self.outcome = "error"
 
     async def run(self) -> web.StreamResponse:
-        """Answer the client, with the engines' words or with an OpenAI error.
+        """Answer the client, with the engines' output or with an OpenAI error.
 
         Raises:
             ClientGoneError: The client closed its connection.
@@ -117,7 +117,7 @@ class Flow:
         """Serve the request when it gets a place.
 
         Raises:
-            OverloadedError: There is none for it, or it would miss its objectives.
+            OverloadedError: No place is available, or it would miss its objectives.
         """
         gate = self._services.gate
         if self._services.prefixes is not None and not self._legs.ends_with_prompt:
@@ -140,7 +140,7 @@ class Flow:
         """Serve the request as soon as an engine can.
 
         Raises:
-            UnavailableError, WorkerError: No engine could in the time it may wait; nothing helped.
+            UnavailableError, WorkerError: No engine could in the time it may wait.
             RefusedError: The request is at fault, or no engine has room.
         """
         while True:
@@ -150,7 +150,7 @@ class Flow:
                 await self._setbacks.stand_by(error)
 
     async def _plan(self) -> Disaggregate | RunLocally:
-        """Decide how the request is served; engines that are not ready are checked again first.
+        """Plan how to serve the request, after checking engines that are not ready once more.
 
         Raises:
             UnavailableError: No engine can take it now.
@@ -189,7 +189,7 @@ class Flow:
         return following
 
     async def _attempt(self, plan: Disaggregate) -> web.StreamResponse | Disaggregate:
-        """Serve the request by a pair, or say by which it is to be tried next.
+        """Serve the request by a pair, or return the pair to try next.
 
         Raises:
             RefusedError: The request is at fault, or no engine has room.
@@ -222,7 +222,7 @@ class Flow:
         return pull
 
     async def _after_prefilling(self, failure: LegFailure) -> web.StreamResponse | Disaggregate:
-        """Without a handoff, prefill on another engine, or into another one's blocks.
+        """When there is no handoff, prefill on another engine, or into another one's blocks.
 
         Raises:
             RefusedError: The request is at fault, or no engine has room.
@@ -246,7 +246,7 @@ class Flow:
     async def _after_reading(
         self, handoff: Handoff, failure: LegFailure | UnavailableError
     ) -> web.StreamResponse | Disaggregate:
-        """When no decode engine went on from the handoff, begin again where that may help.
+        """When no decode engine could continue from the handoff, start again where that may help.
 
         Raises:
             RefusedError: The request is at fault, or no engine has room.
@@ -269,10 +269,10 @@ class Flow:
     async def _read(
         self, handoff: Handoff, *, lost: LegFailure | None
     ) -> web.StreamResponse | LegFailure | UnavailableError:
-        """Go on from a complete handoff on some engine that can read it.
+        """Continue from a complete handoff on an engine that can read it.
 
         Args:
-            lost: How the leg failed that was to receive the KV of a push.
+            lost: Failure of the leg that was to receive the KV of a push.
         """
         failure = lost
         could_not_read: set[Backend] = set()
@@ -310,7 +310,7 @@ class Flow:
         handoff: Handoff,
         could_not_read: Collection[Backend],
     ) -> Backend | None:
-        """Return the engine that is to read the KV next; None if none can."""
+        """Return the next engine to read the KV; None if none can."""
         owner = handoff.prefill
         if failure is not None and failure.is_kv:
             if not self._may_hold(handoff, failure):
@@ -333,16 +333,16 @@ class Flow:
         )
 
     def _may_hold(self, handoff: Handoff, failure: LegFailure) -> bool:
-        """Whether another engine may still find the lease alive."""
+        """Return whether another engine may still find the lease alive."""
         owner = handoff.prefill
         life = owner.info.incarnation if owner.info is not None else None
         is_gone = owner.health is Health.UNREACHABLE or life != handoff.life
         return not is_gone and LoadFailure.LEASE_LOST.value not in failure.load_failures
 
     def _pair_after(self, handoff: Handoff, failure: LegFailure) -> Disaggregate | None:
-        """Return the pair that is to begin again after the KV of a handoff could not be had.
+        """Return the pair for a new start after the KV of a handoff could not be read.
 
-        The same prefill engine again only helps where its lease was the trouble.
+        Reusing the prefill engine helps only if its lease was the problem.
         """
         if not failure.is_kv or self._setbacks.retries_left < 0:
             return None
@@ -367,8 +367,8 @@ class Flow:
         """Serve the whole request on one engine, swallowing what the client already has.
 
         Args:
-            is_fallback: In place of another engine that exists: engines take on only so much of
-                that.
+            is_fallback: Whether it stands in for another engine that exists; engines limit such
+                work.
 
         Raises:
             WorkerError: Nothing helped.
@@ -404,7 +404,7 @@ class Flow:
             self._legs.prompt, failed, layout=layout, ends_with_prompt=self._legs.ends_with_prompt
         )
 
-    # --- what is told of it
+    # --- reporting
 
     def _climb(self, rung: LadderRung, reason: str) -> None:
         self._metrics.ladder.labels(rung.value, reason).inc()

@@ -58,9 +58,9 @@ _FIRST_OUTPUT: Final = 150.0
 
 
 def tenant_of(config: ProxyConfig, headers: Mapping[str, str]) -> str:
-    """Return whose share a request is of: what the deployment's own gateway says, or its key's.
+    """Return the tenant charged for a request: as named by the deployment's gateway, or by its key.
 
-    Keys that nobody checks could be made up, and count for nothing.
+    Unchecked keys could be made up, and are ignored.
     """
     if config.tenant_header and (name := headers.get(config.tenant_header)):
         return name[:_MAX_NAME_CHARS]
@@ -73,10 +73,10 @@ def tenant_of(config: ProxyConfig, headers: Mapping[str, str]) -> str:
 def as_asked(
     body: ClientBody, headers: Mapping[str, str], *, request_id: str, tenant: str
 ) -> RoutePrompt:
-    """Return a request as it asks to be treated: session, priority, objectives, limits.
+    """Return a request with its own wishes: session, priority, objectives, limits.
 
     Raises:
-        BadRequestError: What it says is no objective.
+        BadRequestError: An objective is invalid.
     """
     slo = _decoded(body, "slo", Objectives | None) or Objectives()
     session = headers.get(SESSION_HEADER) or _decoded(body, "session_id", str | None) or ""
@@ -107,9 +107,9 @@ class Gate:
     """The entrance of one proxy.
 
     Args:
-        places: Who waits for one.
-        pairing: None unless pairs are chosen by what was learned. Without it, and in shadow, nobody
-            is turned away or held back, except for lack of a place.
+        places: The places and the requests that wait for one.
+        pairing: None unless pairs are chosen by what was learned. Without it, and in shadow, no
+            request is turned away or held back, except for lack of a place.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Gate:
         self._metrics = metrics
 
     def claim(self, prompt: RoutePrompt) -> Claim:
-        """Return what a request claims."""
+        """Return a request's claim."""
         num_tokens = self._prompt_cost(prompt)
         cost = num_tokens + OUTPUT_WEIGHT * self._mean_output
         is_ready = always
@@ -143,11 +143,11 @@ class Gate:
         return Claim(prompt.tenant, band, cost, num_tokens, is_ready, goes_round)
 
     def promising(self, prompt: RoutePrompt) -> RoutePrompt:
-        """Return a request that can keep its objectives, given the work that there is.
+        """Return a request that can keep its objectives, given the current work.
 
-        One of a tenant whose requests are held back for engines for prompts goes round those that
-        wait, if another engine serves it sooner and harms nobody by that; what it would have
-        waited is kept with it.
+        If its tenant's requests are held back for prompt engines, it passes those that wait when
+        another engine serves it sooner without harm to others; the wait it avoids is recorded
+        with it.
 
         Raises:
             OverloadedError: It would miss them.
@@ -171,7 +171,7 @@ class Gate:
         return prompt
 
     def ended(self, prompt: RoutePrompt, story: Story) -> float:
-        """Count what a request has taken; return it as `Claim` counts."""
+        """Count a request's cost; return it in the units of `Claim`."""
         stages = story.prefill_stages
         num_computed = self._prompt_cost(prompt)
         if stages is not None:
@@ -201,7 +201,7 @@ class Gate:
         return self._objectives.ttft_s(prompt, times)
 
     def _waiting_s(self, prompt: RoutePrompt) -> float:
-        """Seconds before a request would get a place; 0 while too little is known."""
+        """Return seconds before a request would get a place; 0 while too little is known."""
         if self._pairing is None or not self._pairing.model.is_known:
             return 0.0
         times, num_engines = self._pairing.model.times(), self._num_prefills
@@ -210,14 +210,14 @@ class Gate:
         )
 
     def _prompt_cost(self, prompt: RoutePrompt) -> float:
-        """Tokens of a prompt that have to be computed, as far as is known."""
+        """Return tokens of a prompt that have to be computed, as far as known."""
         if not prompt.num_tokens:
             return prompt.num_bytes / BYTES_PER_TOKEN
         known = {} if self._prefixes is None else self._prefixes.known(prompt)
         return max(0, prompt.num_tokens - max(known.values(), default=0))
 
     def _is_ready(self, prompt: RoutePrompt, is_over_share: bool) -> bool:
-        """Whether an engine would begin with a request soon.
+        """Return whether an engine would begin with a request soon.
 
         A tenant that has had more than its share waits here for an engine that is nearly idle,
         rather than keep others waiting behind it there.
@@ -236,9 +236,9 @@ class Gate:
         return engine is None or engine.home is Role.DECODE or self._begins_within(limit_s, engine)
 
     def _outlook(self, prompt: RoutePrompt) -> tuple[RouteQuestion, PairCost] | None:
-        """Return what is known of a request and of the engines, and where it would be sent now.
+        """Return the question for a request, and where it would be sent now.
 
-        None if too little is known, no engine is there, or pairs are not chosen by what is known.
+        None if too little is known, there is no engine, or pairs are not chosen by what is known.
         """
         if self._pairing is None or self._prefixes is None:
             return None
@@ -258,16 +258,16 @@ class Gate:
 
     @property
     def _num_prefills(self) -> int:
-        """Engines that prompts are for; 1 if there is none."""
+        """Number of engines for prompts; 1 if there is none."""
         return max(
             1, sum(each.available and each.home is not Role.DECODE for each in self._backends)
         )
 
     def _begins_within(self, limit_s: float, engine: Backend) -> bool:
-        """Whether an engine will have computed the prompts that it has within `limit_s`.
+        """Return whether an engine will have computed its prompts within `limit_s`.
 
-        Where others have some it may be done before it says so, and would wait: that counts, too.
+        Others' prompts may be done before it reports that; the limit allows for that delay.
         """
-        assert self._pairing is not None  # nobody is held back without
+        assert self._pairing is not None  # no request is held back without
         untold_s = self._pairing.ledger.untold_s(engine.url)
         return self._pairing.backlog_s(engine) <= limit_s + untold_s

@@ -1,6 +1,6 @@
 """The endpoints that engines serve: generation and tokenization.
 
-Reads a request and accounts for how it ended; `flow` serves it.
+Reads a request and records its end; `flow` serves it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Generation:
     """Serves requests, one coroutine each.
 
     Args:
-        rng: Draws the seeds of requests that bring none.
+        rng: Draws seeds for requests without one.
     """
 
     def __init__(self, services: Services, rng: random.Random) -> None:
@@ -97,10 +97,10 @@ class Generation:
     async def _accounted(
         self, request: web.Request, story: Story, *, until_s: float
     ) -> web.StreamResponse:
-        """Serve a request; count how it ended, and write its line.
+        """Serve a request, count its outcome, and write its log line.
 
         Args:
-            until_s: When it is to be over, by the event loop's clock.
+            until_s: Its deadline, by the event loop's clock.
         """
         outcome = "error"
         try:
@@ -144,7 +144,7 @@ class Generation:
             self._live.ended(story, outcome)
 
     def _compare_hits(self, story: Story) -> None:
-        """Compare the prefix that an engine was taken to have with what it says it had."""
+        """Compare the prefix that an engine was assumed to have with the one it reports."""
         prefixes, stages = self._services.prefixes, story.prefill_stages
         leg = "prefill" if story.prefill_url else "local"
         engine = self._services.backends.get(story.prefill_url or story.decode_url)
@@ -154,17 +154,17 @@ class Generation:
             prefixes.answered(story.prompt, engine, story.known[leg], stages)
 
     def _model_of(self, story: Story) -> str:
-        """What serves a request whose client named no model; empty if nobody was asked."""
+        """Return the model serving a request that names none; empty if no engine was asked."""
         engine = self._services.backends.get(story.decode_url or story.prefill_url)
         return engine.info.model if engine is not None and engine.info is not None else ""
 
     async def _body_of(
         self, request: web.Request, until_s: float, tenant: str
     ) -> tuple[ClientBody, Dialect | None]:
-        """Read a request, if it may be served, and say what its client speaks.
+        """Read a request, if it may be served, and return its client's dialect.
 
         Raises:
-            OverloadedError: No more is taken now.
+            OverloadedError: No more requests are accepted now.
             PdserveError: It cannot be read.
         """
         self._services.admission.require_room(tenant)
@@ -186,8 +186,8 @@ class Generation:
         """Read a body.
 
         Raises:
-            DeadlineError: It has not come by then.
-            PdserveError: It cannot be had: see `Bodies.read`.
+            DeadlineError: It has not arrived by then.
+            PdserveError: It cannot be read: see `Bodies.read`.
         """
         try:
             async with asyncio.timeout_at(until_s):
@@ -199,7 +199,7 @@ class Generation:
             ) from None
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        """Ask any engine, within the time that a request may take."""
+        """Ask any engine, within a request's time limit."""
         limit_s = self._config.request_timeout_s
         until_s = asyncio.get_running_loop().time() + limit_s
         body = await self._bytes_of(request, until_s)
@@ -218,7 +218,7 @@ class Generation:
     async def _answer_of_any(
         self, request: web.Request, path: str, body: bytes
     ) -> web.StreamResponse:
-        """Ask any engine; a failing one is replaced by another."""
+        """Ask any engine; replace a failing one by another."""
         headers = {
             **engine_headers(self._config.api_keys, request.headers),
             hdrs.CONTENT_TYPE: "application/json",
