@@ -1,8 +1,8 @@
 """A server's records of its requests: counts, log lines, `/debug/requests`, traces.
 
 The keys are those of a proxy's `/debug/requests`, so that one reader fits both;
-what only a proxy knows of is empty. Times are this server's own account: `server` is its part, all
-other terms are the engine core's.
+fields that only a proxy knows are empty. Times are measured here: the term `server` is this
+server's part, all others are the engine core's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ENGINE_STAGES = ("queue", "prefill", "kv_wait", "kv_transfer", "handover", "firs
 
 @asynccontextmanager
 async def serving(request: web.Request, job: TextRequest) -> AsyncIterator[None]:
-    """Let a job run while the block does; when that is over, account for it."""
+    """Run a job for the duration of the block; account for it at the end."""
     service = request.app[SERVICE]
     service.jobs[id(job)] = job
     request[IS_TOLD] = True
@@ -62,15 +62,15 @@ async def serving(request: web.Request, job: TextRequest) -> AsyncIterator[None]
             _account(service, job, None)
     finally:
         del service.jobs[id(job)]
-        # An error's traceback has the job: together they would wait for the garbage collector.
+        # An error's traceback refers to the job: the cycle would wait for the garbage collector.
         job.failure = None
 
 
 def _account(service: Service, job: TextRequest, error: BaseException | None) -> None:
-    """Count a job that is over, log its line, and keep it for who asks.
+    """Count a finished job, log its line, and keep it for `/debug/requests`.
 
     Args:
-        error: What ended the block that it ran in; what ends a stream that has begun does not.
+        error: The error that ended its block; one that ends a stream already begun does not.
     """
     ending = _ending(service, job, job.failure or error, has_begun=error is None)
     fields = job.stages()
@@ -133,10 +133,10 @@ class _Ending(NamedTuple):
 def _ending(
     service: Service, job: TextRequest, failure: BaseException | None, *, has_begun: bool
 ) -> _Ending:
-    """Say how a job ended, and end those of its choices that have not.
+    """Return how a job ended, and end its unfinished choices.
 
     Args:
-        has_begun: The client has a status, which says that all is well.
+        has_begun: Whether the client already has a status, which is a success.
     """
     is_failed = isinstance(failure, Exception) and not isinstance(failure, ConnectionError)
     num_cut = job.end_unfinished(FinishReason.ERROR if is_failed else FinishReason.ABORT)
@@ -156,7 +156,7 @@ def _ending(
 
 
 def running(job: TextRequest) -> dict[str, object]:
-    """Return what `/debug/requests` shows of a request that runs."""
+    """Return the entry in `/debug/requests` for a running request."""
     return {
         "request_id": job.request_id,
         "path": job.path,
@@ -169,7 +169,7 @@ def running(job: TextRequest) -> dict[str, object]:
 
 
 def traced(service: Service, job: TextRequest, outcome: str) -> FrontRequest:
-    """Return the stretches of a request's time until now, for traces."""
+    """Return the intervals of a request's time until now, for traces."""
     now_s, ttft_s = job.clock.monotonic_s(), job.ttft_s
     if ttft_s is None:
         windows = [Window("server", job.start_s, now_s, [], "")]
@@ -246,7 +246,7 @@ def _finished(job: TextRequest, seq: int, ending: _Ending) -> Finished:
 
 
 def _kv_mode(job: TextRequest) -> str:
-    """Return how its KV goes from engine to engine: push, pull, or empty if it does not."""
+    """Return how its KV moves between engines: push, pull, or empty if it does not."""
     leader = job.leader()
     if leader.kv_mode or leader.request is None:
         return leader.kv_mode
@@ -266,9 +266,9 @@ class EngineStatsLog:
         self._since_s = clock.monotonic_s()
 
     def read(self) -> dict[str, object] | None:
-        """Return what was done since the last call; None of an engine that is idle.
+        """Return the work done since the last call; None if the engine is idle.
 
-        What an engine never does (hand KV over, preempt) is left out where it did not happen.
+        Work that an engine may never do (hand KV over, preempt) is left out if there was none.
         """
         now, before, now_s = self._client.stats, self._before, self._clock.monotonic_s()
         seconds, self._since_s = max(now_s - self._since_s, 1e-3), now_s

@@ -1,9 +1,9 @@
 """The API server of one engine: routes, middlewares, and its life from bind to exit.
 
 It binds before the engine is ready, so that `/livez` and `/readyz` can tell the two apart;
-registers with proxies once it is; and on SIGTERM or SIGINT turns unready, leaves the
-proxies (where there are none: waits until others have noticed), lets running requests finish
-within the shutdown timeout, and ends the engine.
+registers with proxies once it is; and on SIGTERM or SIGINT turns unready, deregisters from the
+proxies (without any, waits until others have noticed), lets running requests finish within the
+shutdown timeout, and ends the engine.
 """
 
 from __future__ import annotations
@@ -167,13 +167,13 @@ async def run_server(
     A second signal ends running requests at once.
 
     Args:
-        on_ready: Called once with the server's URL when requests can be served, and no proxy
-            that was named refuses the engine.
+        on_ready: Called once with the server's URL when requests can be served and no configured
+            proxy refuses the engine.
 
     Raises:
         ConfigError: The address cannot be bound, or files of TLS or of the model's text side
             cannot be used.
-        EngineDeadError: The engine ended by itself.
+        EngineDeadError: The engine ended unasked.
     """
     app = build_app(client, None, engine_config=engine_config, server_config=server_config)
     service = app[SERVICE]
@@ -196,7 +196,7 @@ async def run_server(
             service.grammars(text)
             await _until(lambda: client.info is not None, service, stop)
             if stop.first is None and client.info is not None:
-                # To look through what is there by now takes 10 ms, in which every stream waits.
+                # A collection of all objects takes 10 ms, during which every stream waits.
                 keep_flat()
                 registration = Registrar(
                     server_config.proxy_urls,
@@ -233,7 +233,7 @@ async def run_server(
 
 
 def _announced_url(config: ServerConfig, url: str) -> str:
-    """Return where proxies are to call back an engine that listens at `url`."""
+    """Return the URL at which proxies should call an engine that listens at `url`."""
     if config.advertise_url or config.host not in WILDCARDS:
         return config.advertise_url or url
     address, parts = own_address(config), urlsplit(url)
@@ -244,7 +244,7 @@ def _announced_url(config: ServerConfig, url: str) -> str:
 async def _until(
     is_there: Callable[[], bool], service: Service, stop: StopSignals, poll_s: float = _POLL_S / 5
 ) -> None:
-    """Wait for something, or for a reason not to: a signal, or the engine's end."""
+    """Wait for an awaitable, a signal, or the engine's end."""
     while not is_there() and stop.first is None and service.client.dead_reason is None:
         await wait_for(stop.asked, poll_s)
 
@@ -252,7 +252,7 @@ async def _until(
 async def _wait_while(
     is_wanted: Callable[[], bool], service: Service, stop: StopSignals, timeout_s: float
 ) -> float:
-    """Let the engine go on while it is wanted, and can; return what is left of `timeout_s`."""
+    """Let the engine run while it is wanted and alive; return the rest of `timeout_s`."""
     deadline_s = service.clock.monotonic_s() + timeout_s
     while (
         is_wanted()
@@ -296,7 +296,7 @@ async def _beside_requests(app: web.Application) -> AsyncGenerator[None, None]:
 
 @web.middleware
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Note when a request came and what it is called; the answer carries its id."""
+    """Note a request's arrival time and id; the answer carries the id."""
     request[START_S] = request.app[SERVICE].clock.monotonic_s()
     request[REQUEST_ID] = request_id_of(request)
     return await handler(request)
@@ -322,7 +322,7 @@ async def _return_id(request: web.Request, response: web.StreamResponse) -> None
 
 
 def _admitting(access: Access) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Return the middleware that asks for keys."""
+    """Return the middleware that checks API keys."""
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:

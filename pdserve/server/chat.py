@@ -56,15 +56,15 @@ async def render_chat(
     max_model_len: int,
     now_s: float,
 ) -> str:
-    """Return the prompt for a body's messages, without holding up the event loop.
+    """Return the prompt for a body's messages, without blocking the event loop.
 
     Args:
-        num_bytes: How large the body is.
+        num_bytes: Size of the body.
 
     Raises:
         BadRequestError: The model has no chat template, it refuses the messages, they are too
             many, or tools are malformed.
-        OverloadedError: Too many long ones wait already.
+        OverloadedError: Too many long ones are already waiting.
     """
     tools = (body.offered_tools if isinstance(body, ChatRequest) else body.tools) or []
     template = (text.tool_template if tools else None) or text.chat_template
@@ -96,10 +96,10 @@ async def render_chat(
 
 
 def _reading(body: ChatRequest, text: Text, prompt: str) -> AnswerReading:
-    """Return how answers are taken apart, and what they have to be for that.
+    """Return how to parse answers, and the grammar that they must follow for that.
 
     Raises:
-        BadRequestError: Tools are to be called that cannot be.
+        BadRequestError: The request asks for tool calls that are impossible.
     """
     offered, name = tools_by_name(body.offered_tools), named_tool(body.tool_choice)
     is_forced = name is not None or body.tool_choice == "required"
@@ -127,10 +127,10 @@ def _reading(body: ChatRequest, text: Text, prompt: str) -> AnswerReading:
 
 
 def _check_choice(style: AnswerStyle) -> None:
-    """Refuse tools that a model would have to choose by itself, where it cannot.
+    """Refuse a free choice of tools by a model that cannot make it.
 
     Raises:
-        BadRequestError: It cannot.
+        BadRequestError: The model cannot.
     """
     if not style.reads_calls:
         raise BadRequestError(
@@ -179,10 +179,10 @@ async def _answer_in_dialect(request: web.Request, kind: type[TextFields]) -> we
 async def _answer_chat(
     request: web.Request, body: ChatRequest, num_bytes: int
 ) -> web.StreamResponse:
-    """Answer a chat request, in the dialect of whoever sent it.
+    """Answer a chat request in its client's dialect.
 
     Args:
-        num_bytes: The size of its body.
+        num_bytes: Size of its body.
     """
     service = request.app[SERVICE]
     service.resolve_model(body.model)
@@ -299,7 +299,7 @@ class _Form(AnswerForm):
         return answer | self._of_prompt()
 
     def _of_prompt(self) -> dict[str, Any]:
-        """What is told of the prompt, once."""
+        """Return the fields about the prompt, which appear once."""
         told: dict[str, Any] = {}
         if self._body.return_token_ids:
             told["prompt_token_ids"] = self._job.prompts[0]
@@ -317,14 +317,14 @@ class _Form(AnswerForm):
         return {"role": "assistant", "content": None if is_call else content, **gained}
 
     def _thought(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the reasoning of some deltas of a choice in a row, where they have some."""
+        """Return the reasoning of consecutive deltas of a choice, if they have any."""
         reasoning = "".join(delta.reasoning for delta in deltas)
         if not reasoning or self._body.include_reasoning is False:
             return {}
         return {self._reasoning_field: reasoning}
 
     def _fragment(self, call: CallDelta, choice: int) -> dict[str, Any]:
-        """Return what a call gained, as an entry of a stream's chunk."""
+        """Return the new part of a call, as an entry of a stream's chunk."""
         if call.begins is None:
             return {"index": call.index, "function": {"arguments": call.arguments}}
         return {"index": call.index} | self._call(call.begins, call.arguments, choice, call.index)
@@ -341,7 +341,7 @@ class _Form(AnswerForm):
         ]
 
     def _call(self, begins: CallBegins, arguments: str, choice: int, index: int) -> dict[str, Any]:
-        """Return a call; its id is the same whichever engine sends it, and when it is repeated."""
+        """Return a call; its id is the same on every engine and in every repetition."""
         digest = hashlib.sha256(f"{self._job.request_id}:{choice}:{index}".encode()).digest()
         return {
             "id": begins.call_id or f"call_{b32encode(digest).decode()[:24]}",
@@ -350,7 +350,7 @@ class _Form(AnswerForm):
         }
 
     def _facts(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """What stands beside the text in a choice, for some of its deltas in a row."""
+        """Return a choice's fields other than its text, for consecutive deltas."""
         entries = [entry for delta in deltas for entry in delta.logprobs or ()]
         facts: dict[str, Any] = {
             "logprobs": chat_logprobs(self._tokens, entries, self._num_top)
@@ -367,5 +367,5 @@ class _Form(AnswerForm):
 
 
 def _is_told(call: CallDelta) -> bool:
-    """Whether a stream says what a call gained."""
+    """Whether a stream reports this part of a call."""
     return call.begins is not None or bool(call.arguments)

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Choice:
-    """One choice and how far it is.
+    """One choice and its progress.
 
     Attributes:
         request: None if the choice ended at the prefill engine, with one token.
         num_from_handoff: Leading tokens that another engine sampled.
         num_to_swallow: Those of them whose text the client already has.
-        prompt_logprobs: What the prefill engine computed of them.
+        prompt_logprobs: Prompt log-probabilities that the prefill engine computed.
         kv_mode: How KV came from another engine, if it did: push or pull.
-        num_cached_tokens: What a prefix cache had of its prompt; None until an engine says so.
-        num_drafted, num_accepted: Draft tokens that were verified here; of these, right.
+        num_cached_tokens: Prompt tokens found in a prefix cache; None until an engine reports it.
+        num_drafted, num_accepted: Draft tokens verified here, and accepted ones among them.
         num_events: Outputs of this engine's own tokens.
         pooled: Its prompt's vector, if that was asked for; fp32.
         core: Index of the engine core that serves it.
@@ -76,14 +76,14 @@ class Choice:
 def usage_of(
     choices: Sequence[Choice], prompts: Sequence[Sequence[int]], *, has_prediction: bool
 ) -> dict[str, Any]:
-    """Return OpenAI's usage object of some choices.
+    """Return OpenAI's usage object for some choices.
 
     A prompt counts once however many choices it has. Its cached tokens are those that a prefix
     cache had before the first of them was prefilled.
 
     Args:
-        prompts: All of the request.
-        has_prediction: Tells how drafts did, which are made of it.
+        prompts: All prompts of the request.
+        has_prediction: Whether to report accepted and rejected tokens of a prediction.
     """
     num_cached = cached_by_prompt(choices)
     num_prompt = sum(len(prompts[index]) for index in num_cached)
@@ -114,11 +114,11 @@ def cached_by_prompt(choices: Sequence[Choice]) -> dict[int, int]:
 
 
 def raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_s: float) -> None:
-    """Raise what an output says of its request, if that is a failure.
+    """Raise the error for an output that reports a failure.
 
     Args:
         request: None if it is not known.
-        now_s: By the clock of its deadline.
+        now_s: Current time by the clock of its deadline.
 
     Raises:
         PdserveError: It failed, or the engine gave it up.

@@ -1,8 +1,8 @@
 """Turns a request's output constraint into a grammar, validated before it runs.
 
-`sampling` finds constraints in the fields. Each becomes a text of llguidance's, which is made and
-compiled in threads of its own, in bounded time, so that what nobody can compile is a 400 that names
-the field, and holds nobody up. Knows no engine.
+`sampling` finds constraints in the fields. Each becomes a grammar in llguidance's syntax, made and
+compiled in separate threads in bounded time, so that one that cannot be compiled is a 400 that
+names the field, and delays no other request. Knows no engine.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _MAX_REMEMBERED_BYTES: Final = 1 << 14
 
 
 class _Made(msgspec.Struct, frozen=True):
-    """What became of a constraint.
+    """Result of making a constraint's grammar.
 
     Attributes:
-        text: llguidance's.
-        objection: Why it cannot be compiled; empty if it can, None if nobody has tried here.
+        text: The grammar in llguidance's syntax.
+        objection: Reason why it does not compile; empty if it does, None if not tried here.
     """
 
     text: str
@@ -53,7 +53,7 @@ class _Made(msgspec.Struct, frozen=True):
 
 
 class GrammarChecks:
-    """Makes grammars of what clients ask for, and refuses what cannot be compiled.
+    """Makes grammars from clients' constraints, and refuses those that do not compile.
 
     Args:
         text: The model's text side.
@@ -70,16 +70,16 @@ class GrammarChecks:
     async def grammar_of(
         self, wanted: Wanted, reading: AnswerReading | None = None, *, is_checked: bool
     ) -> Grammar:
-        """Return what a request's output must be.
+        """Return the grammar for a request's output.
 
         Args:
-            wanted: Its constraint, of `constraint_in`.
-            reading: Of a chat, what tools and reasoning ask for beside the fields.
-            is_checked: Another engine has compiled it.
+            wanted: Its constraint, from `constraint_in`.
+            reading: For a chat, the requirements of tools and reasoning.
+            is_checked: Whether another engine has compiled it.
 
         Raises:
             BadRequestError: It cannot be compiled.
-            OverloadedError: Others' take too long.
+            OverloadedError: Other requests' grammars take too long.
         """
         tools_grammar = reading.tools_grammar if reading is not None else None
         if reading is not None and tools_grammar is None:
@@ -91,7 +91,7 @@ class GrammarChecks:
         return Grammar(text=made.text, starts_after=None if tools_grammar else thought_end)
 
     async def _made(self, wanted: Wanted, *, is_checked: bool) -> _Made:
-        """Return what becomes of a constraint; at once, if the same came before."""
+        """Return the result for a constraint; immediately, if it came before."""
         key = _key_of(wanted)
         made = None if key is None else self._known.get(key)
         if made is None or (made.objection is None and not is_checked):
@@ -130,7 +130,7 @@ class GrammarChecks:
             self._num_waiting -= 1
 
     def close(self) -> None:
-        """Take nothing more; what runs ends by itself."""
+        """Accept no more work; running work finishes on its own."""
         self._threads.close()
 
     def _make(self, wanted: Wanted, *, is_checked: bool) -> _Made:
@@ -155,7 +155,7 @@ def text_of(wanted: Wanted) -> str:
     """Return a constraint as llguidance's text. The same for the same request, on any engine.
 
     Raises:
-        BadRequestError: It is of no such kind.
+        BadRequestError: Its kind is unknown.
     """
     text = _answer_text(wanted)
     if wanted.before is None:
@@ -224,7 +224,7 @@ def _lark(wanted: Wanted) -> str:
 
 
 def _key_of(wanted: Wanted) -> bytes | None:
-    """By which a constraint is remembered; None if it is not."""
+    """Return the cache key of a constraint; None if it is not cached."""
     try:
         key = msgspec.json.encode(wanted)
     except RecursionError:

@@ -1,7 +1,7 @@
 """`POST /v1/embeddings`, `/v1/score` and `/v1/rerank`: vectors of texts and similarities.
 
-A vector is made with the prompt alone: one step computes it, and the token that it samples too is
-nobody's. So any engine can do it that computes prompts, and nothing is handed over.
+A vector comes from the prompt alone: its last step also samples a token, which is discarded. So
+any engine that computes prompts can do it, and nothing is handed over.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def create_embedding(request: web.Request) -> web.StreamResponse:
 
 
 async def create_score(request: web.Request) -> web.StreamResponse:
-    """Answer with how alike the texts of each pair are: the cosine between their vectors."""
+    """Answer with the similarity of each pair of texts: the cosine of their vectors."""
     body, _ = await read_request(request, ScoreRequest)
     pairs = body.pairs()
 
@@ -86,7 +86,7 @@ async def create_score(request: web.Request) -> web.StreamResponse:
 
 
 async def create_rerank(request: web.Request) -> web.StreamResponse:
-    """Answer with the documents, the likest to the query first."""
+    """Answer with the documents, the most similar to the query first."""
     body, _ = await read_request(request, RerankRequest)
 
     def answer(job: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
@@ -118,11 +118,11 @@ async def _answer(
     field: str,
     special: bool = True,
 ) -> web.StreamResponse:
-    """Make the vectors of texts, and answer with what follows from them.
+    """Make the vectors of texts, and build the answer from them.
 
     Args:
-        field: Where the texts stand in the body.
-        special: Add the tokens that the tokenizer adds to a text.
+        field: Name of the body's field that has the texts.
+        special: Whether to add the tokenizer's special tokens.
     """
     service = request.app[SERVICE]
     service.resolve_model(body.model)
@@ -153,7 +153,7 @@ async def _answer(
     async with serving(request, job):
         await job.start()
         async for _ in job.deltas():
-            pass  # of whose token nobody is told
+            pass  # its token is discarded
         vectors = np.stack([_vector(choice.pooled) for choice in job.choices])
         return await send_json(request, job, answer(job, text.pooling, vectors))
 
@@ -162,7 +162,7 @@ def _fields(body: PoolingFields) -> CompletionRequest:
     """Return a body's fields as those of a completion of one token.
 
     Raises:
-        BadRequestError: Another engine is to have a part in it.
+        BadRequestError: The request involves another engine.
     """
     params = body.kv_transfer_params
     if params is not None and (params.do_remote_prefill or params.do_remote_decode):
@@ -201,7 +201,7 @@ def _cosine(scaled: Vectors, one: int, other: int) -> float:
 
 
 def _around(job: TextRequest, kind: str) -> dict[str, Any]:
-    """What every answer has."""
+    """Return the fields that every answer has."""
     num_tokens = job.num_prompt_tokens
     return {
         "id": f"{kind}-{job.request_id}",

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class TokenNames:
-    """What tokens are called where their log-probabilities are told.
+    """Names of tokens in log-probabilities.
 
     Args:
-        as_ids: By their ids: several tokens may have one text, and some have none.
+        as_ids: Whether to use ids: several tokens may share a text, and some have none.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
@@ -39,7 +39,7 @@ class TokenNames:
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
 
     def bytes(self, token_id: int) -> bytes:
-        """Return what a token stands for."""
+        """Return the bytes of a token."""
         return self._tokenizer.token_bytes(token_id)
 
 
@@ -47,11 +47,11 @@ class AnswerForm(ABC):
     """Puts deltas into an endpoint's JSON. Keeps which choices were begun.
 
     Args:
-        may_be_plain: Some chunks of a choice may differ in their text alone.
+        may_be_plain: Whether chunks of a choice may differ only in their text.
 
     Attributes:
-        prefix: Of an answer's id.
-        kind: What a stream's events are called.
+        prefix: Prefix of an answer's id.
+        kind: Name of a stream's events.
     """
 
     prefix: ClassVar[str]
@@ -91,7 +91,7 @@ class AnswerForm(ABC):
 async def stream_answer(
     request: web.Request, body: SamplingFields, job: TextRequest, form: AnswerForm
 ) -> web.StreamResponse:
-    """Run the job to its end, and send what it gains as it comes."""
+    """Run the job to its end, and send its deltas as they come."""
     stream = EventStream(request, job)
     async with stream:
         async for delta in spaced(job.deltas(), body.stream_interval or 1):
@@ -132,7 +132,7 @@ async def spaced(deltas: AsyncIterator[Delta], num_tokens: int) -> AsyncGenerato
 
 
 def _is_turned_round(first: Delta, second: Delta) -> bool:
-    """Whether one event of both would tell reasoning, text and calls in another order."""
+    """Whether joining both would change the order of reasoning, text and calls."""
     is_after = bool(second.reasoning) and bool(first.text or first.calls)
     return is_after or (bool(second.text) and bool(first.calls))
 
@@ -241,7 +241,7 @@ def _by_id(names: TokenNames, entry: TokenLogprobs) -> dict[str, dict[str, Any]]
 
 
 def _alternatives(names: TokenNames, entry: TokenLogprobs) -> dict[str, float]:
-    """The likeliest tokens, and the one that stands there; the likelier of equal spellings."""
+    """Return the likeliest tokens and the actual one; the likelier of equal spellings."""
     found: dict[str, float] = {}
     for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
         found.setdefault(names.text(token_id), logprob)

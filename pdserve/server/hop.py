@@ -1,9 +1,8 @@
 """The engine's side of the P/D hop: `kv_transfer_params` in and out.
 
 Its keys are vLLM's, so that a proxy written for vLLM can drive our engines;
-what only our own proxy understands is under `pdserve`. A handoff and a ticket are carried sealed,
-so nothing on the way can edit them; what has left here open is believed. Knows no engine and no
-HTTP.
+keys that only our own proxy understands are under `pdserve`. Handoffs and tickets are sealed, so
+nothing on the way can edit them; unsealed values are trusted. Knows no engine and no HTTP.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class PrefillHop:
     Attributes:
         final_length: Whether reaching max_tokens here ends the request. A proxy written
             for vLLM asks for max_tokens = 1 and means: hand over after the first token.
-        ticket: The KV is written into the other engine's blocks as it is computed.
+        ticket: The push that writes KV into the other engine's blocks as it is computed.
     """
 
     final_length: bool
@@ -51,10 +50,10 @@ class DecodeHop:
     """Another engine prefills; both lists have one entry per choice.
 
     Attributes:
-        handoffs: None for a choice that ended at P: it is no concern of this engine.
-        first_delivered: Whether the client already has what the first tokens gave, or will
-            have it before anything of this engine.
-        ticket: The prefill is under way and its KV comes by itself, with the first token;
+        handoffs: None for a choice that ended at P, which this engine need not serve.
+        first_delivered: Whether the client already has the output of the first tokens, or will
+            have it before any from this engine.
+        ticket: The push under which the KV of the running prefill arrives, with the first token;
             then there is one choice, and no handoff yet.
     """
 
@@ -71,7 +70,7 @@ def parse_hop(params: KVTransferParams | None, *, num_choices: int, secret: str)
     """Return this engine's part in a disaggregated request; None if there is none.
 
     Args:
-        secret: The deployment's, which handoffs and tickets were sealed with.
+        secret: The deployment's secret, which seals handoffs and tickets.
 
     Raises:
         BadRequestError: The parameters contradict each other, are malformed, or come from
@@ -151,7 +150,7 @@ def response_params(
     first rank's.
 
     Args:
-        ours: What is said of the request beside that.
+        ours: The request's other facts.
     """
     first = next(handoff for handoff in handoffs if handoff is not None)
     address = first.endpoints[0] if first.endpoints else None
@@ -175,7 +174,7 @@ def response_params(
 
 
 def told_tokens(prompts: Sequence[Sequence[int]], text_digest: str) -> PromptTokens:
-    """Return the token ids of a request's texts as another engine is told them."""
+    """Return the token ids of a request's texts, as sent to another engine."""
     packed = [array.array("I", prompt).tobytes() for prompt in prompts]
     return PromptTokens(
         text_digest=text_digest,
@@ -186,12 +185,12 @@ def told_tokens(prompts: Sequence[Sequence[int]], text_digest: str) -> PromptTok
 def known_tokens(
     params: KVTransferParams | None, text_digest: str, num_prompts: int
 ) -> list[list[int]] | None:
-    """Return the token ids of a request's texts if an engine of the same texts has told them.
+    """Return a request's token ids if an engine with the same text digest has sent them.
 
-    That they are the prompt's that the handoff was made for is checked with the handoff.
+    Whether they match the prompt of the handoff is checked with the handoff.
 
     Raises:
-        BadRequestError: They are malformed, or of other prompts than the request has.
+        BadRequestError: They are malformed, or do not fit the request's prompts.
     """
     if params is None or not params.do_remote_prefill or params.pdserve is None:
         return None

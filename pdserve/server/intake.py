@@ -1,6 +1,6 @@
 """Reads a client's request: decodes its body and tokenizes its prompts.
 
-What is too long is refused before anybody works on it.
+Overlong input is refused before any work on it.
 
 Whether it can be served as it is, `plan` says.
 """
@@ -49,7 +49,7 @@ _BYTES_PER_CHAR = 6
 def say_unknown_fields(
     request: web.Request, data: bytes, kind: type[msgspec.Struct], *, also: Sequence[str] = ()
 ) -> None:
-    """Name fields that no request here has in the answer, and log each of them once.
+    """Name unknown request fields in the answer, and log each of them once.
 
     Args:
         also: See `note_ignored`.
@@ -63,13 +63,13 @@ def say_unknown_fields(
 
 
 async def read_request(request: web.Request, kind: type[Body]) -> tuple[Body, int]:
-    """Return a request's body, and its size in bytes; name what of it nobody reads.
+    """Return a request's body and its size in bytes; name its unknown fields.
 
-    One for tokens is returned when another engine has done its part, if one is to.
+    If an order involves a prefill engine, return after that engine has done its part.
 
     Raises:
-        PdserveError: It is not to be had: see `Bodies.read`; or cannot be read: see `parse_body`;
-            or asks for what may not be asked: see `as_ordered`.
+        PdserveError: It cannot be received (see `Bodies.read`), cannot be parsed (see
+            `parse_body`), or asks for what is not allowed (see `as_ordered`).
     """
     data = await read_body(request)
     body = parse_body(data, kind)
@@ -87,18 +87,18 @@ async def encode_prompts(
     add_special_tokens: bool,
     field: str,
 ) -> list[list[int]]:
-    """Tokenize a request's prompts; how long that took is in the trace.
+    """Tokenize a request's prompts; the trace has the time that this took.
 
-    What another engine has told of long ones is taken; and will be told, where yet another one
-    goes on.
+    Token ids of long prompts are taken from another engine if it has sent them, and sent on if
+    another one continues the request.
 
     Args:
-        fields: Say whether prompts without room are cut down, and not refused.
-        field: Where they stand in the body.
+        fields: Sampling fields; they say whether to cut overlong prompts or refuse them.
+        field: Name of the body's field that has the prompts.
 
     Raises:
-        ContextLengthError: One of them is longer than any that has room.
-        OverloadedError: Too many long ones wait already.
+        ContextLengthError: One of them is longer than the context.
+        OverloadedError: Too many long ones are already waiting.
     """
     service = request.app[SERVICE]
     text, info = service.require_ready()
@@ -131,11 +131,11 @@ def cut_prompts(
     max_tokens: int | None,
     max_model_len: int,
 ) -> list[list[int]]:
-    """Return prompts as a request wants them cut; the same on every engine that gets it.
+    """Return prompts cut as a request asks; the same on every engine that gets it.
 
     Args:
         prompts: Token ids.
-        max_tokens: Of output, for which a cut to what has room leaves room.
+        max_tokens: Output tokens to leave room for when cutting to the context length.
     """
     limit = fields.truncate_prompt_tokens
     if limit is None:
@@ -148,7 +148,7 @@ def cut_prompts(
 
 
 def created_s(request: web.Request, fields: SamplingFields) -> int:
-    """Return the answer's timestamp: the other leg's if there is one, else now's."""
+    """Return the answer's timestamp: the other leg's if there is one, else the current time."""
     params = fields.kv_transfer_params
     if params is not None and params.pdserve is not None and params.pdserve.created is not None:
         return params.pdserve.created
@@ -156,13 +156,13 @@ def created_s(request: web.Request, fields: SamplingFields) -> int:
 
 
 def refuse_long_prompt(text: str, widest: int | None, max_model_len: int, *, field: str) -> None:
-    """Refuse a text that can be no prompt, before it is tokenized, which may take minutes.
+    """Refuse a text too long for a prompt before it is tokenized, which may take minutes.
 
     Args:
-        widest: Characters of a token at most; None if that is not known, or the prompt is cut.
+        widest: Maximum characters of a token; None if unknown, or if the prompt is cut.
 
     Raises:
-        ContextLengthError: It is longer than any that has room.
+        ContextLengthError: It is longer than the context.
     """
     if widest is not None and len(text) > widest * max_model_len:
         num_tokens = -(-len(text) // widest)
@@ -185,11 +185,11 @@ def refuse_large_chat(
     num_bytes: int,
     max_model_len: int,
 ) -> None:
-    """Refuse a chat that can be no prompt, before it is rendered.
+    """Refuse a chat too large for a prompt before it is rendered.
 
     Args:
-        fields: What a template sees of the body, by its names there, with `messages` among them.
-        num_bytes: The size of the body, which may have other fields that are large.
+        fields: The body's fields that a template sees, by name, including `messages`.
+        num_bytes: Size of the body, which may have other large fields.
 
     Raises:
         BadRequestError: The messages are too many, or a field is too large.
@@ -208,10 +208,10 @@ def refuse_large_chat(
 
 
 def refuse_more(field: str, size: int, maximum: int, what: str) -> None:
-    """Refuse what is larger than it may be.
+    """Refuse a field that exceeds its maximum size.
 
     Raises:
-        BadRequestError: It is.
+        BadRequestError: It does.
     """
     if size > maximum:
         raise BadRequestError(
@@ -223,7 +223,7 @@ def refuse_more(field: str, size: int, maximum: int, what: str) -> None:
 async def encode(
     work: TextWork, tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Tokenize without holding up the event loop.
+    """Tokenize without blocking the event loop.
 
     Raises:
         OverloadedError: See `TextWork`.

@@ -1,7 +1,7 @@
 """Plans a client's request: one engine request and one text per choice.
 
-Everything that speaks against a request is found here, in the order of its fields, before anything
-of it is submitted: the `TextRequest` that comes of it does that.
+Every objection to a request is found here, in the order of its fields, before the resulting
+`TextRequest` submits anything.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def make_job(
     hop = _hop_of(request, fields, num_choices=fields.num_choices * len(prompts))
     if _goes_on_elsewhere(hop):
         # A proxy written for vLLM asks for one token and keeps the user's limit for D. With
-        # room for a second one, the first does not end the request here.
+        # room for a second token, the first does not end the request here.
         asked = dataclasses.replace(asked, max_tokens=max(2, asked.max_tokens or 2))
         fields = msgspec.structs.replace(fields, min_tokens=min(fields.min_tokens or 0, 2))
     seed = _seed_of(fields, ours)
@@ -121,12 +121,12 @@ async def make_job(
 
 
 def _goes_on_elsewhere(hop: Hop | None) -> bool:
-    """Whether a decode engine goes on behind the first token, for longer than P is told."""
+    """Whether a decode engine continues after the first token, beyond P's own max_tokens."""
     return isinstance(hop, PrefillHop) and not hop.final_length
 
 
 def _seed_of(fields: SamplingFields, ours: PdserveParams | None) -> int:
-    """Return the client's seed, the one that a proxy drew, or one that is drawn here."""
+    """Return the client's seed, the proxy's, or one drawn here."""
     if fields.seed is not None:
         return fields.seed
     if ours is not None and ours.seed is not None:
@@ -137,10 +137,10 @@ def _seed_of(fields: SamplingFields, ours: PdserveParams | None) -> int:
 def _output_limit(
     service: Service, fields: SamplingFields, asked: Asked, prompt: list[int], hop: Hop | None
 ) -> int:
-    """Return how many tokens the output for a prompt may have.
+    """Return the maximum number of output tokens for a prompt.
 
     Raises:
-        BadRequestError: The prompt is empty, or has what is no token.
+        BadRequestError: The prompt is empty, or has an invalid token id.
         ContextLengthError: It leaves no room for an output.
     """
     text, info = service.require_ready()
@@ -170,10 +170,10 @@ async def _sampling_of(
     limits: Sequence[int],
     seed: int,
 ) -> list[SamplingParams]:
-    """Return how the outputs for each prompt are sampled.
+    """Return the sampling parameters for each prompt.
 
     Args:
-        limits: Tokens of an output, per prompt.
+        limits: Maximum output tokens, per prompt.
     """
     text, _ = service.require_ready()
     bad_words = await encode(
@@ -205,7 +205,7 @@ async def _sampling_of(
 
 
 async def _prediction_of(service: Service, asked: Asked, hop: Hop | None) -> list[int]:
-    """Return the tokens that drafts may be made of; none where nothing is drafted.
+    """Return the prediction's tokens for drafts; none where nothing is drafted.
 
     Raises:
         ContextLengthError: It is longer than any answer can be.
@@ -226,7 +226,7 @@ def _hop_of(request: web.Request, fields: SamplingFields, *, num_choices: int) -
     """Return this engine's part in a disaggregated request; None if there is none.
 
     Raises:
-        BadRequestError, HandoffRefusedError: See `parse_hop`; or who asks may not.
+        BadRequestError, HandoffRefusedError: See `parse_hop`; or the caller is not authorized.
     """
     secret = request.app[SERVICE].engine_config.transfer.secret
     hop = parse_hop(fields.kv_transfer_params, num_choices=num_choices, secret=secret)
@@ -241,7 +241,7 @@ def _hop_of(request: web.Request, fields: SamplingFields, *, num_choices: int) -
 def _processors(
     service: Service, fields: SamplingFields, asked: Asked
 ) -> Callable[[SamplingParams], OutputProcessor]:
-    """Return what makes a choice's text of its tokens."""
+    """Return a factory of the processors that turn a choice's tokens into text."""
     text, _ = service.require_ready()
 
     def make(params: SamplingParams) -> OutputProcessor:
@@ -271,7 +271,7 @@ def choices_of(
 
     Args:
         new_processor: See `_processors`.
-        common: What the engine requests of all choices share; its id is the client's.
+        common: The engine request's fields that all choices share; its id is the client's.
         prompts: Token ids.
         sampling: One per prompt; each choice gets its own seed.
         seed: The user's, or the one drawn for this request.
@@ -298,8 +298,8 @@ def choices_of(
                 choice.num_from_handoff = len(handoff.first_token_ids) if handoff else 1
                 choice.num_to_swallow = choice.num_from_handoff if hop.first_delivered else 0
                 choice.prompt_logprobs = hop.prompt_logprobs[index]
-            # With a seed of his own a user gets the same choices for a prompt, whatever
-            # else is in the request; without one, equal prompts differ.
+            # With the user's own seed a prompt gets the same choices, whatever else is in
+            # the request; without one, equal prompts differ.
             seeded = choice_seed(seed, position if fields.seed is not None else index)
             choice.request = msgspec.structs.replace(
                 common,
@@ -329,10 +329,10 @@ def _check_size(
     *,
     num_tokens: Sequence[int],
 ) -> None:
-    """Refuse a request that asks for more than one request may, unless it was taken elsewhere.
+    """Refuse a request above the limits for one request, unless accepted elsewhere.
 
     Args:
-        num_tokens: Per prompt, those of it and of one output at most.
+        num_tokens: Per prompt, its tokens plus the maximum of one output.
     """
     _, info = service.require_ready()
     scheduler = service.engine_config.scheduler
@@ -350,7 +350,7 @@ def _check_size(
 def _check_priority(
     service: Service, fields: SamplingFields, ours: PdserveParams | None, hop: Hop | None
 ) -> None:
-    """Refuse a priority that means nothing here, unless the request began elsewhere."""
+    """Refuse a priority that has no effect here, unless the request began elsewhere."""
     began_elsewhere = isinstance(hop, DecodeHop) or (ours is not None and ours.is_fallback)
     policy = service.engine_config.scheduler.policy
     if fields.priority and policy is not SchedulingPolicy.PRIORITY and not began_elsewhere:
@@ -362,7 +362,7 @@ def _check_priority(
 
 
 def _deadline_s(request: web.Request) -> float | None:
-    """A proxy passes on how long its client will wait; two hosts' clocks are never compared."""
+    """Return the deadline; proxies send the time left, so clocks of hosts are not compared."""
     given = request.headers.get(TIME_LEFT_HEADER)
     if given is None:
         return None
@@ -370,6 +370,6 @@ def _deadline_s(request: web.Request) -> float | None:
         left_s = float(given)
     except ValueError:
         left_s = math.nan
-    if math.isnan(left_s):  # which has no place in the order of deadlines
+    if math.isnan(left_s):  # NaN cannot be ordered among deadlines
         raise BadRequestError(f"{TIME_LEFT_HEADER} is {given!r}: it must be a number of seconds")
     return request[START_S] + left_s

@@ -2,10 +2,10 @@
 
 A proxy of pdserve sends both legs of a request. A gateway sends the request once, to the decode
 engine, with a sealed order (PREFILL_HEADER) that names the prefill engine. The decode engine has
-the prompt prefilled there and pulls the KV. Whatever goes wrong before the handoff is here, it
-computes the prompt itself, within its budget for that; a load that fails after it, too.
+the prompt prefilled there and pulls the KV. If anything fails before the handoff is here, or the
+load fails afterwards, it computes the prompt itself, within its budget for that.
 
-The order is believed because it is sealed with the deployment's secret: clients cannot make an
+The order is trusted because it is sealed with the deployment's secret: clients cannot make an
 engine send requests to addresses of their choice.
 """
 
@@ -68,8 +68,8 @@ class PrefillLegError(Exception):
     """A leg that has brought no handoff; the message says why.
 
     Args:
-        outcome: One of `metrics.PREFILL_LEGS`. What was refused is refused here as well, in this
-            server's words.
+        outcome: One of `metrics.PREFILL_LEGS`. A refused request is refused here as well, in
+            this server's words.
     """
 
     def __init__(self, message: str, *, outcome: str = "failed") -> None:
@@ -78,10 +78,10 @@ class PrefillLegError(Exception):
 
 
 class PrefillLegs:
-    """Sends prefill legs, and gives leases back. Make it where the event loop runs.
+    """Sends prefill legs, and releases leases. Create it while the event loop runs.
 
     Args:
-        service: Has settings and metrics.
+        service: Provides settings and metrics.
     """
 
     def __init__(self, service: Service, session: aiohttp.ClientSession) -> None:
@@ -93,7 +93,7 @@ class PrefillLegs:
     async def prefill(
         self, request: web.Request, url: str, path: str, data: bytes
     ) -> KVTransferParams:
-        """Have a prompt prefilled; return what the decode leg's body would say.
+        """Have a prompt prefilled; return the transfer parameters for the decode leg.
 
         Args:
             url: Base URL of the prefill engine.
@@ -101,7 +101,7 @@ class PrefillLegs:
             data: The request's body.
 
         Returns:
-            The handoff; or, where there is none, that the prompt is to be computed here.
+            The handoff; without one, parameters to compute the prompt here.
         """
         pinned = PdserveParams(
             created=int(self._service.clock.wall_s()), seed=secrets.randbits(_SEED_BITS)
@@ -137,21 +137,21 @@ class PrefillLegs:
         return handed_over
 
     def release(self, url: str, nonces: list[str]) -> None:
-        """Give leases back in the background; those of an engine that is gone are gone, too."""
+        """Release leases in the background; if their engine is gone, so are they."""
         task = asyncio.create_task(self._release(url, nonces))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
     async def close(self) -> None:
-        """End what runs in the background."""
+        """End the background tasks."""
         await asyncio.gather(*self._releases, return_exceptions=True)
         await self._session.close()
 
     def _handed_over(self, request: web.Request, url: str, answer: bytes) -> KVTransferParams:
-        """Own the handoff in an answer.
+        """Take ownership of the handoff in an answer.
 
         Raises:
-            PrefillLegError: There is none that all choices can go on from.
+            PrefillLegError: There is none that all choices can continue from.
         """
         try:
             raw = top_level(answer).get(PARAMS)
@@ -172,7 +172,7 @@ class PrefillLegs:
         """Return a prefill engine's answer.
 
         Raises:
-            PrefillLegError: It refuses, fails, or is not there any more.
+            PrefillLegError: The engine refuses, fails, or is gone.
         """
         post = asyncio.create_task(self._post(url + path, body, headers))
         watch = asyncio.create_task(self._until_lost(url))
@@ -203,7 +203,7 @@ class PrefillLegs:
         return answer
 
     async def _until_lost(self, url: str) -> None:
-        """Look at an engine until it has not answered twice in a row."""
+        """Poll an engine until it has failed to answer twice in a row."""
         num_failed = 0
         timeout = aiohttp.ClientTimeout(total=_LOOK_S)
         while num_failed < 2:
@@ -236,7 +236,7 @@ _LEGS: web.AppKey[PrefillLegs] = web.AppKey("prefill_legs", PrefillLegs)
 
 
 async def running_legs(app: web.Application) -> AsyncGenerator[None, None]:
-    """Have an app send prefill legs; for its `cleanup_ctx`."""
+    """Provide an app with `PrefillLegs`; for its `cleanup_ctx`."""
     service = app[SERVICE]
     context = await asyncio.to_thread(client_context, service.server_config.tls)
     session = aiohttp.ClientSession(
@@ -250,16 +250,16 @@ async def running_legs(app: web.Application) -> AsyncGenerator[None, None]:
 
 
 async def as_ordered(request: web.Request, body: T, data: bytes, path: str) -> T:
-    """Return a request as it is to be served here, once another engine has done its part.
+    """Return a request as served here, once another engine has done its part.
 
     Args:
-        request: Has an order.
+        request: A request with an order.
         body: `data`, decoded.
         path: The endpoint that `data` is for.
 
     Raises:
-        BadRequestError, HandoffRefusedError: Who asks may not, or the order is not this
-            deployment's.
+        BadRequestError, HandoffRefusedError: The caller is not authorized, or the order is not
+            this deployment's.
     """
     service = request.app[SERVICE]
     secret = service.engine_config.transfer.secret
