@@ -1,8 +1,8 @@
 """An engine's Prometheus metrics, as its server observes them.
 
-Names are vLLM's where the meaning is the same, `pdserve_*` otherwise. What the engine cores count
-is read from their newest snapshots when somebody scrapes, zeros before the first; what only the
-server sees (latencies, outcomes) is observed as it happens. Every series exists from the start.
+Names are vLLM's where the meaning is the same, `pdserve_*` otherwise. Counts of the engine cores
+are read from their newest snapshots at each scrape, zeros before the first; values that only the
+server sees (latencies, outcomes) are observed as they occur. Every series exists from the start.
 """
 
 from __future__ import annotations
@@ -210,25 +210,25 @@ class ServerMetrics:
         return exposition(self.registry) + await self._processes.exposition()
 
     def first_token(self, core: int, seconds: float) -> None:
-        """A choice's first token came `seconds` after its request."""
+        """Observe a choice's first token, `seconds` after its request."""
         self._of_core[core].first_token(seconds)
 
     def token_gap(self, core: int, seconds: float) -> None:
-        """A choice's next token came `seconds` after the one before it."""
+        """Observe a choice's next token, `seconds` after the one before it."""
         self._of_core[core].token_gap(seconds)
 
     def event(self, num_tokens: int) -> None:
-        """An engine core gave a choice so many tokens at once."""
+        """Observe `num_tokens` that an engine core gave a choice at once."""
         self._event_tokens.observe(num_tokens)
 
     def stages(
         self, core: int, seconds: Mapping[str, float], *, kv_bytes: int, step_wait_s: float = 0.0
     ) -> None:
-        """A request's time to its first own token, by stage (a key of `STAGES`).
+        """Observe a request's time to its first own token, by stage (a key of `STAGES`).
 
         Args:
             core: The engine core that served it.
-            kv_bytes: Of the KV that it loaded.
+            kv_bytes: Bytes of KV that it loaded.
             step_wait_s: The part of the handover in which KV lay ready while a step ran.
         """
         for name, value in seconds.items():
@@ -243,31 +243,31 @@ class ServerMetrics:
             self._kv_wait["step"].observe(step_wait_s)
 
     def choice_ended(self, core: int, reason: str, choice: EndedRequest) -> None:
-        """A choice ended for `reason`, one of `FINISHED_REASONS`."""
+        """Count a choice that ended for `reason`, one of `FINISHED_REASONS`."""
         self._requests.count_ends(self._model_name, str(core), (reason,))
         self._of_core[core].ended(choice)
 
     def choices_ended(self, core: int, *, num_choices: int, num_longest: int) -> None:
-        """All choices of a prompt ended; the longest has so many tokens."""
+        """Observe that all choices of a prompt ended; the longest has `num_longest` tokens."""
         self._of_core[core].ended_together(num_choices=num_choices, num_longest=num_longest)
 
     def parsed(self, path: str, *, is_streamed: bool, has_calls: bool) -> None:
-        """Something of an answer to a request with tools was taken apart.
+        """Count a parsed piece of an answer to a request with tools.
 
         Args:
-            path: Of the endpoint that was asked.
-            has_calls: A call gained by it.
+            path: Path of the endpoint.
+            has_calls: Whether it contributed to a call.
         """
         mode = _PARSING_MODES[0 if is_streamed else 1]
         outcome = _PARSING_OUTCOMES[0 if has_calls else 1]
         self._parsed[mode, outcome, _TYPE_OF_PATH.get(path, _REQUEST_TYPES[-1])].inc()
 
     def disconnected(self, stage: str) -> None:
-        """A client left in `stage`, one of `DISCONNECT_STAGES`."""
+        """Count a client that left in `stage`, one of `DISCONNECT_STAGES`."""
         self._disconnects[stage].inc()
 
     def prefill_leg(self, outcome: str) -> None:
-        """A prefill leg that this engine sent ended so, one of `PREFILL_LEGS`."""
+        """Count a prefill leg of this engine by `outcome`, one of `PREFILL_LEGS`."""
         self._prefill_legs[outcome].inc()
 
 

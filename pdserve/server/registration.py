@@ -1,8 +1,7 @@
 """Registers this engine with proxies and keeps the registration alive.
 
-A registration is a lease: it is renewed three times per lease, so that a proxy that was
-restarted, or was not there yet, learns of the engine by itself, and one that hears nothing
-forgets it.
+A registration is a lease, renewed three times within its length, so that a proxy that starts
+later or restarts learns of the engine automatically, and forgets one that stops renewing.
 
 A name may stand for several proxies, as a headless service of Kubernetes does: where it has
 several addresses, each is a proxy of its own. It is resolved anew as often as a lease is renewed.
@@ -53,10 +52,10 @@ class Registrar:
         proxy_urls: Base URLs.
         url: Where proxies reach this engine.
         info: The engine's description.
-        secret: The deployment's; empty signs nothing.
-        tls: What https proxies are asked with.
-        lease_s: How long a proxy believes a registration.
-        resolve: Says which proxies a URL stands for.
+        secret: The deployment's secret; empty signs nothing.
+        tls: TLS settings for https proxies.
+        lease_s: Seconds that a registration is valid.
+        resolve: Returns the URLs of the proxies that a URL stands for.
     """
 
     def __init__(
@@ -86,14 +85,14 @@ class Registrar:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every proxy was asked, and none refuses; one that is not there yet may come."""
+        """Whether every proxy was asked and none refuses; unreachable ones do not count."""
         are_known = self._places.keys() == set(self._proxy_urls)
         wanted = frozenset[str]().union(*self._places.values())
         return are_known and not self._refusals and wanted <= self._asked
 
     @property
     def refusal(self) -> str | None:
-        """Which proxies refuse this engine, and why; None if none does, as far as they said."""
+        """Which proxies refuse this engine, and why; None if no known answer is a refusal."""
         told = [f"{proxy} refuses it: {why}" for proxy, why in self._refusals.items()]
         return "; ".join(told) or None
 
@@ -112,10 +111,10 @@ class Registrar:
         ]
 
     async def stop(self, *, deadline_s: float) -> None:
-        """Leave every proxy; one that does not answer is left to the lease.
+        """Deregister from every proxy; one that does not answer forgets it with the lease.
 
         Args:
-            deadline_s: How long the engine goes on with what it has.
+            deadline_s: Seconds that the engine still serves its running requests.
         """
         for task in self._tasks:
             task.cancel()
@@ -135,8 +134,8 @@ class Registrar:
         keeping: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
-                # While a name cannot be resolved its proxies are where they were; where none was
-                # known, who asks at the name itself says what is wrong with it.
+                # While a name cannot be resolved, its known proxies are kept; if none is known,
+                # a request to the name itself reports the problem.
                 known = self._places.get(proxy, frozenset({proxy}))
                 places = self._places[proxy] = await self._places_of(proxy) or known
                 for gone in keeping.keys() - places:
@@ -180,7 +179,7 @@ class Registrar:
     async def _call(
         self, method: str, proxy: str, body: Registration | Deregistration, *, name: str
     ) -> tuple[int, str | None]:
-        """Return the proxy's status, 0 if there was no answer, and why it did not take it."""
+        """Return the proxy's status, 0 without an answer, and the reason for a refusal."""
         data = msgspec.json.encode(body)
         try:
             status, answer, nonce = await self._send(method, proxy, data, name)
@@ -197,7 +196,7 @@ class Registrar:
     async def _send(
         self, method: str, proxy: str, data: bytes, name: str
     ) -> tuple[int, bytes, str | None]:
-        """Return the proxy's status, its answer, and the nonce that it wants a proof for."""
+        """Return the proxy's status, its answer, and the nonce that it wants proof for."""
         assert self._session is not None
         stamp = self._stamps.for_(proxy)
         headers = {
@@ -215,9 +214,9 @@ class Registrar:
 
 
 async def places_of(url: str) -> frozenset[str]:
-    """Return the URLs of the servers that one stands for; none if that cannot be told now.
+    """Return the URLs of the servers that a URL stands for; none if it does not resolve now.
 
-    Two addresses of different families are one server's: `localhost` has two.
+    Two addresses of different families belong to one server: `localhost` has two.
     """
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
@@ -235,7 +234,7 @@ async def places_of(url: str) -> frozenset[str]:
 
 
 def _reason(status: int, answer: bytes) -> str:
-    """A proxy's refusal in its own words, or what came instead."""
+    """Return a proxy's refusal in its own words, or a description of its answer."""
     try:
         text = str(msgspec.json.decode(answer)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -2,7 +2,7 @@
 
 Server-sent events are as OpenAI's clients expect them (WHATWG HTML, section 9.2). A stream that has
 begun always ends in `[DONE]`, also after an error; only a client that has gone gets nothing more.
-Both have a part for the proxy where one asks: what another engine goes on from, and timings.
+Both have a part for the proxy where one asks: the handoff for another engine, and timings.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ _MARK = uuid.uuid4().hex
 class EventStream:
     """One response of events. Its headers go with the first one; leaving it ends the stream.
 
-    An error inside the block becomes an error event. Once the block was entered there is no
-    way back to another status, so enter it with the first thing to send at hand.
+    An error inside the block becomes an error event. Entering the block fixes the status, so
+    enter it only with the first event at hand.
     """
 
     def __init__(self, request: web.Request, job: TextRequest) -> None:
@@ -91,7 +91,7 @@ class EventStream:
     async def send_text(self, delta: Delta, chunk_of: Callable[[Delta], dict[str, Any]]) -> None:
         """Send the event for a delta that differs from its choice's others only in its text.
 
-        What stands around the text is encoded once per choice.
+        The JSON around the text is encoded once per choice.
 
         Raises:
             ConnectionError: The client has gone.
@@ -131,7 +131,7 @@ class EventStream:
         if isinstance(error, ConnectionError):
             return True
         if error is not None and not isinstance(error, Exception):
-            return False  # cancelled: nobody reads any more
+            return False  # cancelled: the client is gone
         last = []
         if isinstance(error, PdserveError):
             last.append(error_object(error))
@@ -145,21 +145,21 @@ class EventStream:
 
 
 def _kv_headers(job: TextRequest) -> dict[str, str]:
-    """Return what a proxy learns of KV when a stream begins: who moved it, and what failed."""
+    """Return a stream's headers on KV for a proxy: who moved it, and what failed."""
     mode, failures = job.kv_at_start()
     headers = {KV_MODE_HEADER: mode, LOAD_FAILURES_HEADER: ",".join(failures)}
     return {name: text for name, text in headers.items() if text}
 
 
 def finish_name(reason: FinishReason | None, *, has_calls: bool = False) -> str | None:
-    """Return OpenAI's word; a handoff is no end for the client."""
+    """Return OpenAI's name of the reason; a handoff is no end for the client."""
     if reason is FinishReason.STOP and has_calls:
         return "tool_calls"
     return reason.value if reason in (FinishReason.STOP, FinishReason.LENGTH) else None
 
 
 def _transfer_params(request: web.Request, job: TextRequest) -> HandedOver | None:
-    """Return what a decode engine needs to go on; None if every choice has ended here."""
+    """Return the parameters for a decode engine; None if every choice has ended here."""
     if not any(job.handoffs):
         return None
     service, prompts = request.app[SERVICE], request.get(PROMPT_TOKENS)
@@ -187,7 +187,7 @@ def wants_stages(request: web.Request) -> bool:
 
 
 def hop_events(request: web.Request, job: TextRequest) -> list[dict[str, Any]]:
-    """Return the events that end a stream to a proxy, which takes them out."""
+    """Return the last events of a stream to a proxy, which removes them."""
     events: list[dict[str, Any]] = []
     params = _transfer_params(request, job)
     if params is not None:
@@ -239,7 +239,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return _refuse(request, error)
     except web.HTTPException as error:
         return _refuse(request, refusal_of(error, request))
-    except ConnectionResetError:  # the client left before its answer: nobody is to be told
+    except ConnectionResetError:  # the client left before its answer
         raise
     except Exception as error:  # noqa: BLE001 (the top of a request: the server goes on)
         log_internal_error(request, error)
@@ -249,7 +249,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
 
 
 def _refuse(request: web.Request, error: PdserveError) -> web.StreamResponse:
-    """Answer with an error; a request to the API that has no line yet gets one."""
+    """Answer with an error; log a line for an API request that has none yet."""
     if is_work(request) and IS_TOLD not in request:
         total_s = request.app[SERVICE].clock.monotonic_s() - request[START_S]
         log_refusal(request[REQUEST_ID], request.path, error, total_s=total_s)
@@ -257,7 +257,7 @@ def _refuse(request: web.Request, error: PdserveError) -> web.StreamResponse:
 
 
 def log_internal_error(request: web.Request, error: BaseException) -> None:
-    """Log what a handler raised; the client learns no details."""
+    """Log a handler's exception; the client learns no details."""
     log_event(
         _log,
         "request failed",

@@ -1,7 +1,7 @@
 """Resolves sampling fields, the model's defaults and the engine's limits.
 
-After this no field is left to anybody's default. `response_format`, `structured_outputs` and
-`guided_*` (as vLLM's before 0.12) ask for a constraint, of which `constraints` makes a grammar.
+After this no field depends on a default. `response_format`, `structured_outputs` and `guided_*`
+(vLLM's before 0.12) ask for a constraint, which `constraints` turns into a grammar.
 Pure; knows no HTTP and no engine.
 """
 
@@ -36,18 +36,18 @@ _GUIDED: Final = ("json", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a user asks for in fields whose names or defaults depend on the endpoint.
+    """Values of fields whose names or defaults depend on the endpoint.
 
     Attributes:
-        prompt_field: What the endpoint calls the prompt.
-        max_tokens: The user's limit; None if he gave none.
-        max_tokens_field: What the endpoint calls that.
+        prompt_field: The endpoint's name for the prompt.
+        max_tokens: The user's limit; None if not given.
+        max_tokens_field: The endpoint's name for that limit.
         default_max_tokens: The endpoint's own limit; None is the rest of the context.
         logprobs, prompt_logprobs: Alternatives per token of the output and of the prompt; None
             asks for no log-probabilities.
-        pooling: How the prompt becomes a vector, where that is asked for.
-        reading: How answers are taken apart; None where all of them is text.
-        prediction: What the answer may be much like.
+        pooling: How the prompt becomes a vector, if the request asks for one.
+        reading: How to parse answers; None if they are text only.
+        prediction: Text that the answer is expected to resemble.
     """
 
     prompt_field: str
@@ -63,13 +63,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerReading:
-    """How the answers of a chat are taken apart, and what they have to be for that.
+    """How to parse the answers of a chat, and the grammar that they must follow for that.
 
     Attributes:
-        new_machine: Makes what takes one choice's answer apart; None if all of it is content.
-        tools_grammar: What an answer has to be so that tools are called as was asked.
+        new_machine: Makes the parser of one choice's answer; None if all of it is content.
+        tools_grammar: Grammar for answers that call tools as requested.
         thought_end: The tokens that end a reasoning which the prompt has begun.
-        thought_before: Where it has not, the grammar of `@answer` behind a reasoning.
+        thought_before: Otherwise, the grammar of `@answer` after a reasoning.
     """
 
     new_machine: Callable[[], AnswerReader | None]
@@ -82,11 +82,11 @@ class Wanted(msgspec.Struct, frozen=True):
     """One constraint as a client gave it.
 
     Attributes:
-        param: The field that has it.
+        param: Name of its field.
         kind: json, regex, choice or grammar.
         value: A schema, a text or a list of texts.
-        options: llguidance's, for JSON.
-        before: The grammar of `@answer` behind what may come before it, in Lark.
+        options: Options of llguidance for JSON.
+        before: The grammar of `@answer` and the text that may precede it, in Lark.
     """
 
     param: str
@@ -112,13 +112,13 @@ def output_limit(
     max_model_len: int,
     model_limit: int | None,
 ) -> int:
-    """Return how many tokens a request may get.
+    """Return the maximum number of output tokens of a request.
 
     Args:
         model_limit: `max_new_tokens` of the model's generation config.
 
     Raises:
-        ContextLengthError: The prompt leaves no room, or not as much as was asked for.
+        ContextLengthError: The prompt leaves no room, or less than requested.
     """
     room = max_model_len - num_prompt_tokens
     wanted_tokens = asked.max_tokens
@@ -152,10 +152,10 @@ def resolve_sampling(
     bad_words: Iterable[Sequence[int]],
     grammar: Grammar | None,
 ) -> SamplingParams:
-    """Return what an engine needs to sample one choice.
+    """Return the sampling parameters of one choice.
 
     Args:
-        bad_words: Token ids of `spellings_of` the field.
+        bad_words: Token ids of `spellings_of` that field.
 
     Raises:
         BadRequestError: A token id is outside the vocabulary.
@@ -203,7 +203,7 @@ def resolve_sampling(
 
 
 def spellings_of(words: Iterable[str]) -> list[str]:
-    """Return how `words` may stand in a text: each as it begins one, and after a space."""
+    """Return the spellings of `words` in a text: each at its start, and after a space."""
     return [spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip())]
 
 
@@ -229,10 +229,10 @@ def constraint_in(fields: SamplingFields, tools_grammar: str | None = None) -> W
     """Return the constraint that a request asks for; None if its output is free.
 
     Args:
-        tools_grammar: What the calls of tools ask for, in Lark.
+        tools_grammar: Grammar required by tool calls, in Lark.
 
     Raises:
-        BadRequestError: They ask for two, or for what is not served.
+        BadRequestError: The request asks for two constraints, or an unsupported one.
     """
     found = [
         *_in_response_format(fields.response_format),

@@ -55,15 +55,15 @@ _LEAVING = "the server is shutting down"
 
 
 class TextWork:
-    """Threads for one kind of work on texts, and who waits for them. One event loop.
+    """Threads and queue for one kind of work on texts. Used from one event loop.
 
-    Short texts are done at once. Long ones have a few threads of their own and a queue with an end,
-    so that whoever sends many of them is refused and not waited for, and nothing else that needs a
-    thread stands behind them.
+    Short texts are processed immediately. Long ones have a few separate threads and a bounded
+    queue, so that a flood of them is refused rather than queued, and other work that needs a
+    thread does not wait behind them.
 
     Args:
-        what: What the work is called where it is refused.
-        max_jobs: Running and waiting ones; further ones are refused.
+        what: Name of the work in refusals.
+        max_jobs: Maximum running and waiting jobs; further ones are refused.
     """
 
     def __init__(self, what: str, *, num_threads: int, max_jobs: int) -> None:
@@ -73,9 +73,9 @@ class TextWork:
         self.num_jobs = 0
 
     async def run(self, function: Callable[[], T], num_chars: int, num_texts: int = 1) -> T:
-        """Return what `function` returns; if it has much to do, it does it in a thread.
+        """Return the result of `function`; large work runs in a thread.
 
-        A job that was begun goes on when its caller is cancelled, and counts until it ends.
+        A running job continues when its caller is cancelled, and counts until it ends.
 
         Raises:
             OverloadedError: Too many others wait.
@@ -91,7 +91,7 @@ class TextWork:
         loop = asyncio.get_running_loop()
 
         def leave(_: Future[T]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: counts no longer matter
                 loop.call_soon_threadsafe(self._leave)
 
         job = self._executor.submit(function)
@@ -102,7 +102,7 @@ class TextWork:
         self.num_jobs -= 1
 
     def close(self) -> None:
-        """Let go of what waits; what runs ends by itself."""
+        """Drop waiting jobs; running ones finish on their own."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -113,19 +113,19 @@ class Service:
     Attributes:
         text: None until it is loaded.
         created_s: Reported as the models' creation time.
-        is_leaving: Set on shutdown: traffic is not wanted any more.
-        draining: Set after that: what runs goes on, nothing more is taken.
+        is_leaving: Set on shutdown: no more traffic is wanted.
+        draining: Set after that: running requests continue, new ones are refused.
         jobs: Requests for text that are being answered.
-        recent: Those that have ended.
-        registration: Tells proxies of this engine, once it is ready, if any is named.
-        recorder: What traces are made from.
+        recent: Requests that have ended.
+        registration: Registers this engine with the configured proxies once it is ready.
+        recorder: Records events for traces.
         bodies: Reads the bodies of requests.
-        verifier: Knows what proxies of this deployment send.
+        verifier: Authenticates requests from proxies of this deployment.
         prompt_work: Renders and tokenizes prompts.
-        tool_work: Does the same, and the inverse, for `/tokenize` and `/detokenize`, behind
-            which no prompt waits.
-        ignored_fields: Names in bodies that mean nothing here, each logged once.
-        grammar_checks: What `grammars` returns, once it was asked for.
+        tool_work: Does the same, and the inverse, for `/tokenize` and `/detokenize`, so that no
+            prompt waits for those.
+        ignored_fields: Names in bodies that have no meaning here, each logged once.
+        grammar_checks: Result of `grammars`, after its first call.
     """
 
     client: EngineClient
@@ -155,7 +155,7 @@ class Service:
 
     @property
     def info(self) -> EngineInfo | None:
-        """What this server says of its engine, once that is ready."""
+        """Description of the engine, once it is ready."""
         info = self.client.info
         if info is None or self.text is None:
             return info
@@ -169,7 +169,7 @@ class Service:
 
     @property
     def not_ready_reason(self) -> str | None:
-        """Why no request can be taken now, if none can."""
+        """Reason why no request can be accepted now, if any."""
         if self.client.dead_reason is not None:
             return f"the engine has ended: {without_tracebacks(self.client.dead_reason)}"
         if self.client.stall_reason is not None:
@@ -182,22 +182,22 @@ class Service:
 
     @property
     def unready_reason(self) -> str | None:
-        """Why traffic is not to be sent here: it cannot be served, not for long, or is refused.
+        """Reason to send no traffic here: not ready, shutting down, or refused by a proxy.
 
-        A refused engine still serves who asks it itself. A proxy that does not answer is no
-        reason: where it waits for ready engines, both would wait for ever.
+        A refused engine still serves direct requests. A proxy that does not answer is no reason:
+        if it waits for ready engines, both would wait for ever.
         """
         refusal = self.registration.refusal if self.registration is not None else None
         return self.not_ready_reason or (_LEAVING if self.is_leaving else refusal)
 
     def grammars(self, text: Text) -> GrammarChecks:
-        """Return what makes grammars; it begins with the model's tokenizer when first asked for."""
+        """Return the grammar checks; the first call starts loading the tokenizer."""
         if self.grammar_checks is None:
             self.grammar_checks = GrammarChecks(text)
         return self.grammar_checks
 
     def close_text(self) -> None:
-        """Let go of the threads that work on texts; what runs in them ends by itself."""
+        """Release the threads that work on texts; running work finishes on its own."""
         self.prompt_work.close()
         self.tool_work.close()
         if self.grammar_checks is not None:

@@ -1,7 +1,7 @@
 """Endpoints beside generation: health, models, version, metrics, tokenization, proxies.
 
-What is for debugging (requests, the trace, the clock) is under the API key, like everything that
-tells of requests.
+The debugging paths (requests, the trace, the clock) need the API key, like every path that reveals
+requests.
 """
 
 from __future__ import annotations
@@ -147,10 +147,10 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def tokens_of(request: web.Request, body: TokenizeRequest, num_bytes: int) -> bytes:
-    """Return what `/tokenize` answers.
+    """Return the answer of `/tokenize`.
 
     Args:
-        num_bytes: The size of the body.
+        num_bytes: Size of the body.
     """
     service = request.app[SERVICE]
     service.resolve_model(body.model)
@@ -254,8 +254,8 @@ async def info(request: web.Request) -> web.Response:
 async def reach(request: web.Request) -> web.Response:
     """Try to connect to other engines' side channels, all at once; say why one cannot be reached.
 
-    A proxy asks it of engines that are to exchange KV, before they do. Who has heard a question may
-    ask it again: it has the engine connect to the same addresses, and say nothing there.
+    A proxy asks this of engines before they exchange KV. A replayed question is harmless: it makes
+    the engine connect to the same addresses, and send nothing there.
     """
     service = request.app[SERVICE]
     data = await read_body(request)
@@ -270,7 +270,7 @@ async def _why_not(endpoint: Endpoint) -> str | None:
     try:
         ipaddress.ip_address(endpoint.host)
     except ValueError:
-        return None  # of KV within one process: there is nothing to connect to
+        return None  # KV stays within one process: there is nothing to connect to
     try:
         async with asyncio.timeout(_REACH_TIMEOUT_S):
             _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
@@ -341,5 +341,5 @@ async def _own(service: Service, seconds: float) -> ProcessTrace:
     pieces = []
     for piece in dump.pieces:
         pieces.append(piece)
-        await asyncio.sleep(0)  # streams go on between two of them
+        await asyncio.sleep(0)  # lets streams run between two of them
     return whole(dump.process, pieces)

@@ -45,12 +45,12 @@ _KEPT_PER_LEASE = 4
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one choice gained.
+    """New output of one choice.
 
     Attributes:
-        offsets: Per token, where its text begins in the choice's text, in characters.
-        reasoning, calls: Of a chat's answer, what is no content.
-        num_calls: Whole calls of the choice so far, with these.
+        offsets: Per token, the start of its text in the choice's text, in characters.
+        reasoning, calls: Parts of a chat's answer other than content.
+        num_calls: Whole calls of the choice so far, including these.
         finish_reason: STOP or LENGTH on the choice's last delta, HANDOFF when another
             engine goes on from here.
         stop_reason: The stop string or the user's stop token that ended it.
@@ -71,7 +71,7 @@ class Delta:
 
     @property
     def is_text_only(self) -> bool:
-        """Whether it says nothing but text and the tokens it is made of."""
+        """Whether it has only text and its tokens."""
         return (
             self.finish_reason is None
             and self.logprobs is None
@@ -91,11 +91,11 @@ class TextRequest:
         created: Timestamp of the answer.
         seed: The user's, or the one that was drawn.
         choices: In the order of their indexes.
-        path: Of the endpoint that was asked.
-        has_prediction: The user has said what the answer may be much like.
-        may_move: Who asks can go on elsewhere.
-        gaps_s: Seconds between outputs, each of which has a token, or more by a draft.
-        failure: What the engine failed it with.
+        path: Path of the endpoint.
+        has_prediction: Whether the user gave a prediction of the answer.
+        may_move: Whether the caller can continue on another engine.
+        gaps_s: Seconds between outputs, each of one token, or more with a draft.
+        failure: The engine's error, if it failed.
     """
 
     client: EngineClient
@@ -153,10 +153,10 @@ class TextRequest:
                 await self.client.release_lease(handoff.nonce)
 
     async def start(self) -> None:
-        """Wait for the engine's first output that gives the client something.
+        """Wait for the engine's first output that is new to the client.
 
-        What it has already is no sign that the engine can go on: its KV may yet fail to arrive,
-        and that is to be a status.
+        Tokens that the client already has do not show that the engine can continue: its KV may
+        still fail to arrive, which should become an HTTP status.
 
         Raises:
             PdserveError: The engine refused or failed the request.
@@ -172,14 +172,14 @@ class TextRequest:
                 return
 
     def kv_at_start(self) -> tuple[str, list[str]]:
-        """Return how KV came from another engine, and why loads failed, as `start` has heard."""
+        """Return how KV came from another engine and why loads failed, as known after `start`."""
         outputs = [output for _, output in self._held]
         modes = (output.kv_mode for output in outputs if output.kv_mode)
         failures = [label for output in outputs for label in output.load_failures]
         return next(modes, ""), failures
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield what the choices gain, until all have ended.
+        """Yield the choices' new output until all have ended.
 
         Raises:
             PdserveError: The engine failed the request.
@@ -195,7 +195,7 @@ class TextRequest:
                     yield delta
 
     async def _keep_leases(self, lease_s: float) -> None:
-        """Keep what has been handed over while other choices run: no engine knows of it yet."""
+        """Keep handed-over leases while other choices run: no engine knows of them yet."""
         while True:
             await asyncio.sleep(lease_s / _KEPT_PER_LEASE)
             nonces = [handoff.nonce for handoff in self.handoffs if handoff is not None]
@@ -238,7 +238,7 @@ class TextRequest:
         choice.handoff = output.handoff
         if choice.handoff is not None and self._keeping is None and len(self.choices) > 1:
             self._keeping = asyncio.create_task(self._keep_leases(choice.handoff.lease_s))
-        if text.finish_reason is not reason:  # the text has ended: the engine does not know of it
+        if text.finish_reason is not reason:  # the text has ended, unknown to the engine
             await self.client.abort([output.request_id])
             if choice.handoff is not None:
                 await self.client.release_lease(choice.handoff.nonce)
@@ -264,14 +264,14 @@ class TextRequest:
         )
 
     def _count_parsed(self, choice: Choice, text: TextDelta) -> None:
-        """Count, as vLLM does, what was looked through for tool calls."""
+        """Count, as vLLM does, the output parsed for tool calls."""
         if choice.processor.reads_calls and (self.is_streamed or text.finish_reason is not None):
             has_calls = bool(text.calls) if self.is_streamed else choice.processor.num_calls > 0
             self.metrics.parsed(self.path, is_streamed=self.is_streamed, has_calls=has_calls)
 
     @property
     def handoffs(self) -> list[KVHandoff | None]:
-        """Per choice, the lease that another engine is to read."""
+        """Return the lease for another engine to read, per choice."""
         return [choice.handoff for choice in self.choices]
 
     def usage(self, choice_index: int | None = None) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class TextRequest:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Own tokens per step of the engine that gave some; None where nothing was drafted."""
+        """Own tokens per engine step that gave some; None where nothing was drafted."""
         if not any(choice.num_drafted for choice in self.choices):
             return None
         num_events = sum(choice.num_events for choice in self.choices)
@@ -289,15 +289,15 @@ class TextRequest:
 
     @property
     def ttft_s(self) -> float | None:
-        """From its arrival to the first token computed here; None without one."""
+        """Seconds from its arrival to the first token computed here; None without one."""
         end_s = self.leader().own_token_s
         return None if end_s is None else end_s - self.start_s
 
     def stages(self) -> dict[str, float | int]:
         """Return where the time to the first own token went, by `RequestStages` field.
 
-        `server_s` is what the engine does not account for: HTTP, tokens, the way to the
-        engine and back. All seconds sum to `ttft_s`, but for itself and `PARTS_OF_STAGES`.
+        `server_s` is the time outside the engine: HTTP, tokenizing, the way to the engine and
+        back. All seconds except `ttft_s` itself and `PARTS_OF_STAGES` sum to `ttft_s`.
         """
         choice = self.leader()
         stages = choice.stages or RequestStages()
@@ -312,7 +312,7 @@ class TextRequest:
         return fields | {"server_s": max(0.0, ttft_s - in_engine_s), "ttft_s": ttft_s}
 
     def account(self) -> EngineStages:
-        """Return what the proxy asks for: stages, tokens, how KV came or why it did not."""
+        """Return the proxy's account: stages, tokens, how KV came or why it did not."""
         stages: dict[str, Any] = self.stages()
         served = [choice for choice in self.choices if choice.request is not None]
         return EngineStages(
@@ -330,21 +330,21 @@ class TextRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Over all prompts."""
+        """Prompt tokens over all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def num_cached_tokens(self) -> int:
-        """Those of the prompts' that a prefix cache had."""
+        """Prompt tokens that a prefix cache had."""
         return sum(cached_by_prompt(self.choices).values())
 
     @property
     def num_output_tokens(self) -> int:
-        """Over all choices, so far."""
+        """Output tokens over all choices, so far."""
         return sum(choice.num_tokens for choice in self.choices)
 
     def leader(self) -> Choice:
-        """The choice that stands for the job in timings: its first one here."""
+        """The choice that represents the job in timings: its first one here."""
         return next(choice for choice in self.choices if choice.request is not None)
 
     def _note(self, choice: Choice, output: EngineOutput) -> None:
@@ -379,7 +379,7 @@ class TextRequest:
             choice.own_token_s = now_s
 
     def end_unfinished(self, reason: FinishReason) -> int:
-        """Count the choices that did not end by themselves as ended so; return their number."""
+        """Count unfinished choices as ended for `reason`; return their number."""
         unfinished = [c for c in self.choices if c.request is not None and c.finish_reason is None]
         for choice in unfinished:
             choice.finish_reason = reason
