@@ -4,9 +4,8 @@
     RESYNC  some are missing, or it has just begun: asks, and keeps what comes meanwhile
     STALE   as LIVE, but nothing has come for a while; the next batch ends it
 
-A late answer is never applied, for it would bring back what was removed since. What was lost,
-doubled or came in another order on the way is made up for: once all is quiet, the index has what
-the engine has.
+A late answer is never applied, for it would restore grains removed since. Lost, duplicated or
+reordered batches are repaired: once all is quiet, the index matches the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _UNKNOWN: Final = -1
 
 
 class GrainIndex(Protocol):
-    """What a reader keeps in step: the part of an index that is one engine core's."""
+    """The part of an index for one engine core, which a reader keeps in step."""
 
     def retire(self) -> None:
         """Forget all grains."""
@@ -78,9 +77,9 @@ class EventReader:
         now_s: Monotonic seconds, here and wherever they are asked for.
 
     Attributes:
-        num_resyncs: How often it had to ask, the first time included.
-        load: What the core had to do as it was heard last; None: it has not said so yet.
-        learned: What it has learned of its steps, the same way.
+        num_resyncs: Number of resyncs, including the first.
+        load: The core's last reported load; None if not reported yet.
+        learned: The step times that it last reported, likewise.
     """
 
     def __init__(self, index: GrainIndex, *, now_s: float) -> None:

@@ -73,7 +73,7 @@ class FitSums(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LearnedTimes(msgspec.Struct, frozen=True, array_like=True):
-    """What engine cores have learned.
+    """Step times that engine cores have learned.
 
     Attributes:
         prompts: Features: prompts, their tokens, pairs of a token and one before it. What streams
@@ -89,14 +89,14 @@ class LearnedTimes(msgspec.Struct, frozen=True, array_like=True):
         return LearnedTimes(self.prompts.plus(other.prompts), self.steps.plus(other.steps))
 
     def possible(self) -> LearnedTimes:
-        """Return it without what cannot be."""
+        """Return it without impossible sums."""
         prompts = self.prompts if self.prompts.is_possible else FitSums()
         steps = self.steps if self.steps.is_possible else FitSums()
         return LearnedTimes(prompts, steps)
 
 
 def learned_by_all(all_learned: Iterable[LearnedTimes]) -> LearnedTimes:
-    """Return what follows from all that several have seen."""
+    """Return the step times from the samples of all of them."""
     total = LearnedTimes()
     for each in all_learned:
         total = total.plus(each)

@@ -40,8 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     engine that holds the request continues it identically.
 
     Attributes:
-        max_tokens: Number of output tokens at most, > 0.
-        min_tokens: EOS and stop ids are masked until so many tokens are out.
+        max_tokens: Maximum number of output tokens, > 0.
+        min_tokens: Number of output tokens before which EOS and stop ids are masked.
         temperature: 0 is greedy.
         top_k: 0 keeps all.
         seed: Always set; the server draws one where the user gave none.
@@ -81,7 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether every token of the prompt is to be computed, cached or not."""
+        """Whether every token of the prompt must be computed, cached or not."""
         return self.prompt_logprobs is not None or self.pooling is Pooling.MEAN
 
 

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Purpose(enum.Enum):
-    """What a key is for."""
+    """Purpose of a key."""
 
     HANDOFF = "handoff"
     TICKET = "ticket"
