@@ -290,7 +290,7 @@ TARGET_SETTINGS: Final = declare(
         ("endpoint", "endpoint", "PATH", "/v1/completions or /v1/chat/completions; also: completions, chat; empty goes by --backend, or is /v1/completions"),
         ("model", "model", "NAME", "what requests name; empty takes the first that /v1/models has"),
         ("tokenizer", "tokenizer", "DIR", "of the model's tokenizer, or boxed; empty is what /v1/models names, if it is here"),
-        ("api-key", "api_keys", "KEY", "sent as a bearer token (rather as PDSERVE_API_KEY or OPENAI_API_KEY)"),
+        ("api-key", "api_keys", "KEY", "sent as a bearer token (prefer PDSERVE_API_KEY or OPENAI_API_KEY)"),
         ("header", "header", "NAME=VALUE", "further headers of every request"),
         ("label", "label", "TEXT", "what tables call this run; empty is the base URL"),
     ),

@@ -55,7 +55,7 @@ DRAIN_SETTINGS: Final = declare(
         ("proxy", "proxies", "URL", "every proxy before them"),
         ("deadline", "deadline_s", "SECONDS", "what still runs there then goes on at others"),
         ("resume", "is_resumed", "", "have requests sent there again"),
-        ("api-key", "api_keys", "KEY", "an operator's (rather as PDSERVE_API_KEY)"),
+        ("api-key", "api_keys", "KEY", "an operator's (prefer PDSERVE_API_KEY)"),
     ),
 )
 # fmt: on

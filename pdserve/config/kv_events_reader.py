@@ -36,7 +36,7 @@ KV_EVENTS_READER_SETTINGS: Final = declare(
     (
         ("url", "url", "URL", "of the engine"),
         ("seconds", "seconds", "N", "how long to listen; 0 is until Ctrl-C"),
-        ("secret", "secret", "TEXT", "the deployment's shared secret (rather as PDSERVE_SECRET)"),
+        ("secret", "secret", "TEXT", "the deployment's shared secret (prefer PDSERVE_SECRET)"),
     ),
 )
 # fmt: on

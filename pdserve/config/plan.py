@@ -176,7 +176,7 @@ _SETTINGS: Final = (
             ("max-num-batched-tokens", "max_num_batched_tokens", "N", "of a step"),
             ("max-num-seqs", "max_num_seqs", "N", "requests in a step"),
             ("tokenizer", "tokenizer", "DIR", "of the model, or boxed; empty is what --url names, if it is here, else boxed"),
-            ("api-key", "api_keys", "KEY", "sent as a bearer token (rather as PDSERVE_API_KEY)"),
+            ("api-key", "api_keys", "KEY", "sent as a bearer token (prefer PDSERVE_API_KEY)"),
         ),
     ),
 )

@@ -54,7 +54,7 @@ _SETTINGS: Final = declare(
         ("url", "url", "URL", "of the proxy"),
         ("policy", "policy", "NAME[/SPLIT]", "a routing policy, and a split policy"),
         ("limit", "limit", "N", "decisions at most, the newest"),
-        ("api-key", "api_keys", "KEY", "sent as a bearer token (rather as PDSERVE_API_KEY)"),
+        ("api-key", "api_keys", "KEY", "sent as a bearer token (prefer PDSERVE_API_KEY)"),
     ),
 )
 # fmt: on

@@ -45,7 +45,7 @@ TRACE_SETTINGS: Final = declare(
         ("url", "url", "URL", "of the proxy, for the whole deployment, or of one engine"),
         ("seconds", "seconds", "N", "how far back; 120 are kept"),
         ("output", "output", "FILE", "what to write; compressed if it ends in .gz"),
-        ("api-key", "api_keys", "KEY", "sent as a bearer token (rather as PDSERVE_API_KEY)"),
+        ("api-key", "api_keys", "KEY", "sent as a bearer token (prefer PDSERVE_API_KEY)"),
     ),
 )
 # fmt: on
