@@ -5,9 +5,9 @@
         handoff.complete(answer)  # and has ended: the decode leg may go on
         handoff.spend()           # the decode leg has ended well: its engine has ended the leases
 
-It owns the leases from the moment it is read. On every way out of the block but `spend`,
-cancellation included, they are given back, here and nowhere else. A leg that was abandoned may
-still read a handoff after the block: that one is given back at once.
+It owns the leases from the moment it is read. On every exit from the block except after `spend`,
+cancellation included, they are given back, here and nowhere else. An abandoned leg may still read
+a handoff after the block: that one is given back at once.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _NAMES = tuple(f'"{name}"'.encode() for name in (HANDOFF, PARAMS))
 
 
 class Handoff:
-    """What a prefill engine gives for a decode engine to go on from; empty until it is read.
+    """The data with which a decode engine continues a prefill engine's work; empty until read.
 
     Args:
-        prefill: The engine that is asked for it, and holds the leases.
+        prefill: The engine that provides it and holds the leases.
 
     Attributes:
-        life: That engine's, when it was asked; None if it does not say.
-        params: The `kv_transfer_params` to send on.
-        num_prompt_tokens: Over all prompts of the request.
-        cached_tokens: Per choice, what a prefix cache had of its prompt, if the engine says so.
-        answer: The prefill engine's JSON where the client wants one piece, else None.
-        reader: The newest leg that gets the KV. Leases are given back only after it has ended: one
-            that ended under a reader would look to it like lost KV.
+        life: That engine's life when it was asked; None if it does not say.
+        params: The `kv_transfer_params` to forward.
+        num_prompt_tokens: Total over all prompts of the request.
+        cached_tokens: Prompt tokens found in a prefix cache, per choice, if the engine says.
+        answer: The prefill engine's JSON if the client wants one piece, else None.
+        reader: The newest leg that reads the KV. Leases are given back only after it has ended: a
+            lease that ended during its read would look to it like lost KV.
     """
 
     def __init__(self, prefill: Backend, http: EngineHttp, metrics: Metrics, story: Story) -> None:
@@ -84,7 +84,7 @@ class Handoff:
         return self._completed.is_set()
 
     def read(self, data: bytes) -> bool:
-        """Own the handoff in an event's data or in a whole answer; tell whether there is one.
+        """Own the handoff in an event's data or in a whole answer; return whether there is one.
 
         Raises:
             WorkerError: There is one and it cannot be read.
@@ -114,12 +114,12 @@ class Handoff:
         return True
 
     def complete(self, answer: bytes | None = None) -> None:
-        """The prefill leg has ended well, for a whole answer with this one: let others go on."""
+        """Note that the prefill leg ended well, with its whole answer if any; release decoding."""
         self.answer = answer
         self._completed.set()
 
     async def completed(self) -> None:
-        """Wait until a decode engine's words may be passed on."""
+        """Wait until a decode engine's output may be passed on."""
         await self._completed.wait()
 
     def spend(self) -> None:

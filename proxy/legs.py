@@ -1,8 +1,8 @@
 """The legs of one request: one exchange each with one engine.
 
-A leg that fails is a value (`LegFailure`); `flow` decides what to do about it. Whatever ends the
-request itself (its client left, its own fault, its deadline) is an exception. `strategies` decides
-in which order legs run; `Handoff` gives back what they read.
+A failed leg is a value (`LegFailure`); `flow` decides what to do about it. Anything that ends the
+request itself (a client that left, the request's own fault, its deadline) is an exception.
+`strategies` decides the order of legs; `Handoff` gives back the leases they read.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Legs:
 
     Args:
         path: The endpoint, the same at the engines.
-        until_s: When the request is to be over, by the event loop's clock.
-        headers: For the engines; the request's id is added.
+        until_s: The request's deadline, by the event loop's clock.
+        headers: Headers for the engines; the request's id is added.
 
     Attributes:
-        body: What the client asks.
-        delivery: The way back to it.
-        story: What becomes of the request.
-        prompt: As routing sees it.
+        body: The client's request.
+        delivery: The answer to the client.
+        story: The record of the request.
+        prompt: The prompt as routing sees it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Legs:
 
     @property
     def ends_with_prompt(self) -> bool:
-        """Whether nothing is generated: one engine computes the prompt, and that is all."""
+        """Whether nothing is generated: one engine computes the prompt and nothing more."""
         return self._path in POOLING
 
     async def local(
@@ -92,7 +92,7 @@ class Legs:
         """Let one engine do everything.
 
         Args:
-            is_fallback: It computes the prompt in another engine's place.
+            is_fallback: Whether it computes the prompt in another engine's place.
         """
         leg = self._send(backend, self.body.for_local(is_fallback=is_fallback), None)
         self.story.leg_sent(Stage.LOCAL, backend.url)
@@ -134,7 +134,7 @@ class Legs:
             None with the handoff; the answer itself if the request ends there.
 
         Raises:
-            DivergedError: What the client has of an earlier attempt cannot be compared.
+            DivergedError: The client's part of an earlier attempt cannot be compared.
         """
         if self.delivery.has_begun:
             self.delivery.begin_again()
@@ -173,7 +173,7 @@ class Legs:
     async def _first_of_stream(
         self, leg: Leg, breaker: Breaker, handoff: Handoff
     ) -> web.StreamResponse | None:
-        """Deliver what a prefill engine streams, up to its handoff or its end mark."""
+        """Deliver a prefill engine's stream, up to its handoff or its end mark."""
         self._keep_to_layout(leg, handoff.prefill)
         is_first = True
         async for events in leg.batches():
@@ -208,7 +208,7 @@ class Legs:
     async def decode(
         self, backend: Backend, body: bytes, transfer: TransferAttempt, handoff: Handoff
     ) -> web.StreamResponse | LegFailure:
-        """Go on from KV that is computed, or being computed, elsewhere.
+        """Continue from KV that is computed, or being computed, elsewhere.
 
         Args:
             handoff: Nothing is passed on before it is complete.
@@ -228,7 +228,7 @@ class Legs:
         transfer: TransferAttempt,
         handoff: Handoff,
     ) -> web.StreamResponse:
-        """Pass on what a decode engine says, and learn from it whether the KV came."""
+        """Pass on a decode engine's output, and learn from it whether the KV arrived."""
         response: web.StreamResponse
         sent_s = self._now_s()
         try:
@@ -263,7 +263,7 @@ class Legs:
 
         Raises:
             WorkerError: It broke off, or the engine reported its own failure.
-            MovedError: Another engine is to go on with it.
+            MovedError: Another engine must continue it.
         """
         self._keep_to_layout(leg, backend)
         relay = Relay()
@@ -304,7 +304,7 @@ class Legs:
 
     @contextmanager
     def _exchange(self, kind: str, backend: Backend, leg: Leg) -> Iterator[Breaker]:
-        """Count a leg for as long as the block runs; see `Breakers.exchange`."""
+        """Count a leg while the block runs; see `Breakers.exchange`."""
         services, prompt = self.services, self.prompt
         known = services.prefixes.sent(prompt, backend) if services.prefixes else UNKNOWN
         self.story.looked_up(kind, prompt, known)
@@ -321,7 +321,7 @@ class Legs:
             yield stack.enter_context(exchange)
 
     def begin(self, mode: KVMode) -> None:
-        """Count a hand-over that begins; `mode` says who is to move the KV."""
+        """Count the start of a hand-over; `mode` says which engine moves the KV."""
         self.services.metrics.kv_mode.labels(mode.value).inc()
         self.story.kv_mode = mode
         self.story.tell(f"kv by {mode.value}")
@@ -338,10 +338,10 @@ class Legs:
         return self.services.http.leg(f"{backend.url}{self._path}", body, headers)
 
     async def _opens_stream(self, leg: Leg) -> bool:
-        """Wait for a leg's answer to begin; tell whether it is a stream.
+        """Wait for a leg's answer to begin; return whether it is a stream.
 
         Raises:
-            WorkerError: The engine failed, or what it sends is not what its client asked for.
+            WorkerError: The engine failed, or sends something its client did not ask for.
             RefusedError, DeadlineError: See `Leg.open`.
         """
         content_type = await leg.open()
@@ -352,11 +352,11 @@ class Legs:
         return self.body.stream
 
     def _keep_to_layout(self, leg: Leg, backend: Backend) -> None:
-        """Note the layout that a stream begins with, or check that it goes on with the same.
+        """Note the layout that a stream begins with, or check that it continues with the same.
 
         Raises:
-            WorkerError: The engine was replaced by one of other weights: its text is another one,
-                even where it begins alike.
+            WorkerError: The engine was replaced by one with other weights, whose text differs
+                even if it begins alike.
         """
         layout, begun_with = leg.layout or backend.layout, self.delivery.layout
         if not self.delivery.has_begun:
@@ -388,7 +388,7 @@ class Legs:
     def _note_decode_stages(
         self, transfer: TransferAttempt, stages: EngineStages | None, sent_s: float
     ) -> None:
-        """Learn from the decode engine's account whether the KV came over this pair, and when."""
+        """Learn from the decode engine's account whether the KV came from this pair, and when."""
         if self.story.is_moved:
             self.story.fallback_stages = stages
         else:

@@ -1,21 +1,21 @@
 """The running requests of one proxy, whether it accepts more, and what it logs at their end.
 
-What is told is cut to a bounded size (`MAX_BYTES_EACH` at worst, about 1.7 kB as JSON as a rule).
-The gaps between tokens are summed up as their median and maximum. The line that tells of a request
-says where its time went (`story` has what the terms are), with sums that add up as printed:
+Reports are cut to a bounded size (`MAX_BYTES_EACH` at worst, usually about 1.7 kB as JSON). The
+gaps between tokens are summarized by their median and maximum. A request's log line shows where
+its time went (`story` defines the terms), with sums that add up as printed:
 
     req 3f2a ok status=200 endpoint=/v1/completions path=pull model=m in=512 cached=0 out=64
     total=412.0ms ttft=33.2ms = proxy 0.5 + queue 0.4 + prefill 31.9 + relay 0.4
     | second token +12.1ms = kv 6.3 (8.4 MB, 1.3 GB/s) + handover 2.2 + first step 3.6
     | itl p50 6.1 max 9.8
 
-When the first token of a push comes, only the last of its KV is left to move: what was moved before
-is no part of the second token's wait (`kv 1.0 (of 6.3, ...)` took 6.3 from P's last computed chunk
-on). `wait` is the part of `kv` before the first byte, `step` that of `handover` for which KV lay
-ready, by the engine's own account. At its end the line says why KV was pulled that might have been
-pushed (`no push: failed`), what a store had of the prompt (`kv from store 3072 of 4096, 2.1 GB/s`)
-and, if something failed, which rungs of the ladder were taken and why (`ladder
-other_decode(dropped),local(decode_failed)`).
+When the first token of a push arrives, only the last of its KV is left to move: the KV moved before
+is not part of the second token's wait (`kv 1.0 (of 6.3, ...)` took 6.3 from P's last computed chunk
+on). `wait` is the part of `kv` before the first byte, `step` the part of `handover` during which KV
+lay ready, by the engine's own account. The line ends with the reason why KV was pulled that might
+have been pushed (`no push: failed`), the part of the prompt from a store (`kv from store 3072 of
+4096, 2.1 GB/s`) and, if something failed, the rungs of the ladder taken, with their reasons
+(`ladder other_decode(dropped),local(decode_failed)`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ MAX_BYTES_EACH = 64 << 10
 
 
 class LiveRequests:
-    """The requests that run in one proxy, and what is told of those that have ended.
+    """The running requests of one proxy, and reports of those that have ended.
 
     Attributes:
-        recent: The last that have ended.
-        is_leaving: Set on shutdown: no more are wanted.
-        is_idle: Set while nothing runs.
+        recent: The last requests that have ended.
+        is_leaving: Set on shutdown, when no more requests are wanted.
+        is_idle: Set while no request runs.
     """
 
     def __init__(self, backends: Backends, admission: AdmissionQueue, clock: Clock) -> None:
@@ -79,12 +79,12 @@ class LiveRequests:
 
     @property
     def stories(self) -> Collection[Story]:
-        """The stories of those that run, in the order of their arrival; a view, never a copy."""
+        """The stories of running requests, in order of arrival; a view, never a copy."""
         return self._stories.values()
 
     @contextmanager
     def hold(self, story: Story) -> Iterator[None]:
-        """Count a request among those that run for as long as the block does."""
+        """Count a request as running while the block runs."""
         self._stories[id(story)] = story
         self.is_idle.clear()
         try:
@@ -109,7 +109,7 @@ class LiveRequests:
         log_request(ended)
 
     def stats(self) -> dict[str, object] | None:
-        """Return what was done since the last call, for the log; None of a proxy that is idle."""
+        """Return the work since the last call, for the log; None if the proxy is idle."""
         now_s = self._clock.monotonic_s()
         seconds, self._since_s = max(now_s - self._since_s, 1e-3), now_s
         tokens, before = self._tokens(), self._tokens_before
@@ -151,7 +151,7 @@ class LiveRequests:
 
 
 def finished(story: Story, outcome: str, *, seq: int) -> Finished:
-    """Return what is told of a request that has just ended with `outcome`, as number `seq`."""
+    """Return the report of a request that has just ended with `outcome`, as number `seq`."""
     now_s = story.clock.monotonic_s()
     first, second = _ms(story.ttft_terms()), _ms(story.second_token_terms())
     gaps = story.token_gaps
@@ -210,7 +210,7 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
 
 
 def times_told(story: Story) -> str:
-    """Return where the time went: how the log line ends."""
+    """Return where the time went: the end of the log line."""
     told = ""
     if terms := story.ttft_terms():
         name = "ttft" if story.streamed else "first token"
@@ -241,7 +241,7 @@ def times_told(story: Story) -> str:
 
 
 def _parts_of(story: Story, terms: dict[str, float]) -> dict[str, str]:
-    """What stands behind terms of the second token's wait, in brackets."""
+    """Return the details, in brackets, after terms of the second token's wait."""
     stages = story.decode_stages
     if stages is None or not stages.kv_bytes:
         return {}
@@ -256,7 +256,7 @@ def _parts_of(story: Story, terms: dict[str, float]) -> dict[str, str]:
 
 
 def _kv_path(story: Story) -> str:
-    """How the KV came; see `Finished`."""
+    """Return how the KV was moved; see `Finished`."""
     stages = story.prefill_stages or story.decode_stages
     has_store = stages is not None and stages.store_tokens > 0
     if story.mode is Mode.DISAGGREGATED:

@@ -236,7 +236,7 @@ class Metrics:
             self.replays.labels(result)
 
     def ended(self, story: Story, outcome: str) -> None:
-        """Count a request that is over, with what was measured of it if all went well.
+        """Count a request that is over, with its measurements if all went well.
 
         Args:
             outcome: One of `OUTCOMES`.
@@ -271,10 +271,10 @@ class Metrics:
 
 
 def _observe_as_vllm(observer: RequestObserver, story: Story) -> None:
-    """Observe a request that ended well, as its client saw it.
+    """Observe a request that succeeded, as its client saw it.
 
-    An answer in one piece comes all at once: the time of its first token is the one told by the
-    engine that sampled it.
+    An answer in one piece arrives all at once: the time of its first token is the one reported by
+    the engine that sampled it.
     """
     now_s, first_s = story.clock.monotonic_s(), story.first_token_s
     accounts, stages = story.accounts, story.prefill_stages
@@ -317,7 +317,7 @@ def _observe_as_vllm(observer: RequestObserver, story: Story) -> None:
 
 
 class GateMetrics:
-    """The series of who is let in, what each takes, and whose objectives are kept."""
+    """The series for admission: requests let in, tenants' use, and objectives kept."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.rejected = Counter(
@@ -365,7 +365,7 @@ class GateMetrics:
                 self._slo.labels(slo, kept)
 
     def took(self, tenant: str, num_computed: float, num_output: int) -> None:
-        """Count what a request has taken."""
+        """Count a request's cost."""
         if tenant not in self._tenants and len(self._tenants) < _MAX_TENANTS:
             self._tenants.add(tenant)
         label = (tenant or _NOBODY) if tenant in self._tenants else _OTHERS

@@ -1,6 +1,6 @@
 """The endpoints by which engines register, renew their lease and deregister.
 
-Takes them from senders that know the deployment's secret; `backends` holds the set of engines.
+Accepts them from senders that know the deployment's secret; `backends` holds the set of engines.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MAX_REFUSALS = 1000
 
 
 class Registrations:
-    """Takes the registrations of engines.
+    """Accepts the registrations of engines.
 
     Args:
-        drains: Have the requests of an engine that is ending go on elsewhere.
+        drains: Moves the requests of an engine that is ending to other engines.
     """
 
     def __init__(self, services: Services, drains: Drains) -> None:
@@ -67,7 +67,7 @@ class Registrations:
                 await self._checks.reach.require(url, Role(registration.role), engine)
             self._checks.watch(self._backends.register(registration))
         except HandshakeError as error:
-            # The engine goes on asking: once is enough.
+            # The engine keeps asking: logging once is enough.
             if self._refusals.get(registration.url) != error.message:
                 if len(self._refusals) >= _MAX_REFUSALS:
                     self._refusals.clear()
@@ -95,7 +95,7 @@ class Registrations:
         """Read a message that only the deployment's own parts may send.
 
         Raises:
-            UnauthorizedError: It does not come from one: see `Verifier.check`.
+            UnauthorizedError: It is from another sender: see `Verifier.check`.
             BadRequestError: It is not such a message.
         """
         body = await self._bodies.read(request)

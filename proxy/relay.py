@@ -1,7 +1,7 @@
 """Server-sent events without re-encoding: bytes in, the same bytes out, whole events only.
 
-`SseParser` takes a stream apart, for the prefill leg, whose few events are looked at one by
-one. `Relay` is the decode leg's hot path: it passes bytes on as they come and looks inside
+`SseParser` splits a stream, for the prefill leg, whose few events are examined one by
+one. `Relay` is the decode leg's hot path: it passes bytes on as they arrive and looks inside
 only when a cheap search finds a marker. Events that begin with `{"pdserve_` are for the
 proxy and are taken out; a model cannot produce one, because its text sits inside a JSON
 string further on. Knows nothing of engines, clients or requests.
@@ -28,7 +28,7 @@ MAX_EVENT_BYTES = 256 << 20
 
 
 class Event(NamedTuple):
-    """One server-sent event: its bytes as they came, blank line included, and its data."""
+    """One server-sent event: its bytes as received, blank line included, and its data."""
 
     raw: bytes
     data: bytes
@@ -73,7 +73,7 @@ class SseParser:
         del self._buffer[:start]
         if len(self._buffer) > MAX_EVENT_BYTES:
             raise WorkerError("the engine sent an event without end", reason="garbled")
-        # A boundary has at most 3 bytes, so all but the last 2 are known not to begin one.
+        # A boundary has at most 3 bytes, so only the last 2 may begin one.
         self._searched = max(0, len(self._buffer) - 2)
         return events
 
@@ -82,13 +82,13 @@ class Relay:
     """Passes a decode stream through.
 
     Attributes:
-        done: The end mark has come; nothing after it is passed on.
+        done: Whether the end mark has arrived; nothing after it is passed on.
         num_events: Events passed on, without the end mark.
         internal: Data of the events taken out.
-        handoff: Of these, the one with which the stream ends, for another engine to go on from;
-            the end mark behind it is that one's to send.
-        error: Data of an error event. The stream ends before it; whoever feeds decides
-            whether the client gets to see it.
+        handoff: The one of these that ends the stream, from which another engine continues;
+            that engine sends the end mark.
+        error: Data of an error event. The stream ends before it; the caller decides
+            whether the client sees it.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Relay:
         self._slow: SseParser | None = None
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return what of the stream so far is whole, for the client, and not yet returned."""
+        """Return the whole events for the client that have not been returned yet."""
         if self.done or self.error is not None:
             return b""
         if self._slow is not None:
@@ -146,7 +146,7 @@ class Relay:
 
 
 def _data_of(raw: bytes) -> bytes:
-    """The event's data: its data lines joined by LF (WHATWG HTML, section 9.2.6)."""
+    """Return the event's data: its data lines joined by LF (WHATWG HTML, section 9.2.6)."""
     if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
         return raw[6:-2]
     lines = []

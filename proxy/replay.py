@@ -1,16 +1,16 @@
 """Restarts a stream on another engine without the client noticing.
 
-Sampling is a function of (seed, position), so an engine that is given the same request
-repeats what another one had begun. `Transcript` is told what the client has been sent, and keeps
-how much that was and a hash of it, whose size does not depend on the length. `Replay` swallows as
-much of the repeated stream, hashes it as it swallows, and passes on the rest. Nothing passes
+Sampling is a function of (seed, position), so an engine given the same request repeats
+the output that another one began. `Transcript` records everything sent to the client as its
+length and a hash, whose size does not depend on the length. `Replay` swallows the same
+length of the repeated stream, hashing it, and passes on the rest. Nothing passes
 before the hashes are equal: a stream that does not repeat itself raises `DivergedError`, and
 wrong text is never sent.
 
-Engines may cut the same text into other chunks, so text is compared by choice, not by event:
-strings and lists (log-probabilities, token ids) are runs, wherever they stand in a choice, and
-each is consumed as a prefix; a tool call stands at its index. Which tokens stand there must be the
-same; how likely they were is measured, and no two engines measure the same to the last digit.
+Engines may cut the same text into different chunks, so text is compared by choice, not by event:
+strings and lists (log-probabilities, token ids) are runs, wherever they are in a choice, and
+each is consumed as a prefix; a tool call is at its index. The tokens must be the same; their
+likelihoods are measured, and no two engines agree on them to the last digit.
 Knows the shape of a chunk; knows no engine.
 """
 
@@ -51,10 +51,10 @@ Path = tuple[str, ...]
 
 
 class DivergedError(UpstreamError):
-    """A repeated stream is not the one that was begun.
+    """A repeated stream differs from the original.
 
     Args:
-        what: What shows it.
+        what: The evidence.
     """
 
     code = "replay_diverged"
@@ -67,7 +67,7 @@ class DivergedError(UpstreamError):
 
 
 class _Run:
-    """Text, or a list, in any number of parts: how long it is, and its hash.
+    """Text, or a list, in any number of parts: its length and its hash.
 
     Attributes:
         length: In characters or items.
@@ -80,7 +80,7 @@ class _Run:
         self._hash = blake2b(digest_size=_DIGEST_BYTES)
 
     def add(self, part: str | list[Any], path: Path) -> None:
-        """Append a part; `path` says where in a choice the run stands."""
+        """Append a part; `path` gives the run's place in a choice."""
         self.length += len(part)
         if isinstance(part, str):
             self._hash.update(part.encode())
@@ -90,18 +90,18 @@ class _Run:
 
     @property
     def digest(self) -> bytes:
-        """Equal for the same text, and for lists that name the same tokens."""
+        """A digest that is equal for the same text, and for lists that name the same tokens."""
         return self._hash.digest()
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What the client has of one choice.
+    """The client's part of one choice.
 
     Attributes:
-        runs: Text and lists, by where they stand in a chunk's choice.
-        roles: Paths of what was sent and is sent only once.
-        has_ended: The client has its finish reason.
+        runs: Text and lists, by their place in a chunk's choice.
+        roles: Paths already sent that are sent only once.
+        has_ended: Whether the client has its finish reason.
     """
 
     runs: dict[Path, _Run] = field(default_factory=dict)
@@ -110,19 +110,19 @@ class _Choice:
 
 
 class _Chunk(msgspec.Struct):
-    """The part of an event that is read while a stream goes well."""
+    """The part of an event that is read while a stream is undisturbed."""
 
     choices: list[dict[str, Any]] | None = None
     usage: dict[str, Any] | None = None
 
 
 class _Mould(NamedTuple):
-    """The bytes around the one text of an event, where nothing else of it is compared.
+    """The bytes around an event's only text, if nothing else in it is compared.
 
     Attributes:
-        before, after: What stands around the text, as far as its quotation marks.
+        before, after: The bytes around the text, up to its quotation marks.
         choice: Index of its choice.
-        path: Where the text stands in that.
+        path: The text's place in that choice.
     """
 
     before: bytes
@@ -131,10 +131,10 @@ class _Mould(NamedTuple):
     path: Path
 
     def text_in(self, data: bytes) -> str | None:
-        """Return the texts of whole events, joined; None if one is of another mould.
+        """Return the texts of whole events, joined; None if one has another mould.
 
-        What stands between two texts is taken out. If anything else is left but text, then so
-        are its quotation marks, which text has only behind a backslash.
+        The bytes between two texts are removed. If anything but text is left, so are its
+        quotation marks, which text contains only after a backslash.
         """
         before, after = self.before, self.after
         ends_well = data.startswith(before) and data.endswith(after)
@@ -148,12 +148,12 @@ class _Mould(NamedTuple):
 
 
 class Transcript:
-    """What a client has been sent of one stream.
+    """The part of one stream that a client has been sent.
 
     Attributes:
-        choices: By index.
-        has_usage: The client has the stream's usage.
-        is_readable: Every event was one that can be compared.
+        choices: Choices by index.
+        has_usage: Whether the client has the stream's usage.
+        is_readable: Whether every event could be compared.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Transcript:
             self.settle()
 
     def settle(self) -> None:
-        """Bring `choices` up to date with what was added."""
+        """Bring `choices` up to date with the added events."""
         data = self._taken()
         for _ in range(_NUM_LEADING):
             if self._took_alike(data):
@@ -193,7 +193,7 @@ class Transcript:
         return data
 
     def _took_alike(self, data: bytes) -> bool:
-        """Note events that differ in their text alone, all at once, and tell whether they did."""
+        """Note events that differ only in their text, all at once; return whether they did."""
         if self._mould is None or not data.startswith(self._mould.before):
             self._mould = _mould_of(data[data.rfind(b"\n\n", 0, -2) + 2 :])
         if self._mould is None or (text := self._mould.text_in(data)) is None:
@@ -221,7 +221,7 @@ class Transcript:
 
 
 def _mould_of(raw: bytes) -> _Mould | None:
-    """Return the mould of an event; None unless one text is all that is compared of it."""
+    """Return the mould of an event; None unless a single text is compared in it."""
     text = _TEXT.search(raw)
     if text is None:
         return None
@@ -232,7 +232,7 @@ def _mould_of(raw: bytes) -> _Mould | None:
 
 
 def _only_run(event: bytes, length: int) -> tuple[int, Path] | None:
-    """Return where in an event its only run is, if it has that length; else None."""
+    """Return the place of an event's only run, if it has that length; else None."""
     sample = Transcript()
     sample.add(event)
     sample.read()
@@ -245,11 +245,11 @@ def _only_run(event: bytes, length: int) -> tuple[int, Path] | None:
 
 
 class _Left:
-    """What is still to be swallowed of one choice.
+    """The part of one choice still to be swallowed.
 
     Attributes:
-        runs: What the client has, and what the repeated stream has come to of it.
-        is_seen: The repeated stream has come to this choice.
+        runs: The client's part, and how much of it the repeated stream has reached.
+        is_seen: Whether the repeated stream has reached this choice.
     """
 
     def __init__(self, sent: _Choice) -> None:
@@ -260,7 +260,7 @@ class _Left:
 
     @property
     def is_any(self) -> bool:
-        """Whether the repeated stream has not come to the end of each run."""
+        """Whether the repeated stream has yet to reach the end of a run."""
         return any(repeated.length < sent.length for sent, repeated in self.runs.values())
 
 
@@ -268,7 +268,7 @@ class Replay:
     """Filters one repeated stream.
 
     Args:
-        transcript: What the client has; not to be added to before the replay is over.
+        transcript: What the client has; add nothing to it before the replay is over.
 
     Raises:
         DivergedError: It cannot be compared with anything.
@@ -290,7 +290,7 @@ class Replay:
         )
 
     def feed(self, event: Event) -> bytes:
-        """Return what of a repeated event the client does not have yet.
+        """Return the part of a repeated event that the client does not have yet.
 
         Raises:
             DivergedError: It contradicts what the client has.
@@ -378,7 +378,7 @@ def _collect(value: dict[str, Any], path: Path, state: _Choice) -> None:
 
 
 def _strip(value: dict[str, Any], path: Path, state: _Left) -> tuple[dict[str, Any], bool]:
-    """Take what was delivered off a choice; also tell whether any content is left in it."""
+    """Remove the delivered part of a choice; also return whether any content is left."""
     rest: dict[str, Any] = {}
     has_more = False
     for key, part in value.items():
@@ -400,10 +400,10 @@ def _strip(value: dict[str, Any], path: Path, state: _Left) -> tuple[dict[str, A
 
 
 def _strip_calls(calls: list[dict[str, Any]], path: Path, state: _Left) -> list[dict[str, Any]]:
-    """Take what was delivered off calls; of those begun, what is empty then is left out.
+    """Remove the delivered part of calls; omit calls already begun that are then empty.
 
     Raises:
-        DivergedError: One of them has no place.
+        DivergedError: A call has no index.
     """
     kept = []
     for call in calls:
@@ -420,7 +420,7 @@ def _strip_calls(calls: list[dict[str, Any]], path: Path, state: _Left) -> list[
 
 
 def _strip_run(part: Any, path: Path, state: _Left) -> Any:
-    """Consume a text or a list against what was delivered at the same place."""
+    """Consume a text or a list against the delivered one at the same place."""
     if path not in state.runs:
         return part
     sent, repeated = state.runs[path]
@@ -433,7 +433,7 @@ def _strip_run(part: Any, path: Path, state: _Left) -> Any:
 
 
 def _named_by(value: Any) -> Any:
-    """Return what of a value names tokens: any two likelihoods count as equal."""
+    """Return the part of a value that names tokens: any two likelihoods count as equal."""
     match value:
         case float():
             return 0.0

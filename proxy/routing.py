@@ -1,7 +1,7 @@
 """Chooses the engines of a request: a pair, one alone, or none.
 
-Chooses; sends nothing. Which engines qualify, and whether a request is split at all, is decided
-here; which of several engines it is, by the policies.
+Chooses; sends nothing. Decides which engines qualify, and whether a request is split at all; the
+policies choose among several engines.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Disaggregate:
     """Prefill at `prefill`, and decode elsewhere.
 
     Attributes:
-        decode: For a push, which both engines take part in from the start; else None: a decode
-            engine is chosen when the handoff is in hand.
-        reason: Why it is split.
-        decision: How the pair was found, if that was one choice; or, in shadow, what that would
-            have been.
-        preferred: The decode engine of that choice.
+        decode: The decode engine of a push, in which both take part from the start; else None: it
+            is chosen when the handoff has arrived.
+        reason: Reason for the split.
+        decision: The joint decision that chose the pair, if any; in shadow, the one that would
+            have.
+        preferred: The decode engine of that decision.
     """
 
     prefill: Backend
@@ -60,7 +60,7 @@ class RunLocally:
     """One engine does everything, because of `reason`.
 
     Attributes:
-        is_outage: In place of an engine that exists, but cannot be used now.
+        is_outage: Whether it replaces an engine that exists but cannot be used now.
         decision: As of `Disaggregate`.
     """
 
@@ -72,10 +72,10 @@ class RunLocally:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What engines are chosen for.
+    """The request for which engines are chosen.
 
     Attributes:
-        failed: Engines that come last.
+        failed: Engines to try last.
         may_push: Whether this request's KV may be pushed.
     """
 
@@ -88,7 +88,7 @@ class Router:
     """Applies the policies to the engines there are.
 
     Args:
-        prefixes: Asked which engine has what of a prompt; None: no policy looks at that.
+        prefixes: Knows each engine's part of a prompt; None: no policy looks at that.
         pairing: Chooses both engines at once; None: the policies choose one after the other.
     """
 
@@ -124,14 +124,14 @@ class Router:
         layout: str | None = None,
         among: Collection[Backend] | None = None,
     ) -> Disaggregate | RunLocally:
-        """Decide how a request is served. Engines in `failed` come last.
+        """Decide how to serve a request. Engines in `failed` come last.
 
         Args:
             among: Engines that may decode; None: any. Where none does, one that prefills may serve.
-            layout: What the request's stream began with: engines of other layouts are left out.
-                None if it has not begun.
-            may_push: Whether this request's KV may be pushed. It is, where engines can: a decode
-                engine that can push is preferred to one that cannot.
+            layout: Layout of the request's stream so far: engines with others are left out. None
+                if it has not begun.
+            may_push: Whether this request's KV may be pushed. If so, a decode engine that can
+                push is preferred to one that cannot.
 
         Raises:
             UnavailableError: No engine can take it now.
@@ -162,7 +162,7 @@ class Router:
     def _chosen_in_turn(
         self, wish: _Wish, prefills: Sequence[Backend], decodes: Sequence[Backend]
     ) -> Disaggregate | RunLocally:
-        """Return what the policies say, one after the other."""
+        """Return the policies' plan, with the engines chosen one after the other."""
         number = next(self._prefill_sequence)
         prefill = self._choose(self._prefill_policy, number, wish, prefills)
         assert prefill is not None
@@ -182,7 +182,7 @@ class Router:
     def _decided(
         self, wish: _Wish, prefills: Sequence[Backend], decodes: Sequence[Backend]
     ) -> Disaggregate | RunLocally | None:
-        """Return what the joint decision says; None if there is none, or not enough is known."""
+        """Return the joint decision's plan; None if there is none, or too little is known."""
         if self._pairing is None or self._prefixes is None:
             return None
         first = [each for each in prefills if each not in wish.failed]
@@ -207,34 +207,34 @@ class Router:
     def considered(
         self, prompt: RoutePrompt, layout: str | None, failed: Collection[Backend]
     ) -> Sequence[Backend]:
-        """Return the engines that a plan looks at: all that are ready, or some of many."""
+        """Return the engines that a plan considers: all that are ready, or some of many."""
         some = self._candidates and self._candidates.of(prompt, layout, failed)
         return some or self._ready(layout)
 
     def _views(self, prompt: RoutePrompt, engines: Iterable[Backend]) -> list[BackendView]:
-        """Return what a policy is shown of engines."""
+        """Return a policy's view of engines."""
         known = {} if self._prefixes is None else self._prefixes.known(prompt)
         return [self._backends.view(each, hit_tokens=known.get(each.url, 0)) for each in engines]
 
     def _serves(self, wish: _Wish, prefill: Backend, decodes: Iterable[Backend]) -> bool:
-        """Whether KV can come from this engine to one of those in some way."""
+        """Return whether KV can reach one of those engines from this one, by pull or push."""
         return any(
             self._pulls(prefill, each, wish.prompt) or self._pushes(wish, prefill, each)
             for each in decodes
         )
 
     def pairs(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
-        """Whether two engines can share a request."""
+        """Return whether two engines can share a request."""
         can_pair = self._backends.can_pair(prefill, decode)
         return can_pair and not (prompt.needs_equal_text and _differ_in_text(prefill, decode))
 
     def _pulls(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
-        """Whether a request can be pulled over this pair."""
+        """Return whether a request can be pulled over this pair."""
         can_pair = self.pairs(prefill, decode, prompt)
         return can_pair and self._backends.lets_through(prefill, decode, KVMode.PULL)
 
     def _pushes(self, wish: _Wish, prefill: Backend, decode: Backend) -> bool:
-        """Whether a request is to be pushed over this pair."""
+        """Return whether a request should be pushed over this pair."""
         backends = self._backends
         if self._kv_mode is KVTransfer.PULL or not wish.may_push:
             return False
@@ -263,7 +263,7 @@ class Router:
         may_push: bool,
         layout: str | None,
     ) -> Disaggregate | None:
-        """Return engines for a further attempt from the start; None when there are none."""
+        """Return engines for another attempt from the start; None if there are none."""
         try:
             plan = self.plan(prompt, failed=failed, may_push=may_push, layout=layout)
         except UnavailableError:
@@ -278,7 +278,7 @@ class Router:
         *,
         without: Collection[Backend] = (),
     ) -> Backend | None:
-        """Return a decode engine that can get KV from `prefill`; None when there is none.
+        """Return a decode engine that can get KV from `prefill`; None if there is none.
 
         Args:
             without: Engines that are left out altogether.
@@ -291,7 +291,7 @@ class Router:
         return self._choose_decode(_Wish(prompt, failed), candidates)
 
     def can_decode_for(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
-        """Whether a decode engine can be sent a handoff of `prefill` now."""
+        """Return whether a decode engine can be sent a handoff from `prefill` now."""
         is_known = self._backends.get(decode.url) is decode
         return is_known and self._can_decode_for(prefill, decode, prompt)
 
@@ -310,7 +310,7 @@ class Router:
         """Return an engine that can do everything: decode engines first, then any.
 
         Args:
-            ends_with_prompt: All there is to do is the prompt: prefill engines come first.
+            ends_with_prompt: Whether only the prompt is computed: prefill engines come first.
 
         Raises:
             UnavailableError: No engine is ready; or none has this layout, if there is one.
@@ -329,12 +329,12 @@ class Router:
         raise self._nobody("decode", layout)
 
     def _ready(self, layout: str | None) -> list[Backend]:
-        """Return the engines that may be sent to now; one that names no layout fits any."""
+        """Return the engines available now; one that names no layout fits any."""
         ready = [backend for backend in self._backends if backend.available]
         return [b for b in ready if layout is None or b.layout in (None, layout)]
 
     def any_engine(self, failed: Collection[Backend]) -> Backend:
-        """Return an engine for a question that every engine answers alike.
+        """Return an engine for a question that all engines answer alike.
 
         Raises:
             UnavailableError: No engine is ready.
@@ -350,7 +350,7 @@ class Router:
         self._check(self._ready(None), None)
 
     def _check(self, ready: Sequence[Backend], layout: str | None) -> None:
-        """Check that one of these engines can do everything, or all that has to be done now."""
+        """Check that one of these engines can do everything, or all that is needed now."""
         if not ready:
             raise self._nobody("prefill", layout)
         if not self._backends.has_lost_decode and not any(b.decodes() for b in ready):
@@ -409,11 +409,11 @@ class Router:
 
 
 def _shown(prompt: RoutePrompt, number: int = 0) -> RouteRequest:
-    """Return what a policy is shown of a request."""
+    """Return a policy's view of a request."""
     return RouteRequest(number, prompt.num_bytes, prompt.num_tokens)
 
 
 def _differ_in_text(one: Backend, other: Backend) -> bool:
-    """Whether two engines say that they make different tokens, or answers, of one request."""
+    """Return whether two engines say that their tokens, or answers, to one request differ."""
     said = {each.info.text_digest for each in (one, other) if each.info is not None}
     return len(said - {""}) > 1

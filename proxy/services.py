@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What every request shares.
+    """The parts that all requests share.
 
     Attributes:
         clock: Measures requests and leases.
         prefixes: None unless a policy looks at them.
         pairing: None unless pairs are chosen by what was learned.
-        homes: None unless that is obeyed, too.
+        homes: None unless those choices are also obeyed.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
     """
 

@@ -1,10 +1,10 @@
 """The failures of one request, leg by leg, and whether and when it may be retried.
 
 An engine that broke down comes last from then on. One that is well but could not get the KV does
-not: its pair is to blame, and is left. A request whose push failed is pulled from then on. Retries
-are counted over all rungs of the ladder. A request is not tried on a third engine if two have died
-with it, neither having given a token that the client lacked; nor on a second, if the model makes
-NaN of it. One that no engine can serve now waits for one that may come back.
+not: its pair is to blame, and is abandoned. A request whose push failed is pulled from then on.
+Retries are counted over all rungs of the ladder. A request is not tried on a third engine if two
+died with it without giving a token that the client lacked; nor on a second, if the model gives NaN
+for it. One that no engine can serve now waits for one that may come back.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LegFailure:
 
     Attributes:
         leg: prefill, decode or local.
-        was_idle: It had nothing of the request to compute yet: it waited for another's KV.
+        was_idle: Whether it was still waiting for another engine's KV, with nothing to compute.
     """
 
     leg: str
@@ -56,19 +56,19 @@ class LegFailure:
 
     @property
     def reason(self) -> str:
-        """One of `metrics.FAILURES`, or why it was refused: busy or refused."""
+        """The cause, one of `metrics.FAILURES`, or for a refusal busy or refused."""
         if isinstance(self.error, RefusedError):
             return "busy" if self.is_busy else "refused"
         return self.error.reason
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine has no room: no failure, but another may have some."""
+        """Whether the engine has no room, which is no failure; another may have some."""
         return isinstance(self.error, RefusedError) and self.error.status == 429
 
     @property
     def is_moved(self) -> bool:
-        """Whether the engine has given a handoff, from which another one goes on."""
+        """Whether the engine has given a handoff, from which another one continues."""
         return isinstance(self.error, MovedError)
 
     @property
@@ -78,16 +78,16 @@ class LegFailure:
 
     @property
     def is_kv(self) -> bool:
-        """Whether the engine is well and only the KV did not get there."""
+        """Whether the engine is well and only the KV did not arrive."""
         return isinstance(self.error, KvFailedError)
 
     @property
     def load_failures(self) -> tuple[str, ...]:
-        """Labels of the KV loads that failed there, if it tells."""
+        """Labels of the KV loads that failed there, if it gives them."""
         return self.error.load_failures if isinstance(self.error, KvFailedError) else ()
 
     def blame(self, transfer: TransferAttempt) -> None:
-        """Hold it against the pair, not an engine, if the KV did not get there."""
+        """Blame the pair, not an engine, if the KV did not arrive."""
         if isinstance(self.error, KvFailedError):
             transfer.failed(self.error, kind=self.leg)
 
@@ -96,13 +96,13 @@ class Setbacks:
     """The failed legs of one request.
 
     Args:
-        is_pushable: Whether its KV may be pushed before anything has failed.
+        is_pushable: Whether its KV may be pushed if nothing has failed.
 
     Attributes:
         failed: Engines that broke down, or had no room.
         may_push: Whether its KV may be pushed.
         retries_left: Below 0 once no other attempt may be made.
-        num_waits: How often it has waited for an engine.
+        num_waits: Number of waits for an engine.
     """
 
     def __init__(self, services: Services, story: Story, *, is_pushable: bool) -> None:
@@ -122,20 +122,20 @@ class Setbacks:
 
     @property
     def why_pulled(self) -> NotPushed | None:
-        """Why it may not be pushed; None if it may."""
+        """The reason why it may not be pushed; None if it may."""
         if self.may_push:
             return None
         return NotPushed.FAILED if self._is_pushable else NotPushed.REQUEST
 
     async def add(self, failure: LegFailure) -> bool:
-        """Take note of a failed leg; tell whether another attempt may be made.
+        """Note a failed leg; return whether another attempt may be made.
 
-        Where an engine has ended, others may have ended with it. All are checked, so that none is
-        tried, and its end blamed on the request, that was gone before the request came to it. Nor
-        is the request blamed for one that ends while it waits for another's KV.
+        If an engine has ended, others may have ended with it. All are checked, so that an engine
+        already gone is not tried and its end blamed on the request. The request is not blamed,
+        either, for an engine that ends while waiting for another's KV.
 
         Raises:
-            NonFiniteError: The model makes NaN of the request.
+            NonFiniteError: The model gives NaN for the request.
             PoisonousError: Two engines have ended with it.
         """
         backend, error = failure.backend, failure.error
@@ -158,17 +158,17 @@ class Setbacks:
         return self.retries_left >= 0
 
     async def pause(self, leg: str) -> None:
-        """Count another attempt at a leg, and leave the engines a moment before it."""
+        """Count another attempt at a leg, and give the engines a moment before it."""
         self._metrics.retries.labels(leg).inc()
         num_tried = self._config.retry_max_retries - self.retries_left
         await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (num_tried - 1)))
 
     async def stand_by(self, error: UnavailableError | WorkerError) -> None:
-        """Wait until an engine comes back, or may compute again what it may not now.
+        """Wait until an engine comes back, or has budget for such prompts again.
 
         Raises:
-            UnavailableError, WorkerError: `error` itself, if it does not say that nobody can serve
-                now, if no engine is missing, or if the wait is over.
+            UnavailableError, WorkerError: `error` itself, if it does not mean that no engine can
+                serve now, if no engine is missing, or if the wait is over.
         """
         if isinstance(error, WorkerError) and not error.is_away:
             raise error
@@ -195,7 +195,7 @@ class Setbacks:
         self._story.stood_by()
 
     def _note_end(self, backend: Backend) -> None:
-        """Note an engine that ended with the request; a second one speaks against the request.
+        """Note an engine that ended with the request; a second one counts against the request.
 
         Raises:
             PoisonousError: It is the second.

@@ -1,6 +1,6 @@
 """Status of a proxy, its requests and its engines, and the command that resets their caches.
 
-Answers from what the proxy knows already; only that command and a trace ask the engines.
+Answers from the proxy's own knowledge; only that command and a trace ask the engines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Status:
-    """What a proxy says of itself and of its engines as a whole."""
+    """The status of a proxy and of its engines as a whole."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -59,7 +59,7 @@ class Status:
         ]
 
     def exposition(self) -> bytes:
-        """Return what `/metrics` says now, but for the process itself."""
+        """Return the current answer of `/metrics`, without the process's own series."""
         backends, admission = self._services.backends, self._services.admission
         metrics, stories = self._services.metrics, self._live.stories
         if self._services.prefixes is not None:
@@ -79,7 +79,7 @@ class Status:
         return metrics.exposition()
 
     def _known_models(self) -> list[dict[str, Any]]:
-        """The engines' models, each once; the shortest context of those that serve it."""
+        """Return the engines' models, each once, with the shortest context of its engines."""
         merged: dict[str, dict[str, Any]] = {}
         for backend in self._services.backends:
             for model in backend.models:
@@ -122,7 +122,7 @@ class Status:
         return json_answer({"version": pdserve.__version__})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        """Have every engine forget its cached prefixes, so that runs do not find each other's."""
+        """Make every engine forget its cached prefixes, so that runs do not share them."""
         engines = list(self._services.backends)
         if not engines:
             raise UnavailableError(
@@ -139,7 +139,7 @@ class Status:
         )
         if told := [failure for failure in failures if failure is not None]:
             message = f"not every engine forgot its prefixes: {'; '.join(why for _, why in told)}"
-            if all(status == 400 for status, _ in told):  # they do not do what was asked for
+            if all(status == 400 for status, _ in told):  # they do not do what was requested
                 raise BadRequestError(message)
             raise UpstreamError(message, code="prefix_cache_not_reset")
         return web.Response()
@@ -162,15 +162,15 @@ class Debug:
         ]
 
     async def _requests(self, request: web.Request) -> web.Response:
-        """What runs; and with `?finished=N` the newest N that ended, those after `&after=SEQ`."""
+        """Answer running requests, and `?finished=N` newest ended ones, after `&after=SEQ`."""
         running = [story.as_json() for story in self._live.stories]
         finished = self._live.recent.asked_for(request.query)
         return json_answer({"running": running, "finished": msgspec.Raw(finished)})
 
     async def _decisions(self, request: web.Request) -> web.Response:
-        """What was learned, engines' homes, and the newest `?limit=N` decisions (all that are).
+        """Answer the fits, engines' homes, and the newest `?limit=N` decisions (default: all kept).
 
-        Those after `&after=SEQ`, or the one of `&request=ID`.
+        Only those after `&after=SEQ`, or the one of `&request=ID`.
         """
         pairing, homes = self._services.pairing, self._services.homes
         if pairing is None:
@@ -189,7 +189,7 @@ class Debug:
         return json_answer(shown)
 
     async def _trace(self, request: web.Request) -> web.Response:
-        """The last `?seconds=N` of this proxy and of all engines."""
+        """Answer the last `?seconds=N` of this proxy and of all engines."""
         query = trace_query(request.query)
         collection = await self._tracer.collect(
             query.seconds,

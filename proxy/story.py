@@ -1,16 +1,16 @@
 """What happened to one request, and when.
 
 The first token comes from the prefill engine and the second from the decode engine, so there are
-two sums: what the first token waited for, and what the second one did. Each closes with a measured
+two sums: the wait for the first token, and the wait for the second. Each closes with a measured
 remainder, so that its terms add up to what the client saw.
 
 `proxy` is the time in this process before it asks an engine, without the wait for a place and for
 an engine that can be asked (`admission`); `retry` is the time lost to engines that failed; `queue`
 and `prefill` are the engine's own account, and so is `reserve`, its wait for room at the decode
 engine before a push; `relay` is the rest of the time to the first byte written to the client: two
-HTTP hops and the wait for a free moment. Of the second token's wait, `decode queue` is until the
+HTTP hops and the wait for a free moment. In the second token's wait, `decode queue` lasts until the
 decode engine begins to move the KV, `recompute` is for a prompt whose KV did not arrive, and
-`handover` is the rest: HTTP, and KV that lies ready while a step runs (of a push it may lie before
+`handover` is the rest: HTTP, and KV that lies ready while a step runs (in a push possibly before
 the first token).
 """
 
@@ -53,11 +53,11 @@ class Mode(enum.Enum):
 
 
 class LadderRung(enum.Enum):
-    """What was done about a hand-over that failed, in the order of the ladder.
+    """The response to a failed hand-over, in the order of the ladder.
 
     RETRY_DECODE: the same decode engine once more. OTHER_DECODE: another one. OTHER_PREFILL: it
     was prefilled again, on another engine if there is one. LOCAL: one engine did everything.
-    SHED: no engine may compute it now; the client is to come back.
+    SHED: no engine may compute it now; the client should come back.
     """
 
     RETRY_DECODE = "retry_decode"
@@ -75,11 +75,11 @@ _FINISHED = ("stop", "length", "abort", "error")
 
 
 class NotPushed(enum.Enum):
-    """Why the KV of a request is read by the decode engine, although it might have been written.
+    """The reason why the decode engine reads a request's KV, although it might have been pushed.
 
     REQUEST: it has several prompts or choices, or gets one token, or scores of its prompt. FAILED:
-    a push of it has failed. ENGINES: no decode engine can take a push from its prefill engine, as
-    where one has several data-parallel cores. DISTRUSTED: recent pushes of the pair failed.
+    a push of it has failed. ENGINES: no decode engine can take a push from its prefill engine, for
+    example if one has several data-parallel cores. DISTRUSTED: recent pushes of the pair failed.
     """
 
     REQUEST = "request"
@@ -92,7 +92,7 @@ class Gaps:
     """A histogram of gaps, exact to one part in 250, whose size does not grow with their number.
 
     Attributes:
-        max_s: The longest; exact.
+        max_s: The longest gap; exact.
     """
 
     __slots__ = ("_counts", "_num", "max_s")
@@ -106,13 +106,13 @@ class Gaps:
         return self._num
 
     def __iter__(self) -> Iterator[tuple[float, int]]:
-        """Yield (seconds, how often), the shortest first."""
+        """Yield (seconds, count), the shortest first."""
         for key in sorted(self._counts):
             yield math.ldexp((key & 255) + 0.5, (key >> 8) - 8), self._counts[key]
 
     @property
     def median_s(self) -> float:
-        """Of two in the middle the longer one; 0 if there are none."""
+        """The median, the longer of two in the middle; 0 if there are none."""
         left = self._num // 2
         for gap_s, number in self:
             left -= number
@@ -121,7 +121,7 @@ class Gaps:
         return 0.0
 
     def add(self, gap_s: float) -> None:
-        """Count one."""
+        """Count one gap."""
         mantissa, exponent = math.frexp(max(gap_s, 1e-6))
         self._counts[exponent << 8 | int(mantissa * 256)] += 1
         self._num += 1
@@ -133,32 +133,32 @@ class Story:
     """The record of one request. Times are monotonic seconds of `clock`.
 
     Attributes:
-        model: As its client called it; else, in the end, what serves it.
-        status: Of the answer.
-        reason: The code of the error that it ended with; empty if it ended well.
-        queued_s, admitted_s: It asked for a place; it had one, and somebody could serve it.
-        first_leg_s: The first leg was sent to an engine.
-        leg_s: The leg that gave the first token was sent.
-        first_token_s: The first token's bytes were written to the client (or, where the
-            answer comes in one piece, had come from the engine).
-        second_token_s: The decode engine's first bytes were.
-        token_gaps: Between the chunks from the decode engine on.
-        prefill_stages, decode_stages: The engines' own accounts; `fallback_stages` that of one
-            that did everything after another had begun, or went on.
-        is_stalled: ... and has not said anything yet.
-        is_moved: Another engine went on with it while it was decoded.
-        kv_mode: Who moved the KV, as of the last attempt.
-        not_pushed: Why that was a pull, where a push was allowed.
-        prompt, known: What routing knew of its prompt and, by leg, of what the engine had of it,
-            as of the last attempt; None and empty unless a policy looks at that.
-        decision: How its engines were chosen, if that was one choice; or, in shadow, what that
-            would have been.
+        model: The client's name for it; if none, at the end the model that serves it.
+        status: HTTP status of the answer.
+        reason: Code of the error that ended it; empty if it ended well.
+        queued_s, admitted_s: When it asked for a place; when it had one and an engine could serve.
+        first_leg_s: When the first leg was sent to an engine.
+        leg_s: When the leg that gave the first token was sent.
+        first_token_s: When the first token's bytes were written to the client (or, if the
+            answer is one piece, had come from the engine).
+        second_token_s: When the decode engine's first bytes were written.
+        token_gaps: Gaps between chunks, starting with the decode engine's first.
+        prefill_stages, decode_stages: The engines' own accounts; `fallback_stages` is that of one
+            that did everything after another had begun, or that continued.
+        is_stalled: Whether such an engine has sent nothing yet.
+        is_moved: Whether another engine continued it during decode.
+        kv_mode: Which engine moved the KV in the last attempt.
+        not_pushed: Reason for a pull where a push was allowed.
+        prompt, known: Its prompt as routing knew it and, by leg, the engine's part of it, as of the
+            last attempt; None and empty unless a policy looks at that.
+        decision: The joint decision that chose its engines, if any; in shadow, the one that
+            would have.
         prompt_entry, stream_entry: Its part of the work of the engine that computes its prompt,
             and of the one that gives its tokens; None unless that is counted.
         rungs: Of the ladder, as they were taken, each with its reason.
-        prefill_url, decode_url: Who computes its prompt apart, and who the rest (or all of it),
-            as of the last attempt; empty where none was asked.
-        events: What happened, for people: (seconds since arrival, text).
+        prefill_url, decode_url: The engine that only computes its prompt, and the one for the rest
+            (or all of it), as of the last attempt; empty if none was asked.
+        events: Events for people to read: (seconds since arrival, text).
     """
 
     request_id: str
@@ -203,19 +203,19 @@ class Story:
 
     @property
     def num_known_prompt_tokens(self) -> int:
-        """Tokens of its prompts, as far as an engine has said; 0 before that."""
+        """Tokens of its prompts, as reported by an engine; 0 before that."""
         stages = self.prefill_stages
         return self.num_prompt_tokens or (0 if stages is None else stages.prompt_tokens)
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why its choices ended, as far as the engines say; what was handed over went on."""
+        """The reasons why its choices ended, as far as engines report; a handoff is no end."""
         told = (reason for account in self.accounts for reason in account.finish_reasons)
         return [reason for reason in told if reason in _FINISHED]
 
     @property
     def accounts(self) -> list[EngineStages]:
-        """What engines say of it, each once."""
+        """The engines' accounts of it, one each."""
         told = (self.prefill_stages, self.decode_stages, self.fallback_stages)
         return [each for each in told if each is not None]
 
@@ -224,15 +224,15 @@ class Story:
         self.events.append((self.clock.monotonic_s() - self.arrived_s, text))
 
     def queued(self) -> None:
-        """The request asks for a place."""
+        """Note that the request asks for a place."""
         self.queued_s = self.clock.monotonic_s()
 
     def admitted(self) -> None:
-        """The request got a place."""
+        """Note that the request got a place."""
         self.admitted_s = self.clock.monotonic_s()
 
     def leg_sent(self, stage: Stage, url: str) -> None:
-        """A leg is on its way to an engine."""
+        """Note that a leg is on its way to an engine."""
         now = self.clock.monotonic_s()
         if self.first_leg_s is None:
             self.first_leg_s = now
@@ -248,22 +248,22 @@ class Story:
         self.tell(f"{stage.value} at {url}")
 
     def looked_up(self, leg: str, prompt: RoutePrompt, known: KnownPrefix) -> None:
-        """Note what an engine is taken to have of the prompt that it is about to be sent."""
+        """Note the assumed cached part of a prompt at the engine it is about to be sent to."""
         if prompt.grains:
             self.prompt, self.known[leg] = prompt, known
 
     def receiver_sent(self, url: str) -> None:
-        """The leg that receives a push is on its way to an engine, beside the prefill leg."""
+        """Note that a push's receiving leg is on its way to an engine, beside the prefill leg."""
         self.decode_url = url
         self.tell(f"receiving at {url}")
 
     def climbed(self, rung: LadderRung, reason: str) -> None:
-        """A rung of the ladder was taken."""
+        """Note that a rung of the ladder was taken."""
         self.rungs.append((rung, reason))
         self.tell(f"ladder: {rung.value} ({reason})")
 
     def moved_from(self, stages: EngineStages | None) -> None:
-        """An engine has ended its part, with this account; another one is to go on."""
+        """Note that an engine ended its part, with this account, and another must continue."""
         if self.is_moved:
             self.fallback_stages = stages
         elif self.mode is Mode.LOCAL:
@@ -274,25 +274,25 @@ class Story:
         self.tell(f"moved from {self.decode_url}")
 
     def goes_on(self, sent_s: float) -> float | None:
-        """Return for how long the client got nothing, if another engine has just taken over.
+        """Return how long the client got nothing, if another engine has just taken over.
 
-        None for all but the first that comes from such an engine.
+        None except for the first output of such an engine.
         """
         was_stalled, self.is_stalled = self.is_stalled, False
         return sent_s - self.last_chunk_s if was_stalled else None
 
     def stands_by(self, why: str) -> None:
-        """Note that no engine can serve the request now, and that it waits."""
+        """Note that the request waits, as no engine can serve it now."""
         self.stage = Stage.QUEUED
         self.tell(f"waiting for an engine: {why}")
 
     def stood_by(self) -> None:
-        """The wait for an engine is over."""
+        """Note that the wait for an engine is over."""
         if self.first_leg_s is None:
             self.admitted()
 
     def first_token(self, sent_s: float) -> None:
-        """The client gets its first token.
+        """Note that the client gets its first token.
 
         Args:
             sent_s: Just before it was written, by `clock`: no client can have had it earlier.
@@ -300,7 +300,7 @@ class Story:
         self.first_token_s = self.last_chunk_s = sent_s
 
     def chunk(self, sent_s: float) -> None:
-        """The client gets a further chunk of tokens; the argument is that of `first_token`."""
+        """Note that the client gets another chunk of tokens; the argument as in `first_token`."""
         if self.first_token_s is None:
             self.first_token(sent_s)
             return
@@ -365,20 +365,20 @@ class Story:
 
     @property
     def taken(self) -> PairCost | None:
-        """What was predicted of the engines that served it, where the decision was a shadow."""
+        """The prediction for the engines that served it, if the decision was a shadow."""
         if self.decision is None or self.rungs:
             return None
         return taken(self.decision, self.prefill_url, self.decode_url)
 
     @property
     def served_s(self) -> float | None:
-        """From the first leg to the first token: what a decision predicts; None without one."""
+        """Time from the first leg to the first token, as decisions predict it; None without one."""
         if self.first_leg_s is None or self.first_token_s is None or self.rungs:
             return None
         return self.first_token_s - self.first_leg_s
 
     def as_json(self) -> dict[str, object]:
-        """Return what `/debug/requests` shows."""
+        """Return its entry in `/debug/requests`."""
         return {
             "request_id": self.request_id,
             "path": self.path,

@@ -10,8 +10,8 @@ left goes on in the background until its engine has noticed.
 
 A *move* takes a stream that its engine has ended with a handoff to another engine.
 
-Knows how two legs wait for each other; `legs` knows what one leg says, and `flow` what to do when
-one fails.
+Knows how two legs wait for each other; `legs` knows the content of one leg, and `flow` what to do
+when one fails.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def pull(legs: Legs, pair: Disaggregate, handoff: Handoff) -> Outcome:
 
 
 async def read(legs: Legs, backend: Backend, handoff: Handoff) -> web.StreamResponse | LegFailure:
-    """Let a decode engine read the KV of a complete handoff, however that came about."""
+    """Make a decode engine read the KV of a complete handoff, however that came about."""
     legs.story.kv_mode = KVMode.PULL
     legs.story.leg_sent(Stage.TRANSFER, backend.url)
     body = legs.body.for_decode(handoff.params, first_delivered=handoff.answer is None)
@@ -76,7 +76,7 @@ async def read(legs: Legs, backend: Backend, handoff: Handoff) -> web.StreamResp
 
 
 async def push(legs: Legs, pair: Disaggregate, handoff: Handoff) -> Outcome:
-    """Let one engine prefill into the other's blocks, and pass on what both say."""
+    """Make one engine prefill into the other's blocks, and pass on both engines' output."""
     assert pair.decode is not None
     legs.begin(KVMode.PUSH)
     breakers = legs.services.breakers
@@ -126,7 +126,7 @@ def _ticket(prefill: Backend, decode: Backend, services: Services) -> str:
 
 
 async def _ended(task: asyncio.Task[web.StreamResponse | LegFailure | None]) -> None:
-    """Wait for a leg that was left, whatever it ends with."""
+    """Wait for an abandoned leg, whatever its result."""
     await asyncio.gather(task, return_exceptions=True)
 
 
@@ -143,7 +143,7 @@ def _patience_s(lost: LegFailure) -> float:
 
 def _engine_ref(backend: Backend) -> EngineRef:
     info = backend.info
-    assert info is not None  # `Backends.can_push` asks for both
+    assert info is not None  # `Backends.can_push` requires both
     assert info.kv_shape is not None
     return EngineRef(
         engine_id=info.engine_id,
@@ -154,17 +154,17 @@ def _engine_ref(backend: Backend) -> EngineRef:
 
 
 async def follow(legs: Legs, setbacks: Setbacks, outcome: T) -> T | web.StreamResponse | LegFailure:
-    """Go on with a stream for as long as an engine ends it with a handoff.
+    """Continue a stream for as long as an engine ends it with a handoff.
 
-    That has all tokens so far, and a lease on their KV: whoever reads it goes on where the stream
-    stopped, and sends nothing that the client has. If nobody can, the stream is begun again
-    elsewhere (`replay`), as if its engine had been drained without being asked.
+    The handoff has all tokens so far, and a lease on their KV: an engine that reads it continues
+    where the stream stopped, and sends nothing that the client has. If no engine can, the stream
+    restarts elsewhere (`replay`), as if its engine had been drained without being asked.
 
     Args:
-        outcome: Of a leg; one that tells of no handoff is returned as it is.
+        outcome: A leg's outcome; one without a handoff is returned unchanged.
 
     Returns:
-        What became of it at last: the failure of a drained engine if nobody could go on.
+        The final outcome: the failure of a drained engine if no engine could continue.
     """
     found: T | web.StreamResponse | LegFailure = outcome
     while isinstance(found, LegFailure) and isinstance(found.error, MovedError):

@@ -1,11 +1,11 @@
 """Totals of a deployment under vLLM's names: the engines' counts and the proxy's tokens.
 
-Each check brings a snapshot of an engine. What it has counted since the one before is added to the
-sums of its role, so that these never fall: an engine that dies takes nothing with it. A life of an
-engine counts from its first snapshot here on, and what it counts between its last one and its death
-is lost (a health check's interval at most). Gauges are sums over the engines that are there.
+Each check brings a snapshot of an engine. Its increase since the previous one is added to the
+sums of its role, so that these never fall when an engine dies. A life of an engine counts from its
+first snapshot here, and its counts between its last one and its death are lost (a health check's
+interval at most). Gauges are sums over the engines present.
 
-The label `engine` is a role for sums over engines, and `ALL` for what the proxy counts itself.
+The label `engine` is a role for sums over engines, and `ALL` for the proxy's own counts.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Totals(Collector):
     """The sums of one proxy.
 
     Attributes:
-        model_name: As the engines serve it; empty until one has said so. Without it nothing is
-            told.
+        model_name: The name the engines serve; empty until one has given it. Without it nothing
+            is reported.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Totals(Collector):
         for story in running:
             prompt += story.num_known_prompt_tokens
             output += story.num_output_tokens
-        # What a stream was said to have, by its events, may be corrected at its end.
+        # A stream's counts, taken from its events, may be corrected at its end.
         self._told[_PROMPT] = max(self._told[_PROMPT], prompt)
         self._told[_OUTPUT] = max(self._told[_OUTPUT], output)
 
@@ -133,7 +133,7 @@ def _load_of(backends: Iterable[Backend]) -> EngineLoad:
 
 
 def _cache_labels(backends: Iterable[Backend]) -> dict[str, str]:
-    """Return what a role's engines say of their caches; several values are told side by side."""
+    """Return the cache labels of a role's engines; several values are listed side by side."""
     infos = [backend.info for backend in backends if backend.info is not None]
     return {
         "block_size": ",".join(sorted({str(info.block_size) for info in infos})),

@@ -1,9 +1,9 @@
 """Traces of a whole deployment: this proxy's requests and every engine's records.
 
 All engines are asked at once. Each engine's clock is compared to this one's first: of several round
-trips the quickest counts, its midpoint is when the engine read its clock, and half of it is how
-wrong that can be (the bound of D. Mills, RFC 5905). Where both are one machine's, the clock is
-the same, and the measurement is only a check.
+trips the quickest counts, its midpoint is when the engine read its clock, and half its duration
+bounds the error (D. Mills, RFC 5905). If both are on one machine, the clock is the same, and the
+measurement is only a check.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Tracer:
 
         Args:
             engines: Base URLs.
-            headers: For them.
+            headers: Headers for the engines.
         """
         until_s, wall_s = self._clock.monotonic_s(), self._clock.wall_s()
         own = await self._own(seconds, until_s, running)
@@ -114,7 +114,7 @@ class Tracer:
             return WorkerError(f"{url}: its trace cannot be read: {error}", reason="garbled")
 
     async def _align(self, url: str, headers: Mapping[str, str]) -> Alignment:
-        """How the clock of an engine's processes, which are on one machine, stands to ours."""
+        """Return the offset from our clock of an engine's processes, which share one machine."""
         found: list[Alignment] = []
         for _ in range(NUM_ROUND_TRIPS):
             sent_s = self._clock.monotonic_s()
@@ -152,7 +152,7 @@ class Tracer:
 
 
 def aligned(sent_s: float, back_s: float, theirs_s: float) -> Alignment:
-    """Return how another clock stands to ours, when it was read between two of our times."""
+    """Return another clock's alignment with ours, if it was read between two of our times."""
     trip_s = back_s - sent_s
     offset_s = (sent_s + back_s) / 2 - theirs_s
     return Alignment(
@@ -164,7 +164,7 @@ def aligned(sent_s: float, back_s: float, theirs_s: float) -> Alignment:
 
 
 def same_clock(measured: Alignment) -> Alignment:
-    """Return the alignment of a process that has our clock; the measurement stays as a check."""
+    """Return the alignment of a process that shares our clock; keep the measurement as a check."""
     return msgspec.structs.replace(measured, offset_s=0.0, uncertainty_s=0.0)
 
 
@@ -175,7 +175,7 @@ def front_request(request: Finished, *, is_over: bool) -> FrontRequest:
     marks = {name: start_s + at_ms * _SECONDS_PER_MS for name, at_ms in request.times_ms.items()}
     role = "prefill" if request.prefill else ""
     is_apart = request.mode == Mode.DISAGGREGATED.value
-    # Until a mark, as what, and what it is called where the mark did not come.
+    # The end mark, its window's name, and the name if the mark did not come.
     stretches: list[tuple[str, str, str, dict[str, float], str]] = [
         ("queued", "proxy", "", {}, "proxy"),
         ("admitted", "admission", "", {}, "admission"),

@@ -2,9 +2,9 @@
 
     PromptReader    a request's body -> the names of its prompt's grains (or of its bytes)
     EventFeed       engines' KV events -> PrefixIndex, exact while the stream is whole
-    RoutedPrefixes  what was sent to an engine whose events are not to be had -> the same index
-    Prefixes        all of it, as routing asks
+    RoutedPrefixes  prompts sent to an engine whose events are unavailable -> the same index
+    Prefixes        all of these, for routing
 
-Made only for policies that look at prefixes: without one nothing here runs. What it says is a hint:
-engines match prompts by hashes of their own, so that a wrong one costs time and never text.
+Built only for policies that look at prefixes: without one nothing here runs. Its answers are hints:
+engines match prompts by their own hashes, so a wrong hint costs time and never text.
 """

@@ -30,7 +30,7 @@ _NAMING_GRAINS: Final = 2
 
 
 class Candidates:
-    """Draws engines for one choice after the other."""
+    """Draws engines for successive choices."""
 
     def __init__(self, backends: Backends, prefixes: Prefixes) -> None:
         self._backends = backends
@@ -40,13 +40,13 @@ class Candidates:
     def of(
         self, prompt: RoutePrompt, layout: str | None, failed: Collection[Backend]
     ) -> Sequence[Backend] | None:
-        """Return some that are ready, both roles among them; None: all have to be looked at.
+        """Return some ready engines of both roles; None: consider all engines.
 
         O(grains), however many engines there are.
 
         Args:
-            layout: Engines of others are left out; None leaves none out.
-            failed: Left out.
+            layout: Engines with other layouts are left out; None leaves none out.
+            failed: Engines to leave out.
         """
         if len(self._backends) <= FEW:
             return None

@@ -1,9 +1,9 @@
 """Chooses the engines for prompt and tokens in one decision, possibly the same engine.
 
-A pair costs what its request will miss of its objectives, and what it makes the requests miss that
-are there already; 1 is one objective. An engine away from its role costs a little more. The least
-cost wins, and of two that are close the one without a transfer: how close is what the errors of the
-prediction come to. Pure: the same question has the same answer, and each answer has its terms.
+A pair's cost is how far its request will miss its objectives, and how far it makes the requests
+already there miss theirs; 1 is one objective. An engine outside its home role costs a little more.
+The lowest cost wins; of two within the prediction's error, the one without a transfer. Pure: the
+same question has the same answer, and each answer has its terms.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def decide(question: RouteQuestion, may_pair: Callable[[str, str], bool]) -> Pai
     """Return the best pair; None if there is no engine.
 
     Args:
-        may_pair: Whether KV can go from the engine at one URL to that at another.
+        may_pair: Returns whether KV can go from the engine at one URL to that at another.
     """
     costs = PairCosts(question)
     candidates = question.candidates
@@ -93,26 +93,26 @@ def _with_room(question: RouteQuestion) -> Sequence[PairCandidate]:
 
 
 def _full(question: RouteQuestion, costs: PairCosts) -> str:
-    """Return the engine that tokens would come from soonest, if it has no room; else nothing."""
+    """Return the engine that would give tokens soonest, if it has no room; else nothing."""
     decodes = [each for each in question.candidates if each.is_decode]
     best = min(decodes, key=costs.of_decode, default=None)
     return "" if best is None or best in _with_room(question) else best.url
 
 
 def repeated(decision: PairDecision) -> PairDecision | None:
-    """Return what the question of a decision is answered with, from what was kept of it."""
+    """Return the answer to a decision's question, recomputed from its record."""
     apart = frozenset(decision.question.apart)
     return decide(decision.question, lambda prefill, decode: (prefill, decode) not in apart)
 
 
 def taken(decision: PairDecision, prefill: str, decode: str) -> PairCost | None:
-    """Return what was to be expected of what was done, where a decision is not obeyed.
+    """Return the predicted cost of the engines used, if a decision is not obeyed.
 
     Args:
-        prefill, decode: URLs of the engines; the first is empty where the other did everything.
+        prefill, decode: URLs of the engines; the first is empty if the other did everything.
 
     Returns:
-        None: it was obeyed, or one of them was no candidate.
+        None: the decision was obeyed, or one of them was no candidate.
     """
     by_url = {each.url: each for each in decision.question.candidates}
     pair = by_url.get(prefill or decode), by_url.get(decode)
@@ -122,7 +122,7 @@ def taken(decision: PairDecision, prefill: str, decode: str) -> PairCost | None:
 
 
 class PairCosts:
-    """The costs of one request at engines."""
+    """The costs of one request at each engine."""
 
     def __init__(self, question: RouteQuestion, times: ServiceTimes | None = None) -> None:
         self._num_tokens = question.num_tokens
@@ -132,15 +132,15 @@ class PairCosts:
         self._coming, self._held_s = question.coming, question.held_s
 
     def of_prefill(self, engine: PairCandidate) -> float:
-        """What computing the prompt there costs."""
+        """Return the cost of computing the prompt there."""
         return sum(self._prefill_terms(engine)[0].values())
 
     def of_decode(self, engine: PairCandidate) -> float:
-        """What giving the tokens there costs, without a transfer."""
+        """Return the cost of giving the tokens there, without a transfer."""
         return sum(self._decode_terms(engine, 0.0)[0].values())
 
     def pair(self, prefill: PairCandidate, decode: PairCandidate) -> PairCost:
-        """What both cost; the same engine twice does everything."""
+        """Return the cost of both; the same engine twice does everything."""
         wire_s = 0.0
         if prefill.url != decode.url:
             wire_s = self._times.wire_s(max(0, self._num_tokens - decode.hit_tokens)) + _HOP_S
@@ -159,7 +159,7 @@ class PairCosts:
         )
 
     def ttft(self, engine: PairCandidate) -> dict[str, float]:
-        """Seconds to the first token of a prompt that is sent there now, by their cause."""
+        """Return seconds to the first token of a prompt sent there now, by cause."""
         times, work = self._times, engine.work
         itl_s = times.step_s(work.num_streams, work.kv_tokens) if work.num_streams else 0.0
         missing = max(1, self._num_tokens - engine.hit_tokens)
@@ -172,7 +172,7 @@ class PairCosts:
         }
 
     def _prefill_terms(self, engine: PairCandidate) -> tuple[dict[str, float], dict[str, float]]:
-        """What computing the prompt there costs; and the time to the first token."""
+        """Return the cost of computing the prompt there, and the time to the first token."""
         work, slo_s = engine.work, self._itl_slo_s
         ttft = self.ttft(engine)
         harm = 0.0
@@ -186,7 +186,7 @@ class PairCosts:
         return {"ttft": missed, "harm": harm, "bias": bias}, ttft
 
     def _decode_terms(self, engine: PairCandidate, wire_s: float) -> tuple[dict[str, float], float]:
-        """What giving the tokens there costs; and the time between them."""
+        """Return the cost of giving the tokens there, and the time between them."""
         work, slo_s = engine.work, self._itl_slo_s
         num_streams = work.num_streams + self._coming
         before_s = self._itl_s(engine, num_streams, work.kv_tokens)
@@ -200,10 +200,10 @@ class PairCosts:
         return {"itl": itl, "wire": wire, "harm": harm, "bias": bias}, after_s
 
     def _itl_s(self, engine: PairCandidate, num_streams: float, kv_tokens: float) -> float:
-        """Seconds between two tokens there, with what is spent on prompts.
+        """Return seconds between two tokens there, with the time spent on prompts.
 
-        Those that it has are computed between the tokens of who is there now; and as large a share
-        of the time as of late, and until they are computed, will go to prompts.
+        Its present prompts are computed between the tokens of the present streams; and the share of
+        time for prompts stays as it was recently, and until those are computed.
         """
         times = self._times
         backlog_s = times.backlog_s(engine.work, engine.begun_s)
@@ -228,7 +228,7 @@ def _margin(
     split: tuple[PairCandidate, PairCandidate],
     gain: float,
 ) -> float:
-    """By how much a split has to be better: what its gain would change by, were a fit off."""
+    """Return how much better a split must be: the change of its gain if a fit were off."""
     changes = []
     for times in question.times.off():
         costs = PairCosts(question, times)
@@ -237,7 +237,7 @@ def _margin(
 
 
 def _reason(chosen: PairCost, other: PairCost, question: RouteQuestion) -> str:
-    """Name what made the difference."""
+    """Name the deciding difference."""
     hits = {each.url: each.hit_tokens for each in question.candidates}
     missing = question.num_tokens - hits[chosen.prefill]
     if chosen.is_local:

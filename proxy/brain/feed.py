@@ -52,11 +52,11 @@ class CoreSubscription:
 
     Args:
         secret: The deployment's.
-        now_s: Monotonic seconds, here and wherever they are asked for.
+        now_s: Returns monotonic seconds.
 
     Attributes:
         reader: Knows whether the index is in step.
-        num_unreadable: Messages that were none.
+        num_unreadable: Number of invalid messages.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class CoreSubscription:
 
     @property
     def file_descriptors(self) -> tuple[int, int]:
-        """Readable when there may be something to `pump`; say so once only (see ZMQ_FD)."""
+        """Descriptors readable when there may be data to `pump`; edge-triggered (see ZMQ_FD)."""
         return self._sub.FD, self._asks.FD
 
     def wait(self, timeout_ms: int) -> None:
-        """Wait until something of the stream has come."""
+        """Wait until part of the stream has arrived."""
         self._sub.poll(timeout_ms)
 
     def pump(self, now_s: float) -> bool:
-        """Ask for what is missing, and take what has come; whether there is more of it."""
+        """Ask for missing events and process those received; return whether more remain."""
         ask = self.reader.due(now_s)
         if ask is not None:
             try:
@@ -116,7 +116,7 @@ class CoreSubscription:
         return True
 
     def close(self) -> None:
-        """Leave."""
+        """Close the subscription."""
         self._sub.close()
         self._asks.close()
 
@@ -148,11 +148,11 @@ class EventFeed:
     """The subscriptions of one proxy.
 
     Args:
-        backends: The engines, as they are at each turn.
+        backends: The engines, read at each turn.
         secret: The deployment's.
-        on_load: Told how much an engine has to do, again and again while it has.
-        on_learned: Told what the cores of the engine at a URL have learned of their steps, whenever
-            that is something else; nothing, once it is left.
+        on_load: Called with an engine's load, repeatedly while it has any.
+        on_learned: Called with what the cores of the engine at a URL have learned of their steps,
+            whenever that changes; with nothing once the engine is left.
     """
 
     def __init__(
@@ -179,13 +179,13 @@ class EventFeed:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to listen, on the running event loop."""
+        """Start listening, on the running event loop."""
         self._context = zmq.Context()
         self._context.max_sockets = self._context.get(zmq.SOCKET_LIMIT)  # else 1,023
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Leave all engines."""
+        """Close the subscriptions to all engines."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -195,16 +195,16 @@ class EventFeed:
             self._context.term()
 
     def exact(self, url: str) -> Sequence[int]:
-        """The numbers in the index of an engine's cores; none if it is not known what they have."""
+        """Return the index numbers of an engine's cores; none if their contents are unknown."""
         return self._exact.get(url, ())
 
     def states(self) -> list[ReaderState]:
-        """How each core's reader is."""
+        """Return the state of each core's reader."""
         now_s = self._clock.monotonic_s()
         return [core.subscription.reader.state(now_s) for core in self._cores.values()]
 
     def lags_s(self) -> dict[str, float]:
-        """Seconds since each engine was heard last, by URL; of the core that is behind most."""
+        """Return seconds since each engine was last heard, by URL; for its most delayed core."""
         now_s = self._clock.monotonic_s()
         lags_s: dict[str, float] = {}
         for name, core in self._cores.items():
@@ -213,7 +213,7 @@ class EventFeed:
         return lags_s
 
     def resyncs(self) -> dict[str, int]:
-        """How often the events of each engine that is there had to be asked for, by URL."""
+        """Return how often each present engine's events had to be requested, by URL."""
         numbers: dict[str, int] = {}
         for name, core in self._cores.items():
             number = core.subscription.reader.num_resyncs
@@ -222,7 +222,7 @@ class EventFeed:
 
     @property
     def num_resyncs(self) -> int:
-        """How often events had to be asked for, the first time of each core included."""
+        """Number of times events had to be requested, including each core's first time."""
         cores = self._cores.values()
         return self._num_former_resyncs + sum(c.subscription.reader.num_resyncs for c in cores)
 
@@ -254,7 +254,7 @@ class EventFeed:
         return (url, life) not in self._refused
 
     def _readable(self, backend: Backend) -> Sequence[EventEndpoint]:
-        """Where an engine tells of its KV, if it names it as this proxy does."""
+        """Return where an engine publishes its KV events, if it names KV as this proxy does."""
         assert backend.info is not None
         endpoints = backend.info.kv_events
         named = {(each.hash_version, each.grain_tokens) for each in endpoints}
@@ -319,7 +319,7 @@ class EventFeed:
         self._tell_learned(name.url)
 
     def _tell_load(self, url: str, now_s: float) -> None:
-        """Tell how much an engine has to do, once all its cores have said so."""
+        """Report an engine's load, once all its cores have reported theirs."""
         engine = self._engines[url]
         if now_s - engine.told_s < _LOAD_S:
             return
@@ -333,7 +333,7 @@ class EventFeed:
             self._on_load(engine.backend, total)
 
     def _tell_learned(self, url: str) -> None:
-        """Tell what an engine has learned, if that is something else."""
+        """Report what an engine has learned, if that has changed."""
         engine = self._engines[url]
         said = [core.subscription.reader.learned for core in engine.cores]
         learned = [each for each in said if each is not None]
@@ -342,7 +342,7 @@ class EventFeed:
             self._on_learned(url, learned)
 
     def _believe(self) -> None:
-        """Take into account who is in step now."""
+        """Update the index with which cores are in step now."""
         now_s = self._clock.monotonic_s()
         exact: dict[str, tuple[int, ...]] = {}
         doubtful: set[str] = set()

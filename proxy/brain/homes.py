@@ -1,7 +1,7 @@
 """Assigns home roles to one proxy's engines, from the load it measures.
 
-Of the engines that do both the first ones by URL are for prompts first: proxies that find the same
-share of them name the same ones, without a word to one another.
+Of the engines that do both, the first ones by URL prefer prompts: proxies that find the same share
+choose the same engines without communicating.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HomeRoles:
     """See the module.
 
     Attributes:
-        looks: What the last intervals were found to ask for, the newest last.
+        looks: Findings on the demand of the last intervals, the newest last.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class HomeRoles:
         self._begin()
 
     async def run(self) -> None:
-        """Go on for ever."""
+        """Sample for ever."""
         while True:
             await asyncio.sleep(SAMPLE_S)
             self.sample()
 
     def sample(self) -> None:
-        """Look at what engines do now; at an interval's end, see whether one changes its home.
+        """Sample the engines' load; at an interval's end, decide whether one changes its home.
 
-        Called each `SAMPLE_S`. An engine that comes or goes has homes given out anew at once.
+        Called each `SAMPLE_S`. Homes are reassigned at once when an engine comes or goes.
         """
         pairing, bounds = self._pairing, self._bounds()
         times = pairing.model.times()
@@ -90,7 +90,7 @@ class HomeRoles:
         self._give(bounds)
 
     def shown(self) -> HomesShown:
-        """Return what `/debug/decisions` says of them."""
+        """Return their part of `/debug/decisions`."""
         homes = {each.url: each.home.value for each in self._backends}
         return HomesShown(engines=homes, looks=list(reversed(self.looks)))
 
@@ -101,7 +101,7 @@ class HomeRoles:
         self._tokens_per_s = 0.0
 
     def _end(self, bounds: HomeBounds, seconds: float) -> None:
-        """Judge an interval: one without requests, or while an engine is left, says nothing."""
+        """Judge an interval; one without requests, or with an engine draining, is ignored."""
         pairing = self._pairing
         asked = pairing.ledger.asked.minus(self._asked)
         is_leaving = any(each.is_draining for each in self._backends)

@@ -1,9 +1,9 @@
 """The prefix index: which engine has which prefix, in one dictionary. No I/O, no clock.
 
-An entry is a grain and the set of *holders* that have it, as the bits of an int: a prompt's way
-through the engines is one look-up and one AND for each of its grains, however many engines there
-are. A holder is forgotten by clearing one bit; its entries are swept away later, some at a time,
-and then its number is used again.
+An entry is a grain and the set of *holders* that have it, as the bits of an int: matching a prompt
+takes one look-up and one AND for each of its grains, however many engines there are. A holder is
+forgotten by clearing one bit; its entries are swept away later, some at a time, and then its number
+is reused.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MAX_SHARED: Final = 1 << 16
 class PrefixIndex:
     """The grains of all holders.
 
-    Expected grains are those that a holder is about to compute: they count until they are
-    confirmed, or their time is over.
+    Expected grains are those that a holder is about to compute: they count until confirmed or
+    expired.
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class PrefixIndex:
         self._to_sweep: list[int] = []
 
     def __len__(self) -> int:
-        """Grains that somebody has, or had until lately."""
+        """Return the number of grains that a holder has, or had until recently."""
         return len(self._entries)
 
     def open(self, owner: str) -> int:
-        """Return a number for a holder that has nothing, and is believed.
+        """Return a number for a new holder that has nothing and counts.
 
         Args:
-            owner: Whose it is, for `owner`.
+            owner: Owner of the number, for `owner`.
         """
         if self._free:
             bit = self._free.pop()
@@ -61,23 +61,23 @@ class PrefixIndex:
         return bit
 
     def owner(self, bit: int) -> str:
-        """Whose number it is."""
+        """Return the owner of a number."""
         return self._owners[bit]
 
     def retire(self, bit: int) -> None:
-        """Forget a holder and all it has. O(1); its number is another's once it is swept."""
+        """Forget a holder and its grains. O(1); its number is reused once it is swept."""
         self._believed &= ~(1 << bit)
         self._retired |= 1 << bit
 
     def believe(self, bit: int, *, is_believed: bool) -> None:
-        """Say whether what a holder has counts."""
+        """Set whether a holder's grains count."""
         if is_believed:
             self._believed |= 1 << bit
         else:
             self._believed &= ~(1 << bit)
 
     def add(self, bit: int, grains: Iterable[int]) -> None:
-        """Note that a holder has these."""
+        """Note that a holder has these grains."""
         entries, expected, mine = self._entries, self._expected, 1 << bit
         for grain in grains:
             entries[grain] = self._share(entries.get(grain, 0) | mine)
@@ -85,7 +85,7 @@ class PrefixIndex:
                 self._forget_expected(grain, bit)
 
     def remove(self, bit: int, grains: Iterable[int]) -> None:
-        """Note that a holder has these no more."""
+        """Note that a holder no longer has these grains."""
         entries, others = self._entries, ~(1 << bit)
         for grain in grains:
             left = entries.get(grain, 0) & others
@@ -95,14 +95,14 @@ class PrefixIndex:
                 entries.pop(grain, None)
 
     def expect(self, bit: int, grains: Iterable[int], until_s: float) -> None:
-        """Note that a holder is about to have these."""
+        """Note that a holder is about to have these grains."""
         mine = 1 << bit
         for grain in grains:
             if not self._entries.get(grain, 0) & mine:
                 self._expected.setdefault(grain, {})[bit] = until_s
 
     def sweep(self, num_entries: int, now_s: float) -> None:
-        """Clear what retired holders left, so many entries of it; and what was expected in vain."""
+        """Clear some entries of retired holders, and expected grains that never came."""
         gone = self._retired | self._sweeping
         for grain, bits in list(self._expected.items()):
             for bit, until_s in list(bits.items()):
@@ -134,8 +134,8 @@ class PrefixIndex:
         Holders that lack the first are left out. O(grains), and O(1) for each holder returned.
 
         Args:
-            at_most: Of those that have most.
-            turn: Of holders that have as much, others come first in another turn.
+            at_most: Limit on the holders returned, those with most first.
+            turn: Rotates the order of holders that have equally much.
         """
         found: dict[int, int] = {}
         for depth, mask in reversed(self._ends(grains, now_s)):
@@ -183,15 +183,15 @@ class PrefixIndex:
 
 
 class Holder:
-    """One engine core's part of an index, as an `EventReader` keeps it in step.
+    """One engine core's part of an index, kept in step by an `EventReader`.
 
-    A tier's grains are left out: what an engine has to load first is no hit of its own.
+    A tier's grains are left out: KV that an engine must load first is no hit of its own.
 
     Args:
         owner: URL of the engine.
 
     Attributes:
-        bit: Its number in the index, another one after each `retire`.
+        bit: Its number in the index, a new one after each `retire`.
     """
 
     def __init__(self, index: PrefixIndex, owner: str = "") -> None:
@@ -221,7 +221,7 @@ class Holder:
                 assert_never(event)
 
     def believe(self, *, is_believed: bool) -> None:
-        """Say whether it counts."""
+        """Set whether it counts."""
         self._is_believed = is_believed
         self._index.believe(self.bit, is_believed=is_believed)
 
@@ -231,7 +231,7 @@ class Holder:
 
 
 def _bits_of(mask: int, at_most: int = sys.maxsize, *, start: int = 0) -> list[int]:
-    """Return the numbers of a mask's bits, those from `start` on first."""
+    """Return the numbers of a mask's bits, starting with those from `start` on."""
     bits: list[int] = []
     later = mask >> start << start
     for part in (later, mask ^ later):

@@ -1,7 +1,7 @@
 """The outstanding work of each engine: prompts not yet computed, and streams. No I/O.
 
-What a leg adds is taken away by the leg's end, whatever that is: a context manager for each. What
-others have sent there is what the engine says that it has beyond that, as of late.
+The work a leg adds is removed when the leg ends, however it ends: each has a context manager. The
+work of other senders is what the engine recently reported beyond that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class LedgerEntry:
     """One leg's part of an engine's work.
 
     Attributes:
-        before, begun_s: Prompts of the engine when the leg began, others' included, and how long
-            it had been at the first of them.
-        streams_before, kv_before: Of the engine, when the leg began, others' included.
-        beside: Prompts that it computed while the leg gave tokens, once that is over.
+        before, begun_s: The engine's prompts when the leg began, others' included, and how long
+            it had been computing the first of them.
+        streams_before, kv_before: The engine's streams and KV then, others' included.
+        beside: Prompts that it computed while the leg gave tokens, set once that is over.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LedgerEntry:
             ledger.note(self._own)
 
     def computed(self) -> None:
-        """The prompt is computed: the first token is there. Said again, it means nothing."""
+        """Note that the prompt is computed, as the first token is there; may be repeated."""
         if self._is_pending:
             self._settle()
             if self._streams_on:
@@ -69,7 +69,7 @@ class LedgerEntry:
             self._ledger.on_change()
 
     def end(self) -> None:
-        """The leg is over."""
+        """Note that the leg is over."""
         if self._is_pending:
             self._settle()
         if self._is_streaming:
@@ -102,11 +102,11 @@ class WorkLedger:
 
     Args:
         now_s: Monotonic time.
-        on_change: Called when an engine has less of it.
-        seconds_of: Returns what an engine takes for some prompts; others' are there for so long.
+        on_change: Called when an engine's work has shrunk.
+        seconds_of: Returns the time an engine takes for some prompts; others' count that long.
 
     Attributes:
-        asked: Prompts that engines were sent, of all time.
+        asked: All prompts ever sent to engines.
         kv_of_stream: Tokens of a stream's KV, as it begins.
     """
 
@@ -128,19 +128,19 @@ class WorkLedger:
         return self._engines.setdefault(url, _Engine())
 
     def forget(self, url: str) -> None:
-        """Forget an engine that has gone; what runs there ends by itself."""
+        """Forget an engine that has gone; legs running there end on their own."""
         self._engines.pop(url, None)
 
     def of(self, url: str) -> EngineWork:
-        """What one engine has of this proxy; it goes on changing."""
+        """Return one engine's work from this proxy; a live object."""
         return self._of(url).work
 
     def of_others(self, url: str) -> EngineWork:
-        """What it has of others, as far as is known: prompts are computed since it said so."""
+        """Return its estimated work from others, less prompts computed since its report."""
         return self.others_of(self._of(url))
 
     def others_of(self, engine: _Engine) -> EngineWork:
-        """The same of an engine that is at hand."""
+        """Return the same for a given engine record."""
         others = engine.others
         if others is None or self.now_s() - others.at_s > STALE_AFTER_S:
             return _NOTHING
@@ -158,21 +158,21 @@ class WorkLedger:
         )
 
     def at(self, url: str) -> EngineWork:
-        """All that it has, as of now."""
+        """Return all of an engine's current work."""
         return self.of(url).plus(self.of_others(url))
 
     def begun_s(self, url: str) -> float:
-        """For how long it has been at the prompt that it computes now, if that is this proxy's."""
+        """Return the time spent so far on its current prompt, if that is this proxy's."""
         work = self.of(url)
         return self.now_s() - work.since_s if work.num_prompts else 0.0
 
     def untold_s(self, url: str) -> float:
-        """For how long others' prompts may be computed before it says so; 0: it has none."""
+        """Return how late it may report others' prompts as computed; 0: it has none."""
         others = self._of(url).others
         return others.every_s if others is not None and self.of_others(url).num_prompts else 0.0
 
     def busy_s(self, url: str) -> float:
-        """Seconds that it has had for prompts, as they count in `RECENT_S`."""
+        """Return the seconds it has spent on prompts, as weighted by `RECENT_S`."""
         return self._busy_s(self._of(url))
 
     def _busy_s(self, engine: _Engine) -> float:
@@ -180,19 +180,19 @@ class WorkLedger:
         return seconds * math.exp((at_s - self.now_s()) / RECENT_S) if seconds else 0.0
 
     def was_busy(self, engine: _Engine, prompts: PromptWork) -> None:
-        """Take note of prompts that it has computed."""
+        """Note prompts that it has computed."""
         engine.busy = self._busy_s(engine) + self._seconds_of(prompts), self.now_s()
 
     def note(self, prompt: PromptWork) -> None:
-        """Count a prompt that an engine is sent."""
+        """Count a prompt sent to an engine."""
         self.asked = self.asked.plus(prompt)
         self._tokens_of_prompt.add(prompt.tokens)
         self._pairs_of_prompt.add(prompt.pairs)
 
     def heard(self, url: str, *, num_prompts: int, num_streams: int) -> None:
-        """Take how many requests an engine says that it has.
+        """Record the number of requests that an engine reports.
 
-        Those beyond this proxy's are others'. How long they are is not said: as its own are.
+        Those beyond this proxy's are others'. Their length is unknown and taken to be as its own.
         """
         engine = self._of(url)
         num_prompts = max(0, num_prompts - engine.work.num_prompts)
@@ -218,10 +218,10 @@ class WorkLedger:
         """Count a leg for as long as the block runs.
 
         Args:
-            url: None for an engine that has gone: nothing is kept of it.
+            url: None for an engine that has gone: nothing is kept for it.
             kind: prefill, decode or local.
-            num_tokens: Of the prompt.
-            num_cached: Of those, what the engine has.
+            num_tokens: Length of the prompt.
+            num_cached: Tokens of it that the engine has.
         """
         engine = _Engine() if url is None else self._of(url)
         entry = LedgerEntry(self, engine, kind, num_tokens, num_cached)
@@ -233,10 +233,10 @@ class WorkLedger:
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """What others have at an engine.
+    """The work of other senders at an engine.
 
     Attributes:
-        at_s, every_s: When it said so, and how long after the time before.
+        at_s, every_s: Time of its report, and time since the previous one.
     """
 
     work: EngineWork
@@ -246,12 +246,12 @@ class _Others:
 
 @dataclass(slots=True)
 class _Engine:
-    """What is known of one engine.
+    """The known work of one engine.
 
     Attributes:
-        work: That this proxy has there.
+        work: This proxy's work there.
         done: Prompts of this proxy that it has computed.
-        busy: Seconds that it had for prompts as they counted at a time, and that time.
+        busy: Decayed seconds spent on prompts at a point in time, and that time.
     """
 
     work: EngineWork = field(default_factory=EngineWork)
@@ -261,7 +261,7 @@ class _Engine:
 
 
 class _Typical:
-    """The mean of what came of late."""
+    """The mean of recent values."""
 
     def __init__(self) -> None:
         self.mean = 0.0

@@ -33,7 +33,7 @@ _ERROR_BUCKETS: Final = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
 
 
 class PrefixMetrics:
-    """The series of a proxy that looks at prefixes; of others they stay 0."""
+    """The series of a proxy that looks at prefixes; for others they stay 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.prompts = Counter(
@@ -100,7 +100,7 @@ class PrefixMetrics:
 
 
 def set_by_engine(gauge: Gauge, values: Mapping[str, float]) -> None:
-    """Set a gauge of engines: those with the highest values, for a series each is too many."""
+    """Set a gauge for the engines with the highest values; a series for each is too many."""
     gauge.clear()
     for url in heapq.nlargest(_MAX_ENGINES, values, key=lambda url: values[url]):
         gauge.labels(url).set(values[url])
@@ -112,7 +112,7 @@ def set_by_engine(gauge: Gauge, values: Mapping[str, float]) -> None:
 class RouteMetrics:
     """The series of a proxy that chooses pairs by what it has learned.
 
-    Of others they stay 0, but for the homes of engines, which are their roles then.
+    For others they stay 0, except the homes of engines, which are then their roles.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -172,15 +172,15 @@ class RouteMetrics:
             self.model_error.labels(name)
 
     def set_homes(self, homes: Mapping[str, str]) -> None:
-        """Show what engines are for first, by URL."""
+        """Set the engines' home roles, by URL."""
         self._homes.clear()
         for url in heapq.nsmallest(_MAX_ENGINES, homes):
             self._homes.labels(url, homes[url]).set(1)
 
     def compare(self, record: DecisionRecord) -> None:
-        """Count how far a decision was off, of a request that has ended well.
+        """Count a decision's error, for a request that has ended well.
 
-        In shadow, what was predicted of the engines that it had is compared.
+        In shadow, the prediction for the engines actually used is compared.
         """
         decision, measured, taken = record.decision, record.measured, record.taken
         assert measured is not None
@@ -201,7 +201,7 @@ class RouteMetrics:
 
 
 def _difference(taken: PairCost, chosen: PairCost) -> str:
-    """Which of `_CHANGES` it would have been to do what was chosen."""
+    """Return which of `_CHANGES` following the choice would have meant."""
     if taken.is_local is not chosen.is_local:
         return "split"
     return "none" if taken.way == chosen.way else "engines"

@@ -4,8 +4,8 @@
     a step of b streams with k tokens of KV      d0 + d1 b + d2 k
     KV of n tokens on the wire                   r0 + r1 n
 
-Each is a `LinearFit`. The first two begin with what the engines say of their own steps, which is
-of all proxies' requests: it is known before this one has sent any, and counts as a few of them.
+Each is a `LinearFit`. The first two start from the engines' reports of their own steps, which cover
+all proxies' requests: they are known before this proxy has sent any, and count as a few of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POOLED: Final = 4
 
 
 class ServiceModel:
-    """What engines of one deployment take for a prompt, a step and a transfer.
+    """The time that engines of one deployment take for a prompt, a step and a transfer.
 
     Attributes:
         prefill, step, wire: The fits.
@@ -48,24 +48,24 @@ class ServiceModel:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is enough to decide by."""
+        """Whether enough is known for a decision."""
         return self.prefill.is_known and self.step.is_known
 
     @property
     def num_told(self) -> int:
-        """Engines that say what they have learned."""
+        """Number of engines that report what they have learned."""
         return len(self._told)
 
     @property
     def mean_output(self) -> float:
-        """Output tokens of a request, on average."""
+        """Mean output tokens of a request."""
         return self._num_output / self._num_requests
 
     def hear(self, url: str, cores: Sequence[LearnedTimes]) -> None:
-        """Take what the cores of an engine have learned so far, all of it; none: it is gone.
+        """Record all that an engine's cores have learned so far; none: the engine is gone.
 
-        Engines are taken to be alike, as they are by what is learned here; the more they differ,
-        the larger is the error.
+        Engines are assumed to be alike, as in everything learned here; the more they differ, the
+        larger the error.
         """
         self._told.pop(url, None)
         if cores:
@@ -78,29 +78,29 @@ class ServiceModel:
             self._num_unpooled, self._times = 0, None
 
     def learn_prompts(self, prompts: PromptWork, seconds: float) -> None:
-        """Take what an engine took for some prompts, with nothing beside them."""
+        """Record an engine's time for some prompts, with nothing beside them."""
         self.prefill.learn((float(prompts.num), float(prompts.tokens), prompts.pairs), seconds)
         self._times = None
 
     def learn_step(self, num_streams: float, kv_tokens: float, seconds: float) -> None:
-        """Take how far apart a stream's tokens were, with no prompts computed beside them."""
+        """Record the time between a stream's tokens, with no prompts computed beside them."""
         self.step.learn((1.0, num_streams, kv_tokens), seconds)
         self._times = None
 
     def learn_wire(self, num_tokens: int, seconds: float) -> None:
-        """Take how long KV was on its way."""
+        """Record the time of a KV transfer."""
         self.wire.learn((1.0, float(num_tokens)), seconds)
         self._times = None
 
     def learn_output(self, num_tokens: int) -> None:
-        """Take how long an answer was."""
+        """Record the length of an answer."""
         self._num_output += num_tokens
         self._num_requests += 1
         self._spread += _SPREAD_DECAY * (1 / max(1, num_tokens - 1) - self._spread)
         self._times = None
 
     def times(self) -> ServiceTimes:
-        """Return what is known now."""
+        """Return the current estimates."""
         if self._times is None:
             a, b, c = self.prefill.weights
             d, e, f = self.step.weights

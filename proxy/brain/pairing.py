@@ -1,8 +1,8 @@
 """The joint decision as routing uses it, with its learned times and its records.
 
-Learns from every request that ended well: how long its prompt took, how far apart its tokens were,
-how long its KV was on the way. Engines that tell of their KV say what they have learned themselves.
-Until enough is known, the other policies decide.
+Learns from every request that ended well: the time for its prompt, between its tokens and for its
+KV transfer. Engines that publish KV events also report what they have learned. Until enough is
+known, the other policies decide.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ beginning of what is said."""
 
 
 class Sessions:
-    """What became of the last request of each session; the newest ones, if there are too many.
+    """The outcome of each session's last request; only the newest sessions if there are too many.
 
-    Who says that requests belong together (`X-Session-Id`, or `session_id` in the body) has them
-    served alike while the alternatives are close, so that one that flickers does not move KV to
-    and fro.
+    Requests of one session (`X-Session-Id`, or `session_id` in the body) are served alike while the
+    alternatives are close, so that a flickering choice does not move KV back and forth.
     """
 
     def __init__(self) -> None:
@@ -61,12 +60,12 @@ class Sessions:
         return len(self._last)
 
     def was_split(self, name: str, now_s: float) -> bool | None:
-        """Whether a session's last request was split; None if there was none of late."""
+        """Return whether a session's last request was split; None if there was none recently."""
         last = self._last.get(name)
         return last[0] if last is not None and now_s - last[1] <= DWELL_S else None
 
     def note(self, name: str, *, is_split: bool, now_s: float) -> None:
-        """Keep what becomes of a request."""
+        """Keep a request's outcome."""
         if name:
             self._last[name] = is_split, now_s
             self._last.move_to_end(name)
@@ -78,13 +77,13 @@ class Pairing:
     """See the module.
 
     Args:
-        on_change: Called when an engine has less to do.
+        on_change: Called when an engine's work has shrunk.
 
     Attributes:
-        model: What it has learned.
-        ledger: What it has sent to each engine.
-        log: What it has decided of late.
-        is_shadow: Nobody obeys.
+        model: The learned service times.
+        ledger: The work at each engine.
+        log: Its recent decisions.
+        is_shadow: Whether its decisions are not obeyed.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Pairing:
         known: Mapping[str, int],
         may_pair: Callable[[str, str], bool],
     ) -> PairDecision | None:
-        """Return the best pair; None until there is enough to decide by.
+        """Return the best pair; None until enough is known for a decision.
 
         Args:
             prefills, decodes: Engines that may take either part; any may do both.
@@ -136,7 +135,7 @@ class Pairing:
         decodes: Sequence[Backend],
         known: Mapping[str, int],
     ) -> RouteQuestion:
-        """Return what is known of a request and of engines; the arguments are those of `decide`."""
+        """Return the question for a request and engines; the arguments are those of `decide`."""
         urls = {each.url for each in prefills}, {each.url for each in decodes}
         engines = {each.url: each for each in (*prefills, *decodes)}
         name, ledger = self._name_of(prompt), self.ledger
@@ -170,7 +169,7 @@ class Pairing:
         )
 
     def heard(self, engine: Backend, load: RoutingLoad) -> None:
-        """Take what an engine says that it has to do, unless it has gone."""
+        """Record an engine's reported load, unless it has gone."""
         prompts = load.num_prompts
         num_streams = load.num_requests - prompts
         if not engine.is_gone:
@@ -184,7 +183,7 @@ class Pairing:
         return self.ledger.hold(url, kind, prompt.num_tokens, num_cached)
 
     def learn(self, story: Story) -> None:
-        """Take what was measured of a request that has ended well."""
+        """Learn from the measurements of a request that has ended well."""
         model, stages = self.model, story.prefill_stages
         model.learn_output(story.num_output_tokens)
         entry = story.prompt_entry
@@ -207,9 +206,9 @@ class Pairing:
             self._metrics.compare(record)
 
     def learn_prompt(self, entry: LedgerEntry, own: PromptWork, seconds: float) -> None:
-        """Take what a prompt took, from when it came to its engine on.
+        """Learn from a prompt's time since it reached its engine.
 
-        It took as long as what was there before it, but for what was computed of that, and steps
+        That time includes the prompts before it, less their part already computed, and the steps
         of the streams beside them.
         """
         prompts, times = entry.before.plus(own), self.model.times()
@@ -221,13 +220,13 @@ class Pairing:
             self.model.learn_prompts(prompts, seconds)
 
     def learn_step(self, entry: LedgerEntry, gap_s: float, num_tokens: int) -> None:
-        """Take how far apart a stream's tokens were, less what prompts beside it took."""
+        """Learn from the time between a stream's tokens, less the time for prompts beside it."""
         gap_s -= self.model.times().computing_s(entry.beside) / max(1, num_tokens)
         if gap_s > 0:
             self.model.learn_step(entry.streams_before + 1, entry.kv_before, gap_s)
 
     def backlog_s(self, engine: Backend) -> float:
-        """Seconds until an engine has computed the prompts that it has."""
+        """Return seconds until an engine has computed its present prompts."""
         work, begun_s = self.ledger.at(engine.url), self.ledger.begun_s(engine.url)
         return self.model.times().backlog_s(work, begun_s)
 
@@ -235,12 +234,12 @@ class Pairing:
         return self.model.times().computing_s(prompts)
 
     def measure(self) -> None:
-        """Set the gauges to what is now."""
+        """Set the gauges to the current values."""
         for name, fit in self._fits().items():
             self._metrics.model_error.labels(name).set(fit.error if fit.is_known else 0.0)
 
     def shown(self, decisions: list[DecisionRecord]) -> DecisionsShown:
-        """Return what `/debug/decisions` says, with some of the decisions."""
+        """Return the answer of `/debug/decisions`, with some of the decisions."""
         return DecisionsShown(
             is_known=self.model.is_known,
             is_obeyed=not self.is_shadow,
@@ -262,7 +261,7 @@ class Pairing:
         return {"prefill": self.model.prefill, "step": self.model.step, "wire": self.model.wire}
 
     def _name_of(self, prompt: RoutePrompt) -> str:
-        """By which engines are put in order for a request, where nothing else does."""
+        """Return the name that orders engines for a request if nothing else does."""
         if prompt.session:
             return prompt.session
         grains = prompt.grains[:_NAMING_GRAINS]
@@ -270,9 +269,9 @@ class Pairing:
 
 
 def _room_tokens(engine: Backend, work: EngineWork) -> int | None:
-    """Tokens of KV that an engine has room for; None if it does not say how much it has.
+    """Return the room for KV at an engine, in tokens; None if it does not report its capacity.
 
-    What it said was in use, or what is known to be there now, whichever is more, is taken.
+    The larger of its reported use and the use known here counts.
     """
     info = engine.info
     if info is None or not info.num_blocks:
@@ -282,9 +281,9 @@ def _room_tokens(engine: Backend, work: EngineWork) -> int | None:
 
 
 def _gap_s(story: Story) -> float | None:
-    """How far apart a request's tokens were; None if it does not show.
+    """Return the time between a request's tokens; None if it cannot be derived.
 
-    Of an answer in one piece it does where the first token came from another engine.
+    For an answer in one piece it can if the first token came from another engine.
     """
     if len(story.token_gaps) >= _MIN_GAPS:
         return story.token_gaps.median_s
@@ -296,8 +295,8 @@ def _gap_s(story: Story) -> float | None:
 
 
 def preference(name: str, url: str) -> bytes:
-    """How much a session likes an engine, in an order of its own that every proxy finds alike.
+    """Return a session's preference for an engine, the same at every proxy.
 
-    Rendezvous hashing: an engine that comes or goes moves only what it takes or leaves.
+    Rendezvous hashing: an engine that comes or goes moves only the sessions it gains or loses.
     """
     return hashlib.blake2b(f"{name}\0{url}".encode(), digest_size=8).digest()

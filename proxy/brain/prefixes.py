@@ -1,7 +1,7 @@
 """Looks up how much of a prompt each engine has, and learns from the answers.
 
-An engine whose events are whole is asked for in the index. Of another one, and of a prompt that is
-named by its bytes, what was sent there is all that is known.
+An engine whose events are complete is looked up in the index. For other engines, and for a prompt
+named by its bytes, only the prompts sent there are known.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SHRINK: Final = 0.9
 
 
 class Feed(Protocol):
-    """What brings engines' events into the index."""
+    """The source of engines' events for the index."""
 
     def start(self) -> None:
         """See `EventFeed.start`."""
@@ -75,17 +75,17 @@ class Feed(Protocol):
 
 
 class RoutedPrefixes:
-    """What an engine that does not tell of its KV has, judged by what was sent to it.
+    """The prefixes of an engine that publishes no KV events, estimated from prompts sent to it.
 
-    The prefixes sent there last are taken for those it has, as many as it has room for. Where its
-    answers say that it had less, room for less is assumed; where it had as much, room for more.
+    It is assumed to have the prefixes sent last, as many as it has room for. If its answers say
+    that it had less, less room is assumed; if it had as much, more room.
 
     Args:
         owner: URL of the engine.
-        max_grains: It has room for no more, by what it says of itself.
+        max_grains: Limit on its room, as it reports.
 
     Attributes:
-        num_grains: It is taken to have room for so many.
+        num_grains: Assumed room, in grains.
     """
 
     def __init__(self, index: PrefixIndex, owner: str, max_grains: int) -> None:
@@ -96,7 +96,7 @@ class RoutedPrefixes:
         self.bit = index.open(owner)
 
     def sent(self, grains: Sequence[int]) -> None:
-        """Note a prompt that was sent there. Of a prefix its end is forgotten first."""
+        """Note a prompt that was sent there. The end of a prefix is forgotten first."""
         recent = self._recent
         self._index.add(self.bit, [grain for grain in grains if grain not in recent])
         for grain in reversed(grains):
@@ -105,7 +105,7 @@ class RoutedPrefixes:
         self._forget_oldest()
 
     def answered(self, grains: Sequence[int], *, num_expected: int, num_found: int) -> None:
-        """Learn how many grains of a prompt the engine had of those that were expected."""
+        """Learn how many of a prompt's expected grains the engine had."""
         if num_found < num_expected:
             lacking = [grain for grain in grains[num_found:num_expected] if grain in self._recent]
             room = int(self.num_grains * _SHRINK)
@@ -156,7 +156,7 @@ class Prefixes:
         self._has_told_misread = False
 
     async def start(self) -> None:
-        """Read the tokenizer, and listen to the engines.
+        """Read the tokenizer and start listening to the engines.
 
         Raises:
             ConfigError: The tokenizer cannot be used.
@@ -165,7 +165,7 @@ class Prefixes:
         self._feed.start()
 
     async def stop(self) -> None:
-        """End what `start` began."""
+        """Stop the work that `start` began."""
         await self._feed.stop()
         self._reader.close()
 
@@ -181,7 +181,7 @@ class Prefixes:
     def known(self, prompt: RoutePrompt) -> dict[str, int]:
         """Return how many tokens of a prompt engines have, by URL; those with none are left out.
 
-        O(grains): of a large fleet that all has the prompt's beginning, some that have most.
+        O(grains): if all of a large fleet has the prompt's beginning, only some with most of it.
         """
         if not prompt.grains:
             return {}
@@ -196,7 +196,7 @@ class Prefixes:
         return found
 
     def sent(self, prompt: RoutePrompt, engine: Backend) -> KnownPrefix:
-        """Note that an engine has a prompt to compute, or its KV to take; return what it had."""
+        """Note that an engine will compute a prompt, or receive its KV; return its known prefix."""
         if not prompt.grains:
             return KnownPrefix(0, is_exact=False)
         known = self.known(prompt)
@@ -213,14 +213,14 @@ class Prefixes:
         return KnownPrefix(known.get(engine.url, 0), bool(exact), most)
 
     def _is_like(self, url: str, engine: Backend) -> bool:
-        """Whether the engine at a URL could have had the part of another one."""
+        """Return whether the engine at a URL could have taken another one's part."""
         other = self._backends.get(url)
         return other is not None and other.role is engine.role
 
     def answered(
         self, prompt: RoutePrompt, engine: Backend, known: KnownPrefix, stages: EngineStages
     ) -> None:
-        """Compare what an engine was taken to have of a prompt with what it says it had."""
+        """Compare an engine's assumed part of a prompt with the part it reports."""
         if not prompt.grains or not stages.prompt_tokens or stages.num_choices != 1:
             return
         if not prompt.unread and stages.prompt_tokens != prompt.num_tokens:
@@ -237,7 +237,7 @@ class Prefixes:
             )
 
     def measure(self) -> None:
-        """Set the gauges to what is now."""
+        """Set the gauges to the current values."""
         states = Counter(self._feed.states())
         for state in ReaderState:
             self._metrics.cores.labels(state.value).set(states[state])
@@ -247,11 +247,11 @@ class Prefixes:
         set_by_engine(self._metrics.gaps, self._feed.resyncs())
 
     def lags_s(self) -> Mapping[str, float]:
-        """Seconds since engines that tell of their KV were heard, by URL."""
+        """Return seconds since engines that publish KV events were last heard, by URL."""
         return self._feed.lags_s()
 
     def _routed_of(self, engine: Backend) -> RoutedPrefixes:
-        """What was sent to this life of an engine."""
+        """Return the record of prompts sent to this life of an engine."""
         info = engine.info
         life = None if info is None else info.incarnation
         known = self._routed.get(engine.url)
@@ -269,7 +269,7 @@ class Prefixes:
         return routed
 
     def _tell_misread(self, prompt: RoutePrompt, engine: Backend, stages: EngineStages) -> None:
-        """Count a prompt that the engine has tokenized otherwise; say it once."""
+        """Count a prompt that the engine has tokenized differently; log it once."""
         self._metrics.misread.inc()
         if not self._has_told_misread:
             self._has_told_misread = True
@@ -294,17 +294,17 @@ def make_prefixes(
     on_load: Callable[[Backend, RoutingLoad], None] = lambda engine, load: None,
     on_learned: Callable[[str, Sequence[LearnedTimes]], None] = lambda url, learned: None,
 ) -> Prefixes | None:
-    """Return what a proxy's policies are to be told of prefixes; None if they look at none.
+    """Return the prefixes for a proxy's policies; None if they look at none.
 
     Args:
-        make_feed: Makes what brings events; None: from the engines' sockets.
-        on_load, on_learned: Told, with the events, how much an engine has to do, and what it has
-            learned of its steps.
+        make_feed: Creates the source of events; None: the engines' sockets.
+        on_load, on_learned: Called, as the events arrive, with an engine's load and with what it
+            has learned of its steps.
     """
     names = (config.prefill_policy, config.decode_policy, config.split_policy)
     if not looks_at_prefixes(*names):
         return None
-    # Tokenizers and ZMQ are for those who look at prefixes.
+    # Tokenizers and ZMQ are needed only to look at prefixes.
     from pdserve.proxy.brain.feed import EventFeed
     from pdserve.proxy.brain.prompt_reader import PromptReader
 

@@ -20,20 +20,20 @@ class RoutePrompt(msgspec.Struct, frozen=True):
     """A prompt as routing sees it.
 
     Attributes:
-        num_bytes: Of the request's body.
-        num_tokens: Of the prompt; an estimate by its bytes if it is not tokenized; 0 if no policy
-            looks at it.
+        num_bytes: Size of the request's body.
+        num_tokens: Length of the prompt; estimated from its bytes if it is not tokenized; 0 if no
+            policy looks at it.
         grains: Names of its prefixes, `GRAIN_TOKENS` tokens more each.
-        unread: Why it is not tokenized, one of `UNREAD`; empty if it is, or need not be.
-        needs_equal_text: Engines that share the request must have the same text side.
-        request_id: Under which its decision is kept.
-        tenant: Who is to get no more than others; empty: whoever else says nothing.
-        priority: As its client gives it: lower is earlier.
-        session: The name of the conversation that it belongs to; empty if its client gives none.
+        unread: Reason why it is not tokenized, one of `UNREAD`; empty if it is, or need not be.
+        needs_equal_text: Whether engines that share the request must have the same text side.
+        request_id: Key of its decision record.
+        tenant: Tenant whose share it counts in; empty: shared by all requests that name none.
+        priority: The client's priority: lower is earlier.
+        session: Name of its conversation; empty if its client gives none.
         ttft_slo_s, itl_slo_s: Its client's objectives; None: the deployment's.
-        model: As its client calls it.
-        max_output: Tokens that it may have of output; None: it does not say.
-        held_s: Seconds that it would be held back for an engine for prompts; 0: it is not.
+        model: The client's name for the model.
+        max_output: Limit on its output tokens; None: not given.
+        held_s: Seconds that it would be held back for a prompt engine; 0: it is not.
     """
 
     num_bytes: int
@@ -52,7 +52,7 @@ class RoutePrompt(msgspec.Struct, frozen=True):
     held_s: float = 0.0
 
     def named_as(self, read: RoutePrompt) -> RoutePrompt:
-        """Return the same request with the length and the names of a prompt that was read."""
+        """Return the same request with the length and the grain names of its prompt, once read."""
         return msgspec.structs.replace(
             self, num_tokens=read.num_tokens, grains=read.grains, unread=read.unread
         )
@@ -60,11 +60,11 @@ class RoutePrompt(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class KnownPrefix:
-    """What an engine has of a prompt.
+    """An engine's part of a prompt.
 
     Attributes:
-        num_tokens: From its first one on; whole grains.
-        is_exact: By the engine's word; else by what was sent there.
+        num_tokens: Tokens from the first one on; whole grains.
+        is_exact: Whether it is from the engine's events; else from prompts sent there.
         num_best: The most that any engine of its role has.
     """
 
@@ -77,9 +77,9 @@ UNKNOWN: Final = KnownPrefix(0, is_exact=False)
 
 
 def hits_told(prompt: RoutePrompt, known: Mapping[str, KnownPrefix]) -> str:
-    """Return what engines had of a prompt, by leg, as `hit prefill 3072 decode ~512 of 4096`.
+    """Return engines' parts of a prompt, by leg, as `hit prefill 3072 decode ~512 of 4096`.
 
-    What is known from what was sent there has a tilde; what another engine has more of, a best.
+    Estimates from prompts sent there have a tilde; a better hit at another engine follows as best.
     """
     told = []
     for leg in filter(known.__contains__, ("prefill", "decode", "local")):

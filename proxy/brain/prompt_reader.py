@@ -1,7 +1,7 @@
 """Turns a request's body into grain names: tokenizes it once, long ones in a thread.
 
 A prompt that cannot be tokenized here (no tokenizer, tools, several prompts ...) is named by the
-bytes it comes in. What begins alike has the same names then, too, but no engine's events have them.
+bytes it comes in. Equal beginnings still have equal names, but no engine's events contain them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _UnreadError(Exception):
 
 
 class _TextFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a completion's body its prompt depends on."""
+    """The fields of a completion's body on which its prompt depends."""
 
     prompt: str | list[int]
     add_special_tokens: bool | None = None
@@ -64,7 +64,7 @@ class PromptReader:
     """Reads prompts; has a thread of its own.
 
     Args:
-        max_model_len: Returns the engines' longest context; 0 if it is not known yet.
+        max_model_len: Returns the engines' longest context; 0 if not known yet.
     """
 
     def __init__(self, config: ProxyConfig, max_model_len: Callable[[], int]) -> None:
@@ -76,7 +76,7 @@ class PromptReader:
         self._num_waiting = 0
 
     def load(self) -> None:
-        """Read the tokenizer and the chat template, if there are some. Blocks.
+        """Read the tokenizer and the chat template, if there are any. Blocks.
 
         Raises:
             ConfigError: They cannot be used.
@@ -95,7 +95,7 @@ class PromptReader:
         """Return a request's prompt; never raises for what is in it."""
         messages, text = body.fields.get("messages"), body.fields.get("prompt")
         num_bytes = len(messages or b"") + len(text or b"")
-        if num_bytes < GRAIN_TOKENS:  # each token is of one byte at least
+        if num_bytes < GRAIN_TOKENS:  # each token has at least one byte
             return RoutePrompt(body.num_bytes, num_tokens=num_bytes // BYTES_PER_TOKEN)
         try:
             if (messages is None) is (text is None) or any(_asks(body, n) for n in _UNRENDERED):
@@ -143,7 +143,7 @@ class PromptReader:
     def _left(self, work: asyncio.Future[list[int]]) -> None:
         self._num_waiting -= 1
         if not work.cancelled():
-            work.exception()  # seen, if nobody waits for it any more
+            work.exception()  # seen, if nothing waits for it any more
 
     def _tokenize(self, asked: _TextFields | ChatRequest, now_s: int) -> list[int]:
         """Render and tokenize."""
@@ -160,7 +160,7 @@ class PromptReader:
             if longest and len(text) > _MAX_CHARS_PER_TOKEN * longest:
                 raise _UnreadError("long")
             return self._tokenizer.encode(text, add_special_tokens=adds)
-        except PdserveError as error:  # the engine says so to the client
+        except PdserveError as error:  # the engine reports it to the client
             raise _UnreadError("refused") from error
 
     def _rendered(self, asked: ChatRequest, now_s: int) -> str:
@@ -185,7 +185,7 @@ def _read(path: str) -> str:
 
 
 def _asks(body: ClientBody, name: str) -> bool:
-    """Whether a field is there and asks for something."""
+    """Return whether a field is present and asks for something."""
     raw = body.fields.get(name)
     return raw is not None and bytes(raw).strip() not in (b"null", b"[]", b"false")
 

@@ -1,6 +1,6 @@
 """The input and result of a pair decision: values that can be stored and sent.
 
-Also what a request is to keep, which is a part of the question.
+Also a request's objectives, which are part of the question.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class PairCandidate(msgspec.Struct, frozen=True):
     """An engine that could take part.
 
     Attributes:
-        is_prefill, is_decode: Its role includes that.
-        hit_tokens: What it has of the prompt.
-        work: What it has to do, for this proxy and for others.
-        num_others: Requests of that that are not this proxy's.
-        room_tokens: Of KV that it has room for; None: it does not say.
-        begun_s: How long it has been at the prompt that it computes now, if it does.
-        busy_s: How long it was at prompts of late; see `WorkLedger.busy_s`.
+        is_prefill, is_decode: Whether its role includes that.
+        hit_tokens: Tokens of the prompt that it has.
+        work: Its work, for this proxy and for others.
+        num_others: Requests in `work` that are not this proxy's.
+        room_tokens: Room for KV, in tokens; None: not reported.
+        begun_s: Time spent so far on its current prompt, if any.
+        busy_s: Recent time spent on prompts; see `WorkLedger.busy_s`.
     """
 
     url: str
@@ -56,19 +56,19 @@ class PairCandidate(msgspec.Struct, frozen=True):
 
 
 class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be served, by whom it could be, and what is known of them.
+    """The request to serve, the engines that could, and the facts known of them.
 
     Attributes:
-        num_tokens: Of the prompt.
-        candidates: Of two that cost the same, the first is taken.
+        num_tokens: Length of the prompt.
+        candidates: The engines; of two with equal cost, the first is taken.
         ttft_slo_s, itl_slo_s: Objectives for the first token and between tokens.
-        max_output: Tokens of its answer at most; None: it does not say.
-        held_s: Seconds until it would be sent to an engine for prompts; to others it is at once.
-        coming: Streams that each decode engine will have beside those it has, of prompts that
-            others compute now.
-        was_split: What became of the session's last request, if that is to count.
-        apart: Pairs (prefill, decode) that cannot share the request, of those that were asked for.
-        is_shadow: The answer is not obeyed: the request goes where the policies say.
+        max_output: Limit on its output tokens; None: not given.
+        held_s: Seconds until it would be sent to a prompt engine; to others it goes at once.
+        coming: Further streams that each decode engine will get, from prompts being computed at
+            other engines.
+        was_split: Whether the session's last request was split, if that counts.
+        apart: Pairs (prefill, decode) that cannot share the request, among those checked.
+        is_shadow: Whether the answer is not obeyed: the policies then decide.
     """
 
     num_tokens: int
@@ -85,27 +85,27 @@ class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_output(self) -> float:
-        """Tokens of its answer, as far as can be guessed."""
+        """Estimated tokens of its answer."""
         limit = self.times.mean_output if self.max_output is None else self.max_output
         return max(1.0, min(limit, self.times.mean_output))
 
     @property
     def spread(self) -> float:
-        """Of a wait behind its first token, the share by which its tokens come further apart."""
+        """The share of a wait after the first token that lengthens the time between tokens."""
         if self.max_output is None:
             return self.times.spread
         return max(self.times.spread, 1 / (self.max_output - 1)) if self.max_output > 1 else 0.0
 
 
 class PairCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What one pair costs.
+    """The cost of one pair.
 
     Attributes:
-        ttft: Predicted seconds to the first token by their cause: held back for others (held),
+        ttft: Predicted seconds to the first token, by cause: held back for others (held),
             others' prompts (queue), its own (prefill), steps of streams beside it (beside), and
             HTTP (hop).
-        ttft_s, itl_s, wire_s: Predicted for the request.
-        terms: Of the cost, by name.
+        ttft_s, itl_s, wire_s: Predictions for the request.
+        terms: Terms of the cost, by name.
         total: Their sum, in objectives.
     """
 
@@ -125,14 +125,14 @@ class PairCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def way(self) -> str:
-        """Its engines, as people read it."""
+        """Its engines, for people to read."""
         return self.decode if self.is_local else f"{self.prefill}->{self.decode}"
 
     def told(self, within: float | None = None) -> str:
         """Return it in words, with parts that add up as they are printed.
 
         Args:
-            within: What the cost may be off by.
+            within: Possible error of the cost.
         """
         tenths = {name: round(seconds * 1e4) for name, seconds in self.ttft.items()}
         total = round(self.ttft_s * 1e4)
@@ -153,11 +153,10 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The pair that was chosen, and why.
 
     Attributes:
-        other: The best of the other kind (split or local), if there was one.
+        other: The best pair of the other kind (split or local), if any.
         reason: One of `REASONS`.
-        margin: By how much a split had to be better.
-        question: That it answers; of the engines only those that came into the choice, but all
-            in shadow.
+        margin: How much better a split had to be.
+        question: The question it answers, with only the engines considered, but all in shadow.
     """
 
     chosen: PairCost
@@ -167,11 +166,11 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
     question: RouteQuestion
 
     def told(self, served_s: float | None, taken: PairCost | None = None) -> str:
-        """Return it in words, for the request's line.
+        """Return it in words, for the request's log line.
 
         Args:
-            served_s: What the time to the first token was; None: it was not measured.
-            taken: In shadow, what was done.
+            served_s: Measured time to the first token; None: not measured.
+            taken: The cost of the engines actually used, in shadow.
         """
         kind = "shadow" if self.question.is_shadow else "route"
         told = f"{kind} {self.chosen.told(self.margin)} because {self.reason}"
@@ -187,22 +186,22 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_ttft_slo_s(times: ServiceTimes, num_tokens: int) -> float:
-    """The objective of who names none: a second, or three times what the prompt takes alone."""
+    """Return the default objective: a second, or three times the prompt's time alone."""
     return max(MIN_TTFT_SLO_S, _TTFT_RATIO * times.prompt_s(num_tokens, 0))
 
 
 class ServiceObjectives:
-    """What a request is to keep: what it says itself, else what its model's are to, else all."""
+    """A request's objectives: its own, else its model's, else those for all requests."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._ttft_s, self._itl_s = config.ttft_slo_s, config.itl_slo_s
         self._by_model = objectives_by_model(config.model_slo)
 
     def ttft_s(self, prompt: RoutePrompt, times: ServiceTimes | None) -> float:
-        """Seconds to the first token.
+        """Return the limit on seconds to the first token.
 
         Args:
-            times: What the default follows from; None: nothing is known.
+            times: Service times for the default; None: nothing is known.
         """
         model_s = self._by_model.get(prompt.model, _NONE).ttft_s
         slo_s = prompt.ttft_slo_s or model_s or self._ttft_s
@@ -211,6 +210,6 @@ class ServiceObjectives:
         return slo_s or MIN_TTFT_SLO_S
 
     def itl_s(self, prompt: RoutePrompt) -> float:
-        """Seconds between two tokens."""
+        """Return the limit on seconds between two tokens."""
         model_s = self._by_model.get(prompt.model, _NONE).itl_s
         return prompt.itl_slo_s or model_s or self._itl_s

@@ -1,6 +1,6 @@
 """Records of decisions, each with its input and outcome, for display and replay.
 
-Also what other policies would have chosen in its place.
+Also the choices that other policies would have made.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NUM_KEPT: Final = 1024
 
 
 class ServedTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request took that ended well, as far as it shows; seconds.
+    """The measured times of a request that ended well, as far as available; seconds.
 
     Attributes:
-        ttft_s: From the first leg to the first token.
-        itl_s: Between tokens.
-        wire_s: KV on its way.
+        ttft_s: Time from the first leg to the first token.
+        itl_s: Time between tokens.
+        wire_s: Time of the KV transfer.
     """
 
     ttft_s: float | None = None
@@ -41,11 +41,11 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
     """One decision.
 
     Attributes:
-        seq: Counts up by one.
+        seq: Number, counting up by one.
         at_s: Unix time.
-        decision: The last one, of a request for which there were several.
-        measured: None until the request has ended well.
-        taken: In shadow, what was predicted of the engines that it had then.
+        decision: The decision; the last one of a request that had several.
+        measured: Its measured times; None until the request has ended well.
+        taken: The prediction for the engines actually used, in shadow.
     """
 
     seq: int
@@ -57,11 +57,11 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
 
 
 class FitShown(msgspec.Struct, frozen=True, kw_only=True):
-    """What was learned of prompts, steps or transfers; see `LinearFit`.
+    """The fit for prompts, steps or transfers; see `LinearFit`.
 
     Attributes:
-        samples: Of this proxy's own requests.
-        told_share: How much of it engines have told, of 1.
+        samples: Samples from this proxy's own requests.
+        told_share: Share of it that engines reported, 0 to 1.
     """
 
     samples: int
@@ -71,13 +71,13 @@ class FitShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionsShown(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/debug/decisions` answers.
+    """The answer of `/debug/decisions`.
 
     Attributes:
-        num_told: Engines that say what they have learned themselves.
-        is_obeyed: If not, requests go where the policies say (`--split-policy shadow`).
-        decisions: The newest first.
-        homes: Of engines, as they are now.
+        num_told: Number of engines that report what they have learned.
+        is_obeyed: Whether decisions are obeyed; else policies decide (`--split-policy shadow`).
+        decisions: Decisions, the newest first.
+        homes: The engines' current homes.
     """
 
     is_known: bool
@@ -97,7 +97,7 @@ class DecisionLog:
         self._num = 0
 
     def add(self, request_id: str, decision: PairDecision, at_s: float) -> None:
-        """Keep one; it takes the place of a former one of the same request."""
+        """Keep one; it replaces a former one of the same request."""
         self._num += 1
         self._records.pop(request_id, None)
         self._records[request_id] = DecisionRecord(
@@ -107,24 +107,24 @@ class DecisionLog:
             self._records.popitem(last=False)
 
     def of(self, request_id: str) -> DecisionRecord | None:
-        """Return a request's."""
+        """Return a request's record."""
         return self._records.get(request_id)
 
     def newest(self, *, after_seq: int = 0) -> list[DecisionRecord]:
-        """Return those with a higher number, the newest first."""
+        """Return the records with a higher number, the newest first."""
         return [each for each in reversed(self._records.values()) if each.seq > after_seq]
 
 
 def chosen_by(policy: str, split_policy: str, question: RouteQuestion, sequence: int) -> PairCost:
-    """Return what two policies would have chosen: one for both engines, one whether they are two.
+    """Return the choice of two policies: one picks both engines, one whether to split.
 
-    They see the engines that came into the decision, with the work that this proxy had there.
+    They see the engines considered in the decision, with this proxy's work there.
 
     Args:
         sequence: The request's number, by which policies take turns.
 
     Raises:
-        ConfigError: There is no policy of a name.
+        ConfigError: A policy's name is unknown.
     """
     route = policy_named(policy, flag="policy")
     split = split_policy_named(split_policy, flag="policy")

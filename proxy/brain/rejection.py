@@ -1,9 +1,9 @@
 """Decides whether to reject a request early because it would miss its objectives. Pure.
 
-Before its prompt is computed nothing is lost. What counts is the time to its first token where it
-would be sent now, which is a cautious guess already, and the time between tokens when they begin,
-with the streams that will have ended by then. Who could not be served in time by an idle engine,
-either, is judged by the objectives of who names none: an idle deployment turns nobody away.
+Before its prompt is computed nothing is lost. The criteria are the time to its first token where it
+would be sent now, already a cautious guess, and the time between tokens when they begin, without
+the streams that will have ended by then. A request that even an idle engine could not serve in time
+is judged by the default objectives: an idle deployment turns no request away.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MAX_RETRY_S: Final = 60.0
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request is turned away.
+    """The reason for turning a request away.
 
     Attributes:
         reason: `ttft` or `itl`.
-        predicted_s, limit_s: What it would take, and what it may.
-        parts: Of the time to the first token, by cause; see `PairCost.ttft`.
-        retry_after_s: When it would do.
+        predicted_s, limit_s: The predicted time, and the limit on it.
+        parts: Parts of the time to the first token, by cause; see `PairCost.ttft`.
+        retry_after_s: Seconds until it would be served in time.
     """
 
     reason: str
@@ -53,11 +53,11 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rejection(question: RouteQuestion, chosen: PairCost, *, waiting_s: float) -> Rejection | None:
-    """Return why a request should be turned away; None: it should not.
+    """Return the reason to turn a request away; None: there is none.
 
     Args:
-        chosen: Where it would be sent now.
-        waiting_s: Before it gets a place.
+        chosen: The pair it would be sent to now.
+        waiting_s: Wait before it gets a place.
     """
     parts = {"waiting": waiting_s, **chosen.ttft}
     alone_s = chosen.ttft["prefill"] + chosen.ttft["hop"]
@@ -77,7 +77,7 @@ def rejection(question: RouteQuestion, chosen: PairCost, *, waiting_s: float) ->
 
 
 def _of_decode(question: RouteQuestion, ttft_s: float) -> Rejection | None:
-    """Whether tokens would come too slowly, once they begin."""
+    """Return a rejection if tokens would come too slowly, once they begin."""
     times = question.times
     decodes = [each for each in question.candidates if each.is_decode]
     if not decodes:
@@ -100,7 +100,7 @@ def _of_decode(question: RouteQuestion, ttft_s: float) -> Rejection | None:
 def _itl_s(
     question: RouteQuestion, engine: PairCandidate, ttft_s: float, num_coming: float
 ) -> float:
-    """Between tokens at an engine, with what will have ended and what will have come."""
+    """Return seconds between tokens at an engine, given the streams that will end and arrive."""
     times, work = question.times, engine.work
     step_s = max(1e-6, times.step_s(work.num_streams, work.kv_tokens))
     left = max(0.0, 1 - ttft_s / (times.mean_output * step_s))

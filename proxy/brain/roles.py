@@ -7,8 +7,8 @@ decode engines step at a pace that follows from their streams:
     share = prompts' seconds per second / prefill engines
     itl   = d0 / (1 - r (d1 + d2 k)),  with r tokens per second and engine, k of KV per stream
 
-An engine changes its home if that lowers the worse of both, each in parts of what it may be, by
-15 %, three times in a row. One at a time; each role keeps one.
+An engine changes its home if that lowers the worse of both, each relative to its limit, by 15 %,
+three times in a row. One engine changes at a time; each role keeps one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _FULL: Final = 0.99
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What engines were asked for in an interval.
+    """The demand on engines in an interval.
 
     Attributes:
-        prompt_engines: Engines that the prompts that came would keep busy.
-        tokens_per_s: Output tokens.
-        kv_tokens: Of a stream, on average.
+        prompt_engines: Number of engines that the arriving prompts would keep busy.
+        tokens_per_s: Output tokens per second.
+        kv_tokens: Mean KV of a stream, in tokens.
     """
 
     prompt_engines: float
@@ -46,10 +46,10 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HomeBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines there are.
+    """The numbers of engines.
 
     Attributes:
-        num_both: That do both; the others have one role for good.
+        num_both: Engines that do both; the others have a fixed role.
     """
 
     num_prefill: int
@@ -58,31 +58,31 @@ class HomeBounds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lowest(self) -> int:
-        """Of those for both that are for prompts first, the fewest that there may be."""
+        """The minimum of engines for both that prefer prompts."""
         return min(self.num_both, 0 if self.num_prefill else 1)
 
     @property
     def highest(self) -> int:
-        """The most that there may be; fewer than `lowest` where one engine is all there is."""
+        """The maximum of them; below `lowest` if there is only one engine."""
         return self.num_both if self.num_decode else self.num_both - 1
 
     @property
     def has_choice(self) -> bool:
-        """Whether engines can have homes: there is one for each role."""
+        """Whether engines can have homes, as there is one for each role."""
         return self.num_both > 0 and self.lowest <= self.highest
 
     def nearest(self, share: float) -> int:
-        """Return how many of those for both are a share of them, within bounds."""
+        """Return the number of engines for both that is nearest to a share, within bounds."""
         return min(self.highest, max(self.lowest, round(share * self.num_both)))
 
 
 class HomeLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a demand means for so many engines of each home.
+    """The load that a demand means for given numbers of engines of each home.
 
     Attributes:
-        prefill_share: Of the time that prefill engines compute prompts.
-        itl_s: Between two tokens of a stream.
-        worst: The worse of both, in parts of what it may be.
+        prefill_share: Share of the time that prefill engines compute prompts.
+        itl_s: Time between two tokens of a stream.
+        worst: The worse of both, relative to its limit.
     """
 
     num_prefill: int
@@ -100,13 +100,13 @@ class HomeLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HomeLook(msgspec.Struct, frozen=True, kw_only=True):
-    """What a look at an interval found.
+    """The result of a look at an interval.
 
     Attributes:
         at_s: Unix time.
-        better: With one more or one fewer engine for prompts; None: that would not be better.
+        better: Load with one more or one fewer engine for prompts; None: neither is better.
         num_in_row: Looks in a row that found this change better; it is made at the third.
-        is_made: It is made.
+        is_made: Whether the change is made.
     """
 
     at_s: float
@@ -118,11 +118,11 @@ class HomeLook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HomesShown(msgspec.Struct, frozen=True, kw_only=True):
-    """What engines are for first.
+    """The engines' home roles.
 
     Attributes:
         engines: Their home roles, by URL.
-        looks: The last ones, the newest first.
+        looks: The last looks, the newest first.
     """
 
     engines: dict[str, str] = {}
@@ -132,10 +132,10 @@ class HomesShown(msgspec.Struct, frozen=True, kw_only=True):
 def load_of(
     demand: Demand, times: ServiceTimes, bounds: HomeBounds, num_home: int, itl_slo_s: float
 ) -> HomeLoad:
-    """Return what engines would have to do.
+    """Return the load that engines would have.
 
     Args:
-        num_home: Engines for both that are for prompts first.
+        num_home: Engines for both that prefer prompts.
     """
     num_prefill = bounds.num_prefill + num_home
     num_decode = bounds.num_decode + bounds.num_both - num_home
@@ -154,13 +154,13 @@ def load_of(
 
 
 class HomeControl:
-    """Decides from interval to interval.
+    """Decides at the end of each interval.
 
     Args:
-        itl_slo_s: What the time between tokens may be.
+        itl_slo_s: Limit on the time between tokens.
 
     Attributes:
-        share: Of the engines for both, those that are for prompts first.
+        share: Share of the engines for both that prefer prompts.
     """
 
     def __init__(self, itl_slo_s: float) -> None:
@@ -172,10 +172,10 @@ class HomeControl:
     def look(
         self, demand: Demand, times: ServiceTimes, bounds: HomeBounds, *, now_s: float, at_s: float
     ) -> HomeLook:
-        """Look at an interval; where a change was better for long enough, make it.
+        """Judge an interval; make a change that was better for long enough.
 
         Args:
-            now_s: Monotonic.
+            now_s: Monotonic seconds.
             at_s: Unix time.
         """
         num = bounds.nearest(self.share)
@@ -206,10 +206,10 @@ class HomeControl:
         )
 
     def interrupt(self) -> None:
-        """Forget what was found: an interval passed that says nothing."""
+        """Forget earlier findings, as an interval passed without evidence."""
         self._direction = self._num_in_row = 0
 
     def _dwells(self, step: int, now_s: float) -> bool:
-        """Whether this would take back a change that was just made."""
+        """Return whether this would undo a change that was just made."""
         direction, made_s = self._last
         return step == -direction and now_s - made_s < DWELL_S

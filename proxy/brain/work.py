@@ -12,10 +12,10 @@ _CHUNK_TOKENS: Final = 2048
 
 
 class PromptWork(msgspec.Struct, frozen=True):
-    """Prompts, and what is to be computed of them.
+    """Prompts, and the part of them still to compute.
 
     Attributes:
-        pairs: Of one of their tokens and one before it.
+        pairs: Pairs of one of their tokens and one before it.
     """
 
     num: int = 0
@@ -28,21 +28,20 @@ class PromptWork(msgspec.Struct, frozen=True):
         return PromptWork(self.num + more.num, self.tokens + more.tokens, pairs)
 
     def minus(self, less: PromptWork) -> PromptWork:
-        """What is left without some of them."""
+        """Return the rest without some of them."""
         pairs = self.pairs - less.pairs
         return PromptWork(self.num - less.num, self.tokens - less.tokens, pairs)
 
 
 class EngineWork(msgspec.Struct):
-    """What one engine has to do.
+    """The work of one engine.
 
     Attributes:
-        num_prompts, prompt_tokens: Prompts that are not computed, and what is to be computed of
-            them.
+        num_prompts, prompt_tokens: Prompts not computed yet, and their tokens still to compute.
         prompt_pairs: Pairs of such a token and one before it.
         num_streams, kv_tokens: Requests that give tokens, and their KV.
-        since_s: Monotonic; when it began with the prompt that it computes now, if it does: when
-            that came, or the one before it was computed.
+        since_s: When it began its current prompt, if any, in monotonic seconds: when that arrived
+            or the one before it was computed.
     """
 
     num_prompts: int = 0
@@ -54,16 +53,16 @@ class EngineWork(msgspec.Struct):
 
     @property
     def num_requests(self) -> int:
-        """Of both kinds."""
+        """Number of requests of both kinds."""
         return self.num_prompts + self.num_streams
 
     @property
     def prompts(self) -> PromptWork:
-        """Those that are not computed."""
+        """The prompts not computed yet."""
         return PromptWork(self.num_prompts, self.prompt_tokens, self.prompt_pairs)
 
     def plus(self, more: EngineWork) -> EngineWork:
-        """Both together, as of when this one began with the prompt that it computes."""
+        """Return both together, with the start of this one's current prompt."""
         return EngineWork(
             num_prompts=self.num_prompts + more.num_prompts,
             prompt_tokens=self.prompt_tokens + more.prompt_tokens,
@@ -75,27 +74,27 @@ class EngineWork(msgspec.Struct):
 
 
 def prompt_work(num_tokens: int, num_cached: int) -> PromptWork:
-    """What a prompt is of which an engine has the beginning."""
+    """Return the work of a prompt whose beginning an engine has."""
     missing = max(0, num_tokens - num_cached)
     return PromptWork(1, missing, pairs_of(missing, num_tokens - missing))
 
 
 def pairs_of(num_tokens: int, num_before: int) -> float:
-    """Pairs of one of the tokens and one that it attends to."""
+    """Return the number of pairs of one of the tokens and one that it attends to."""
     return num_tokens * (num_before + num_tokens / 2)
 
 
 class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights of what takes time, in seconds; see `ServiceModel`.
+    """Weights of service times, in seconds; see `ServiceModel`.
 
     Attributes:
-        prefill: Of a prompt: constant, each token, each pair of a token and one before it.
-        step: Constant, each stream, each token of KV.
-        wire: Constant, each token; zeros until some KV was seen on its way.
-        prefill_error, step_error, wire_error: Mean relative errors of late.
-        mean_output: Output tokens of a request, on average.
-        spread: Of a wait behind the first token, the share by which a request's tokens come further
-            apart, on average: short answers feel it most.
+        prefill: For a prompt: constant, per token, per pair of a token and one before it.
+        step: For a step: constant, per stream, per token of KV.
+        wire: For a transfer: constant, per token; zeros until one was measured.
+        prefill_error, step_error, wire_error: Recent mean relative errors.
+        mean_output: Mean output tokens of a request.
+        spread: Mean share of a wait after the first token that lengthens the time between a
+            request's tokens; short answers are affected most.
     """
 
     prefill: tuple[float, float, float]
@@ -108,14 +107,14 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     spread: float
 
     def prompt_s(self, num_tokens: int, num_cached: int) -> float:
-        """Seconds for a prompt with nothing before it; a cautious guess."""
+        """Return seconds for a prompt with nothing before it; a cautious guess."""
         return self._cautious_s(prompt_work(num_tokens, num_cached))
 
     def backlog_s(self, work: EngineWork, begun_s: float) -> float:
-        """Seconds until an engine has computed the prompts that it has.
+        """Return seconds until an engine has computed its present prompts.
 
         Args:
-            begun_s: For how long it has computed the first of them.
+            begun_s: Time spent so far on the first of them.
         """
         if not work.num_prompts:
             return 0.0
@@ -123,26 +122,26 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
         return all_s - min(begun_s, all_s / work.num_prompts)
 
     def computing_s(self, prompts: PromptWork) -> float:
-        """Seconds for some prompts, as they take on average."""
+        """Return the mean seconds for some prompts."""
         constant, each_token, each_pair = self.prefill
         return constant * prompts.num + each_token * prompts.tokens + each_pair * prompts.pairs
 
     def step_s(self, num_streams: float, kv_tokens: float) -> float:
-        """Seconds between two tokens of each of so many streams."""
+        """Return seconds between two tokens of each of these streams."""
         constant, each_stream, each_token = self.step
         return constant + each_stream * num_streams + each_token * kv_tokens
 
     def wire_s(self, num_tokens: int) -> float:
-        """Seconds that KV is on its way; 0 until some was seen to be."""
+        """Return the seconds of a KV transfer; 0 until one was measured."""
         return self.wire[0] + self.wire[1] * num_tokens
 
     @staticmethod
     def steps_of(num_tokens: int) -> int:
-        """Steps that a prompt is spread over."""
+        """Return the number of steps that a prompt is spread over."""
         return -(-num_tokens // _CHUNK_TOKENS)
 
     def off(self) -> tuple[ServiceTimes, ServiceTimes, ServiceTimes]:
-        """Each part in turn by its error longer: what a decision by it may rest on."""
+        """Return the times with each part in turn lengthened by its error, to test a decision."""
         replace = msgspec.structs.replace
         factors = 1 + self.prefill_error, 1 + self.step_error, 1 + self.wire_error
         a, b, c = self.prefill
