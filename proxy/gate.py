@@ -1,6 +1,6 @@
 """Decides which requests are admitted: tenant, claim on places, early rejection.
 
-Counts what tenants take, and which requests kept their objectives.
+Counts tenants' use, and the requests that kept their objectives.
 """
 
 from __future__ import annotations

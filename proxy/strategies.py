@@ -3,10 +3,10 @@
 In a *pull* the prefill leg comes first, then the leg of a decode engine that reads the KV.
 
 In a *push* both legs run at once. Both engines get one sealed ticket, and the KV is written while
-it is computed. The order of what a client gets does not depend on which engine is faster: nothing
+it is computed. The order of the client's output does not depend on which engine is faster: nothing
 of the receiving leg is passed on before the prefill leg has delivered the first token and completed
-the handoff. Until then what comes from the decode engine stays in its connection. A leg that is
-left goes on in the background until its engine has noticed.
+the handoff. Until then the decode engine's output stays in its connection. An abandoned leg
+continues in the background until its engine has noticed.
 
 A *move* takes a stream that its engine has ended with a handoff to another engine.
 
