@@ -16,6 +16,7 @@ from pdserve.parallel.mesh import Axis, Mesh, MeshShape
 from pdserve.parallel.place import RankPlace
 from pdserve.wire.step import ExpertBalance, KnownRequests, SchedulerOutput, WaveStep
 from pdserve.worker import kv_memory, worker
+from pdserve.worker.expert_steps import ExpertSteps
 from tests.ranks import run_ranks
 from tests.worker.driver import TINY, Driver, params
 from tests.worker.spread import config_of, start_rank
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.worker.info import WorkerInfo
+    from pdserve.worker.worker import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -304,6 +306,13 @@ class RecordingExperts:
             self.balance = ExpertBalance(num_moved=self.changes.pop(0))
 
 
+def share_experts(rank: Worker, experts: RecordingExperts) -> None:
+    """Have a rank share these, whatever its model has."""
+    assert rank._runner is not None
+    assert rank._world is not None
+    rank._runner._experts = ExpertSteps(experts, rank._world.dp)  # type: ignore[arg-type]
+
+
 def in_wave(step: SchedulerOutput, *, is_unfinished: bool) -> SchedulerOutput:
     return msgspec.structs.replace(step, wave=WaveStep(1, is_unfinished))
 
@@ -315,7 +324,7 @@ def _wave(world: World, config: EngineConfig) -> tuple[list[str], list[bool], li
     assert runner is not None
     assert rank._world is not None
     experts = RecordingExperts()
-    runner._experts._experts = experts  # type: ignore[assignment]
+    share_experts(rank, experts)
     forward, idle = runner._model.forward, runner._model.idle_forward
 
     def spy(*args: Any) -> torch.Tensor:
@@ -362,10 +371,9 @@ def empty_step() -> SchedulerOutput:
 def _balance(world: World, config: EngineConfig) -> tuple[list[str], list[int | None]]:
     """A request of four steps, after the first two of which the balance changes."""
     rank, info, _ = start_rank(world, config)
-    assert rank._runner is not None
     experts = RecordingExperts()
     experts.changes = [7, 9]
-    rank._runner._experts._experts = experts  # type: ignore[assignment]
+    share_experts(rank, experts)
     driver = Driver(rank, info)
     driver.add("r", [1, 2, 3])
     told: list[int | None] = []
@@ -411,8 +419,7 @@ def test_ranks_of_an_engine_without_tokens_take_part_and_its_output_rank_tells(
 
 def _outside(world: World, config: EngineConfig) -> str:
     rank, info, _ = start_rank(world, config)
-    assert rank._runner is not None
-    rank._runner._experts._experts = RecordingExperts()  # type: ignore[assignment]
+    share_experts(rank, RecordingExperts())
     driver = Driver(rank, info)
     driver.add("r", [1, 2, 3])
     with pytest.raises(InternalError) as raised:
@@ -428,9 +435,8 @@ def test_experts_of_several_engines_run_in_waves_only(directory: Path) -> None:
 
 def test_experts_of_one_engine_are_told_its_tokens(directory: Path) -> None:
     rank, info, _ = start_rank(World.alone(), config_of(directory, MeshShape()))
-    assert rank._runner is not None
     experts = RecordingExperts()
-    rank._runner._experts._experts = experts  # type: ignore[assignment]
+    share_experts(rank, experts)
     driver = Driver(rank, info)
     driver.add("r", [1, 2, 3])
     driver.step({"r": 3})
