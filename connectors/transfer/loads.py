@@ -1,6 +1,6 @@
 """Loads of a D rank: pulls a request's KV from every rank of P that has part of it.
 
-A load has one part per route (`slicing.routes_to`), also if there is nothing to read on it:
+A load has one part per route (`slicing.routes_to`), even if there is nothing to read on it:
 
     part:  WAITING (for the peer) -> READING (jobs on the lanes) -> ASKED (all bytes are here)
            -> CONFIRMED (the lease held, digests compared)
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 _NEVER = float("inf")
 _WARNED_S = 60.0
-"""For how long it is remembered that a request's KV was lost: its choices are loaded together."""
+"""How long a request's lost KV is remembered: the choices of a request are loaded together."""
 
 
 class ReadState(enum.Enum):
@@ -74,16 +74,16 @@ class Loads:
         self._warned: Remembered[None] = Remembered()
 
     def __len__(self) -> int:
-        """Loads that are not reported."""
+        """Number of loads that are not reported yet."""
         return len(self._loads)
 
     @property
     def open(self) -> list[Load]:
-        """Those that are not reported."""
+        """Return the loads that are not reported yet."""
         return [loading.load for loading in self._loads.values()]
 
     def begin(self, load: Load) -> None:
-        """Begin to load."""
+        """Begin a load."""
         loading = self._loads[load.load_id] = _Loading(load, self)
         shape = load.owner.shape
         try:
@@ -108,11 +108,11 @@ class Loads:
                 loading.lose(LoadFailure.ABORTED, "the request was aborted")
 
     def due_s(self) -> float:
-        """When `tick` has to be called next. O(loads x parts)."""
+        """Return when `tick` has to be called next. O(loads x parts)."""
         return min((loading.deadline_s for loading in self._loads.values()), default=_NEVER)
 
     def tick(self) -> bool:
-        """Give up what is overdue; return whether anything was. O(loads x parts)."""
+        """Give up overdue loads; return whether there were any. O(loads x parts)."""
         now_s = self.seams.clock.monotonic_s()
         overdue = [each for each in self._loads.values() if each.deadline_s <= now_s]
         for loading in overdue:
@@ -120,12 +120,12 @@ class Loads:
         return bool(overdue)
 
     def report_received(self, fact: Received) -> None:
-        """A load is over, well."""
+        """Report a load that succeeded."""
         del self._loads[fact.load_id]
         self.facts.received.append(fact)
 
     def report_failed(self, fact: Failed) -> None:
-        """A load is over, without KV, or without all of it."""
+        """Report a load that ended with no KV, or with only part of it."""
         del self._loads[fact.load_id]
         self.facts.failed.append(fact)
         log_event(
@@ -138,7 +138,7 @@ class Loads:
         )
 
     def _level_of(self, fact: Failed) -> int:
-        """Warn once of what a client has sent, however many choices of it are lost."""
+        """Return the log level: one warning per client request, however many choices are lost."""
         client_id, _ = client_id_of(fact.request_id)
         if fact.reason is LoadFailure.ABORTED or client_id in self._warned:
             return logging.DEBUG
@@ -168,7 +168,7 @@ class _Loading:
 
     @property
     def deadline_s(self) -> float:
-        """When it is given up; inf once it is lost."""
+        """Time at which the load is given up; inf once it is lost."""
         if self.failure is not None:
             return _NEVER
         config = self.loads.seams.transfer
@@ -181,7 +181,7 @@ class _Loading:
         return self.requested_s + patience_s
 
     def time_out(self) -> None:
-        """It took too long."""
+        """Fail the load because it took too long."""
         late = next(part for part in self.parts if part.state is not ReadState.CONFIRMED)
         unmet = [part for part in self.parts if part.peer.state is not PeerState.READY]
         if unmet and late.state is ReadState.WAITING:
@@ -193,7 +193,7 @@ class _Loading:
         )
 
     def lose(self, reason: LoadFailure, detail: str) -> None:
-        """End it without KV: now, or once what is in flight for it has settled."""
+        """End the load without KV: now, or once its jobs in flight have settled."""
         if self.failure is not None:
             return
         self.failure = (reason, detail)
@@ -202,7 +202,7 @@ class _Loading:
         self.report_if_settled()
 
     def report_if_settled(self) -> None:
-        """A lost load whose last job has settled is reported."""
+        """Report the load if it is lost and its last job has settled."""
         if self.failure is None or any(part.num_unsettled for part in self.parts):
             return
         load = self.load
@@ -228,7 +228,7 @@ class _Loading:
         return sum(part.digest_s for part in self.parts) / at_once
 
     def finish_if_confirmed(self) -> None:
-        """All parts are here: received, if all of their digests are right."""
+        """Report the load as received if all parts are confirmed and all digests are right."""
         if any(part.state is not ReadState.CONFIRMED for part in self.parts):
             return
         load = self.load
@@ -258,11 +258,11 @@ class _Loading:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """What of a load comes over one route. A `PeerUser`.
+    """The part of a load that comes over one route. A `PeerUser`.
 
     Attributes:
-        started_s: First job posted, or all asked for at once; inf before.
-        num_unsettled: Jobs that may still write.
+        started_s: When the first job was posted, or all was asked for at once; inf before.
+        num_unsettled: Number of jobs that may still write.
         found: Digests of each piece, in the order of tokens.
         num_valid_tokens: Leading tokens of the prompt that were confirmed and compared.
     """
@@ -311,7 +311,7 @@ class _Part:
         self._ask_if_all_here()
 
     def on_confirm(self, confirm: Confirm) -> None:
-        """See `PeerUser`: P has said whether the lease held, and what the bytes should be."""
+        """See `PeerUser`: P's verdict on the lease, and its digests of the bytes."""
         if self.state is not ReadState.ASKED or self.loading.failure is not None:
             return
         if not confirm.valid:
@@ -328,7 +328,7 @@ class _Part:
         self.loading.finish_if_confirmed()
 
     def on_lost(self, reason: LoadFailure, detail: str) -> None:
-        """See `PeerUser`: a part that waits goes on waiting."""
+        """See `PeerUser`: a part that is still waiting keeps waiting."""
         if self.state is not ReadState.WAITING:
             self.loading.lose(reason, detail)
 
@@ -339,13 +339,13 @@ class _Part:
     # ---- what the load says --------------------------------------------------------------
 
     def stop(self) -> None:
-        """Nobody wants it any more; what is in flight is waited for."""
+        """Stop the part, which is no longer needed; jobs in flight still have to settle."""
         self.num_unsettled = self.loading.loads.seams.mover.abandon(self)
         if not self.num_unsettled:
             self.peer.leave(self.loading.load.load_id)
 
     def say_end(self) -> None:
-        """Tell P that its blocks are not read any more."""
+        """Tell P that its blocks are no longer being read."""
         if self._has_begun and self.state is not ReadState.CONFIRMED:
             self.peer.send(EndRead(self.loading.load.nonce, self.loading.load.load_id))
 
@@ -422,7 +422,7 @@ class _Part:
         self.peer.send(Done(load.nonce, load.load_id, load.first_token))
 
     def _compare(self, expected: bytes) -> None:
-        """Take for KV only what is, block by block, what P says that it has there."""
+        """Accept as KV only the leading blocks whose digests match P's."""
         load = self.loading.load
         self.num_valid_tokens = digests.num_valid_tokens(
             load.owner.shape,

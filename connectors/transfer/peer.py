@@ -1,8 +1,8 @@
 """A peer of a D rank: one rank of one incarnation of P.
 
-It connects when a request of that engine is queued, warms the transport up, keeps
-leases alive, and says to whoever has business with this rank (`PeerUser`, `PushReceiver`) when it
-can be talked to and when not any more.
+It connects when a request of that engine is queued, warms up the transport, keeps leases
+alive, and tells the users of this rank (`PeerUser`, `PushReceiver`) when it becomes reachable
+and when it no longer is.
 
     IDLE -> CONNECTING -> WIRING -> READY -> DRAINING -> IDLE
                   `-----------`---- refused --> REFUSED (for ever)
@@ -55,11 +55,11 @@ _NEVER = float("inf")
 
 
 class Peer:
-    """The link to one rank of P, and the leases that are kept alive there.
+    """The link to one rank of P, and the leases kept alive there.
 
     Attributes:
-        users: By the read id that the peer knows them by.
-        process: Who it is on its host; None before it was met.
+        users: The users, by the read id under which the peer knows them.
+        process: The peer's process on its host; None before the first handshake.
     """
 
     def __init__(self, peer_id: PeerId, seams: Seams, receiver: PushReceiver) -> None:
@@ -93,13 +93,13 @@ class Peer:
 
     @property
     def remote(self) -> Remote:
-        """Its memory, while it is WIRING or READY."""
+        """The peer's memory, while it is WIRING or READY."""
         assert self._remote is not None
         return self._remote
 
     @property
     def trouble(self) -> tuple[LoadFailure, str] | None:
-        """Why it is not even tried to be met now; None = it is met, or may be soon."""
+        """Why no connection is even tried now; None = it is connected, or may be soon."""
         if self._refusal is not None:
             return self._refusal
         is_away = self._state in (PeerState.IDLE, PeerState.DRAINING)
@@ -107,7 +107,7 @@ class Peer:
 
     @property
     def is_forgettable(self) -> bool:
-        """Whether nothing would be lost without this object."""
+        """Whether this object can be dropped without losing anything."""
         return (
             self._state in (PeerState.IDLE, PeerState.REFUSED)
             and not self._is_wanted
@@ -131,7 +131,7 @@ class Peer:
         match self._state:
             case PeerState.IDLE:
                 if self.users:
-                    return -_NEVER  # they are carried on or turned away at once
+                    return -_NEVER  # users are carried on or turned away at once
                 return self._rest.until_s if self._is_wanted else _NEVER
             case PeerState.CONNECTING | PeerState.WIRING:
                 return min(self._handshake_ends_s, self._heartbeats.due_s)
@@ -151,7 +151,7 @@ class Peer:
     # ---- what others want ----------------------------------------------------------------
 
     def call(self) -> None:
-        """Meet it, once, though nobody has business with it yet."""
+        """Connect to the peer once, although it has no users yet."""
         self._is_called = self._state in (PeerState.IDLE, PeerState.DRAINING)
 
     def watch(self, watch: Watch) -> None:
@@ -163,11 +163,11 @@ class Peer:
             self.send(Heartbeat([watch.nonce]))
 
     def unwatch(self, nonce: str) -> None:
-        """Let a lease live on without heartbeats from here; unknown nonces are ignored."""
+        """Stop sending heartbeats for a lease; unknown nonces are ignored."""
         self._heartbeats.remove(nonce)
 
     def release(self, nonce: str, end: LeaseEnd) -> None:
-        """Give a lease back: now, or after a handshake; else the lease ends by itself."""
+        """Give a lease back: now, or after a handshake; failing that, the lease expires."""
         self.unwatch(nonce)
         release = LeaseRelease(nonce, end)
         if self._is_met:
@@ -179,27 +179,27 @@ class Peer:
             self._releases.append(release)
 
     def enter(self, read_id: int, user: PeerUser) -> None:
-        """Somebody has business here; `on_ready` comes at once if the peer is READY."""
+        """Add a user; `on_ready` is called at once if the peer is READY."""
         self.users[read_id] = user
         if self._state is PeerState.READY:
             user.on_ready()
 
     def leave(self, read_id: int) -> None:
-        """The business is over; may be repeated."""
+        """Remove a user; may be repeated."""
         self.users.pop(read_id, None)
 
     def send(self, message: msgspec.Struct) -> bool:
-        """Say something, if there is a connection; return whether there is."""
+        """Send a message if there is a connection; return whether there is."""
         if self._link is None:
             return False
         self._link.send(message)
         return True
 
     def drop(self, reason: str) -> None:
-        """Close the connection on purpose; it is made again if somebody wants it.
+        """Close the connection on purpose; it is made again if it is needed.
 
-        Who is READY is met again at once, and its agent, with which nothing is wrong, stays known:
-        UCX keeps a connection to one that was forgotten until a process ends.
+        A READY peer is met again at once, and its agent, which is in order, stays known: UCX keeps
+        its connection to a forgotten agent until a process ends.
         """
         if self._state in (PeerState.CONNECTING, PeerState.WIRING, PeerState.READY):
             self._is_called = self._is_remote_kept = self._state is PeerState.READY
@@ -327,7 +327,7 @@ class Peer:
         self._mover.warm_up(self.remote, welcome.scratch, tag=self, on_settled=self._on_warm)
 
     def _on_warm(self, failure: str | None) -> None:
-        """The warm-up has ended."""
+        """Handle the end of the warm-up."""
         self._is_warming_up = False
         if self._state is not PeerState.WIRING:
             return
@@ -367,7 +367,7 @@ class Peer:
         self._receiver.on_lost(self.id, reason, refuse.detail)
 
     def _on_lost(self, error: PeerError) -> None:
-        """The connection is gone; one that served is tried again at once, others later."""
+        """Handle a lost connection: retry at once if it was in service, otherwise later."""
         self._hang_up()
         self._is_remote_kept = False
         if self._state is not PeerState.READY:
@@ -396,7 +396,7 @@ class Peer:
         self._receiver.on_lost(self.id, reason, detail)
 
     def _give_up(self, reason: LoadFailure, detail: str) -> None:
-        """This attempt to meet has failed: everybody who waits for it is turned away."""
+        """Give up this attempt to connect and turn away every user that waits for it."""
         log_event(
             _log,
             "kv peer out of reach",
