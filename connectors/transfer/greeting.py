@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 def hello_to(
     owner: EngineRef, rank: int, context: ConnectorContext, target: ExposedMemory
 ) -> Hello:
-    """What D says to a rank of `owner`."""
+    """Return D's greeting to a rank of `owner`."""
     return Hello(
         engine_id=EngineId(context.engine_id),
         incarnation=context.incarnation,
@@ -41,9 +41,9 @@ def hello_to(
 
 
 class NumericsWatch:
-    """Says where the text of a P and a D need not be that of one engine: once for each numerics.
+    """Warns, once per numerics, where P's and D's text may differ from a single engine's.
 
-    The first rank does so for its engine. Of a D that does not say how it rounds, nothing is known.
+    The first rank does so for its engine. A D that does not say how it rounds is not compared.
     """
 
     def __init__(self, mine: ConnectorContext) -> None:
@@ -51,7 +51,7 @@ class NumericsWatch:
         self._known: set[Numerics | None] = {None, mine.numerics}
 
     def look_at(self, hello: Hello) -> None:
-        """Compare with a D that is served."""
+        """Compare the numerics with those of a D that is served."""
         here, there = self._mine.numerics, hello.numerics
         if here is None or there in self._known or self._mine.rank:
             return
@@ -67,7 +67,7 @@ class NumericsWatch:
 
 
 def refusal_of(mine: ConnectorContext, hello: Hello) -> Refuse | None:
-    """Why a D that says this is not served by this rank of P; None = it is."""
+    """Return why this rank of P refuses a D with this greeting; None = it serves it."""
     if (hello.wants_engine_id, hello.wants_incarnation) != (mine.engine_id, mine.incarnation):
         return Refuse(
             RefuseReason.STALE,
@@ -102,7 +102,7 @@ def refusal_of(mine: ConnectorContext, hello: Hello) -> Refuse | None:
 
 
 def why_incompatible(welcome: Welcome, peer: PeerId) -> str | None:
-    """Why a P that says this is not the one that was meant; None = it is."""
+    """Return why a P with this greeting is not the intended one; None = it is."""
     expected = peer.owner.shape
     if welcome.shape != expected:
         return f"the handoff says that {peer} has the shape {expected}, it has {welcome.shape}"

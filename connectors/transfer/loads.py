@@ -151,7 +151,7 @@ class _Loading:
     """One load.
 
     Attributes:
-        failure: Set once it is lost; then only jobs that may still write are waited for.
+        failure: Set once the load is lost; it then waits only for jobs that may still write.
     """
 
     def __init__(self, load: Load, loads: Loads) -> None:
@@ -222,7 +222,7 @@ class _Loading:
 
     @property
     def _digest_s(self) -> float:
-        """What digests took of the transfer's time, of which several were taken at once."""
+        """Return the transfer time spent on digests, several of which are taken at once."""
         num_pieces = sum(len(part.found) for part in self.parts)
         at_once = max(1, min(num_pieces, self.loads.seams.mover.num_lanes))
         return sum(part.digest_s for part in self.parts) / at_once

@@ -1,8 +1,8 @@
 """The transfer machine: both sides of the protocol at one rank.
 
-Whoever owns it hands in what there is (instructions, steps, links that others have made), lets its
-links and its mover call back, and calls `tick`: after each of these, and when `due_s` has come.
-Everything belongs to one thread, or happens under one lock.
+Its owner passes in instructions, steps and links made by others, lets the links and the mover call
+back, and calls `tick` after each of these and at `due_s`. Everything belongs to one thread, or
+happens under one lock.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _log = logging.getLogger(__name__)
 
 
 class TransferMachine:
-    """What one rank is to others, as P and as D.
+    """One rank's side of the transfer protocol, as P and as D.
 
     Attributes:
-        facts: What there is to report.
-        server: As P.
-        peers, receiving: As D: what is read, and what is written to it.
+        facts: The facts to report.
+        server: The P side.
+        peers, receiving: The D side: KV that it reads, and KV that is written to it.
     """
 
     def __init__(self, seams: Seams) -> None:
@@ -57,20 +57,20 @@ class TransferMachine:
 
     @property
     def num_open(self) -> int:
-        """Transfers that are not over, but for leases."""
+        """Number of transfers that are not over, leases excepted."""
         return len(self.peers.loads) + self.receiving.num_open + self.server.pushing.num_live
 
     @property
     def observations(self) -> deque[Observation]:
-        """What pushed chunks have cost; whoever runs the steps takes them out."""
+        """Costs of pushed chunks; the thread that runs the steps removes them."""
         return self.server.pushing.observations
 
     def note_step(self, now_s: float) -> None:
-        """Say that a step has run. Any thread may."""
+        """Record that a step has run. Any thread may call it."""
         self.server.pushing.last_step_s = now_s
 
     def apply(self, todo: Instructions) -> None:
-        """Begin, or end, what the scheduler half asks for."""
+        """Carry out the scheduler half's instructions."""
         server, peers, receiving = self.server, self.peers, self.receiving
         for expect in todo.expects:
             server.pushing.expect(expect)
@@ -97,11 +97,11 @@ class TransferMachine:
         server.leases.heartbeat(todo.keeps, now_s)
 
     def add_step(self, step: ChunkStep) -> None:
-        """KV of a chunk is complete."""
+        """Take note that the KV of a chunk is complete."""
         self.server.add_step(step)
 
     def accept(self, link: PeerLink) -> None:
-        """Somebody has connected."""
+        """Serve a new connection."""
         self.server.accept(link)
 
     def due_s(self) -> float:
@@ -116,7 +116,7 @@ class TransferMachine:
         return moved
 
     def fence(self, reason: str) -> None:
-        """Cut this memory off from peers: all of them have to meet this rank again."""
+        """Cut this memory off from all peers, which then have to connect to this rank again."""
         log_event(_log, "kv target reset", level=logging.WARNING, reason=reason)
         self.facts.faults["agent_reset"] += 1
         self.server.drop_all(reason)
@@ -124,7 +124,7 @@ class TransferMachine:
         self._mover.fence()
 
     def end_all(self, reason: str) -> None:
-        """Begin to end everything that is written, at both sides; loads go on."""
+        """Begin to end all writes, incoming and outgoing; loads go on."""
         self.receiving.abort_all(reason)
         self.server.pushing.end_all(reason)
 
@@ -135,25 +135,25 @@ class TransferMachine:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_report` would say anything."""
+        """Whether `take_report` would have anything to report."""
         return bool(self.facts) or self.server.leases.has_settled
 
     def take_report(self) -> ConnectorReport:
-        """Facts since the last call."""
+        """Return the facts since the last call."""
         return self.facts.take(self._rank, self.server.take_settled())
 
     def written_blocks(self) -> Iterator[BlockId]:
-        """This rank's blocks that something may still land in."""
+        """Yield this rank's blocks that may still be written to."""
         size = self._block_size
         filled: list[Load | Reserve] = [*self.peers.loads.open, *self.receiving.open]
         for each in filled:
             yield from each.local_block_ids[each.first_token // size :]
 
     def read_blocks(self) -> Iterator[tuple[BlockId, int]]:
-        """This rank's blocks that pushes read from now, with their generations."""
+        """Yield this rank's blocks that pushes are reading now, with their generations."""
         for push in self.server.pushing.reading:
             yield from zip(*push.table, strict=True)
 
     def _is_alone(self) -> bool:
-        """Whether nothing but reservations would suffer from a fence."""
+        """Whether a fence would affect nothing but reservations."""
         return not (len(self.peers.loads) or self.server.pushing.num_live)

@@ -306,7 +306,7 @@ class Peer:
                 assert_never(message)
 
     def _wire(self, welcome: Welcome) -> None:
-        """Learn the peer's memory and read a little of it, so that no request pays."""
+        """Learn the peer's memory and warm up with a small read, so that no request has to."""
         why = why_incompatible(welcome, self.id)
         if why is not None:
             self._give_up(LoadFailure.INCOMPATIBLE, why)

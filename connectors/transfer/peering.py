@@ -51,27 +51,27 @@ class PeerUser(Protocol):
 
     @property
     def num_unsettled(self) -> int:
-        """Its jobs with this peer that have not settled; until 0 the peer is not forgotten."""
+        """Number of its unsettled jobs with this peer, which is not forgotten until this is 0."""
         ...
 
     def on_ready(self) -> None:
-        """The peer can be talked to and read from."""
+        """Called when the peer can be sent messages and read from."""
 
     def on_confirm(self, confirm: Confirm) -> None:
-        """What the peer says of this user's read."""
+        """Called with the peer's answer about this user's read."""
 
     def on_lost(self, reason: LoadFailure, detail: str) -> None:
-        """The connection has ended; the peer is tried again, perhaps after a while."""
+        """Called when the connection has ended; it is tried again, perhaps after a while."""
 
     def on_hopeless(self, reason: LoadFailure, detail: str) -> None:
-        """The peer cannot be met, now or ever."""
+        """Called when the peer cannot be reached, now or ever."""
 
 
 class PushReceiver(Protocol):
-    """What D does with what a P says of pushes. Called in the transfer thread."""
+    """Handles at D the messages of a P about pushes. Called in the transfer thread."""
 
     def on_ready(self, peer: PeerId) -> None:
-        """It is connected (again): what waits to be said to it can be."""
+        """Called when the peer is connected (again): waiting messages can be sent."""
 
     def on_accept(self, peer: PeerId, message: Accept) -> None:
         """See `Accept`."""
@@ -86,20 +86,20 @@ class PushReceiver(Protocol):
         """See `Fail`."""
 
     def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
-        """The connection has ended, or none could be made: nothing can be asked of it now."""
+        """Called when the connection has ended or could not be made: P cannot be asked now."""
 
     def exposed_to(self, peer: PeerId) -> set[BlockId]:
-        """The blocks that it may write now."""
+        """Return the blocks that the peer may write now."""
         ...
 
 
 class Heartbeats:
-    """The leases that D keeps alive at one rank of P: which, and when it says so next. Pure.
+    """The leases that D keeps alive at one rank of P, and when the next heartbeat is due. Pure.
 
-    There is one clock for all of them: that of the shortest.
+    All of them share one clock: that of the shortest lease.
 
     Attributes:
-        due_s: When `messages` are to be said next (monotonic seconds); inf = never.
+        due_s: When `messages` must be sent next (monotonic seconds); inf = never.
     """
 
     def __init__(self) -> None:
@@ -111,38 +111,38 @@ class Heartbeats:
         return bool(self._watches)
 
     def add(self, watch: Watch, now_s: float) -> None:
-        """Keep this lease alive, too. That it begins now is said by whoever adds it."""
+        """Add a lease to keep alive. The caller sends its first heartbeat."""
         self._watches[watch.nonce] = watch
         self.due_s = min(self.due_s, now_s + watch.lease_s / _PER_LEASE)
 
     def remove(self, nonce: str) -> None:
-        """Let a lease live on without heartbeats; unknown nonces are ignored."""
+        """Stop the heartbeats of a lease; unknown nonces are ignored."""
         self._watches.pop(nonce, None)
         if not self._watches:
             self.due_s = _NEVER
 
     def clear(self) -> None:
-        """Let all of them."""
+        """Stop the heartbeats of all leases."""
         self._watches.clear()
         self.due_s = _NEVER
 
     def messages(self) -> Iterator[Heartbeat]:
-        """What renews all leases, in messages that fit into a frame."""
+        """Yield heartbeats that renew all leases, each small enough for a frame."""
         nonces = list(self._watches)
         for start in range(0, len(nonces), _NONCES_PER_MESSAGE):
             yield Heartbeat(nonces[start : start + _NONCES_PER_MESSAGE])
 
     def plan(self, now_s: float) -> None:
-        """They were said, or could not be: say them again after a sixth of the shortest lease."""
+        """Set the next heartbeat for a sixth of the shortest lease from now."""
         lease_s = min((watch.lease_s for watch in self._watches.values()), default=_NEVER)
         self.due_s = now_s + lease_s / _PER_LEASE
 
 
 class BackOff:
-    """How long a peer that could not be met is left alone: twice as long each time. Pure.
+    """The pause before an unreachable peer is tried again, doubled after each failure. Pure.
 
     Attributes:
-        until_s: It is not tried before this time (monotonic seconds).
+        until_s: Time before which the peer is not tried (monotonic seconds).
     """
 
     def __init__(self) -> None:
@@ -151,17 +151,17 @@ class BackOff:
         self._why = (LoadFailure.PEER_LOST, "")
 
     def begin(self, reason: LoadFailure, detail: str, now_s: float) -> None:
-        """Leave it alone; who comes meanwhile is turned away for this reason."""
+        """Begin a pause, during which users are turned away for this reason."""
         self._why = (reason, detail)
         self._rest_s = min(MAX_REST_S, max(MIN_REST_S, 2 * self._rest_s))
         self.until_s = now_s + self._rest_s
 
     def why(self, now_s: float) -> tuple[LoadFailure, str] | None:
-        """Why it is left alone now, and for how long; None = it is not."""
+        """Return why there is a pause now, and for how long; None = there is none."""
         wait_s = self.until_s - now_s
         reason, detail = self._why
         return (reason, f"{detail}; next try in {wait_s:.1f} s") if wait_s > 0 else None
 
     def reset(self) -> None:
-        """It was met: the next time it rests for the shortest time again."""
+        """Start again from the shortest pause, since the peer was reached."""
         self._rest_s = 0.0

@@ -1,8 +1,8 @@
 """The D side of a rank: its connections to ranks of P, and its requests to them.
 
-One `Peer` per rank of each life of an engine whose KV comes here. This rank talks to those that
-have something for it (`slicing.routes_to`), perhaps nothing but the end of a lease. `loads` pulls
-over these connections; what peers say of pushes goes on to a `PushReceiver`.
+One `Peer` per rank of each life of an engine whose KV comes here. This rank talks to the ranks on
+its routes (`slicing.routes_to`), in some cases only to end a lease. `loads` pulls over these
+connections; messages about pushes are passed to a `PushReceiver`.
 
 It knows no tensors and no threads; whoever runs the loop calls `tick`.
 """
@@ -31,11 +31,11 @@ _log = logging.getLogger(__name__)
 
 
 class Peers:
-    """All peers that this rank loads from or is written to by.
+    """All peers that this rank loads from or that write to it.
 
     Attributes:
-        loads: What is pulled.
-        receiver: Who takes pushes; whoever makes this says so.
+        loads: The pulls.
+        receiver: The receiver of pushes; set by the owner of this object.
     """
 
     receiver: PushReceiver
@@ -48,7 +48,7 @@ class Peers:
         self._peers: dict[PeerId, Peer] = {}
 
     def meet(self, owner: EngineRef) -> None:
-        """Connect to the ranks of `owner` that have something for this one, before it is needed."""
+        """Connect ahead of need to the ranks of `owner` on this rank's routes."""
         for peer in self._routed(owner):
             peer.call()
 
@@ -58,7 +58,7 @@ class Peers:
             peer.watch(watch)
 
     def unwatch(self, nonce: str) -> None:
-        """Stop the heartbeats of a lease, which somebody else takes over. O(peers)."""
+        """Stop the heartbeats of a lease that another party keeps alive from now on. O(peers)."""
         for peer in self._peers.values():
             peer.unwatch(nonce)
 
@@ -68,12 +68,12 @@ class Peers:
             peer.release(nonce, end)
 
     def send_to(self, owner: EngineRef, rank: int, message: msgspec.Struct) -> bool:
-        """Say something to a rank that is READY; False = it is not, and nothing was sent."""
+        """Send a message to a rank if it is READY; return False if it is not."""
         peer = self.find(owner, rank)
         return peer is not None and peer.state is PeerState.READY and peer.send(message)
 
     def find(self, owner: EngineRef, rank: int) -> Peer | None:
-        """A rank that somebody has business with; None = nobody had for a while."""
+        """Return the peer for a rank; None if it has not been used for a while."""
         return self._peers.get(PeerId(owner, rank))
 
     def due_s(self) -> float:
