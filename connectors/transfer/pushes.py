@@ -2,18 +2,18 @@
 
     push:   PARKED (registered, nobody asked for it yet) -.
             EXPECTED (asked for) -----------------------> registered by all ranks of D: `Registered`
-                -> written chunk by chunk -> granted -> taken by all: over, and nothing is said
-       any of them, on trouble, on D's word, at the scheduler's ---> ENDING
+                -> written chunk by chunk -> granted -> taken by all: over, nothing is reported
+       from any state, on trouble or when D or the scheduler ends it ---> ENDING
 
     part:   PARKED -> ACCEPTED -> PUSHED -> TAKEN         (one rank of D)
                          ^----------'  once, if D's digests differ
 
-A chunk is written as steps make it complete, layer by layer or at once, to all ranks of D side by
-side, and its digests are taken beside that. Each rank hears how far its part is (`Progress`), and
-at the end gets the handoff (`Pushed`).
+A chunk is written as steps complete it, layer by layer or at once, to all ranks of D in parallel,
+while its digests are taken. Each rank is told how far its part is (`Progress`), and gets the
+handoff at the end (`Pushed`).
 
-A push that is ENDING writes nothing more. Once what was in flight has settled, every D that
-is not through hears `Fail`, after which its blocks are its own again. Each push ends exactly once.
+A push that is ENDING writes nothing more. Once its writes in flight have settled, every rank of D
+that is not through gets `Fail`, and its blocks are its own again. Each push ends exactly once.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class ChunkStep:
-    """What a step did to a pushed request, as the thread that runs steps saw it.
+    """What a step computed of a pushed request, as seen by the thread that runs steps.
 
     Attributes:
         layers_end: Layers of this rank that are complete in memory.
-        is_over: The step has ended: all layers are.
-        layerwise: It was to be written layer by layer.
-        step_s: How long the step took, if it is over.
-        ended_s: When it ended (monotonic seconds).
+        is_over: Whether the step has ended, so that all layers are complete.
+        layerwise: Whether the chunk is written layer by layer.
+        step_s: Duration of the step, if it is over.
+        ended_s: When the step ended (monotonic seconds).
     """
 
     chunk: Chunk
@@ -66,7 +66,7 @@ class ChunkStep:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a step's last chunk has cost, for `LayerwiseChoice.observe`."""
+    """The cost of a step's last chunk, for `LayerwiseChoice.observe`."""
 
     num_step_tokens: int
     layerwise: bool
@@ -83,12 +83,12 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PushSite:
-    """What the pushes of one rank of P share.
+    """State shared by the pushes of one rank of P.
 
     Attributes:
-        leases: Where the settling of blocks is held off that are being written from.
-        observations: What steps have cost; the thread that runs steps empties it.
-        on_over: Takes a push that has nothing left to do.
+        leases: Table that keeps blocks from settling while they are being written from.
+        observations: Costs of steps; the thread that runs steps empties it.
+        on_over: Called with a push that has nothing left to do.
     """
 
     seams: Seams
@@ -104,19 +104,19 @@ class Push:
 
     Attributes:
         alive_s: When D last gave a sign of life.
-        incomplete_since_s: Since when some ranks of D have registered, and others have not; inf if
-            none has, or all have.
-        waits_since_s: Since when D's blocks wait for the first chunk; inf while they do not.
+        incomplete_since_s: Since when only some ranks of D have registered; inf if none or all
+            have.
+        waits_since_s: Since when D's blocks have waited for the first chunk; inf if none wait.
         table: P's blocks and their generations, as far as a chunk or the grant has named them.
-        announced: Tokens that are written or being written.
-        chunk_end, layers_end: The end of the chunk behind them, and how many layers of it are
-            written or being written.
-        digested: Tokens whose digests are taken.
-        num_digesting: Work on digests that has not ended; it reads from the blocks.
+        announced: Number of tokens that are written or being written.
+        chunk_end, layers_end: The end of the chunk after those tokens, and how many of its layers
+            are written or being written.
+        digested: Number of tokens whose digests are taken.
+        num_digesting: Number of unfinished digest tasks, which read from the blocks.
         computed_s: When the last chunk was complete.
         unproven: A step whose chunk may be written once the grant proves it.
-        ending: Why it is ending.
-        stop, release: Who else is to be told when it is over: the engine, or the lease table.
+        ending: Why the push is ending.
+        stop, release: What to act on once the push is over, for the engine or the lease table.
     """
 
     def __init__(self, nonce: str, site: PushSite) -> None:
@@ -146,18 +146,18 @@ class Push:
 
     @property
     def is_reading(self) -> bool:
-        """Whether something of it reads from P's blocks."""
+        """Whether any of its work is reading from P's blocks."""
         return self.num_digesting > 0 or any(part.num_jobs for part in self.parts.values())
 
     @property
     def _progress_s(self) -> float:
-        """How often D is told how far it is."""
+        """Interval between progress messages to D."""
         return self._seams.transfer.lease_s / _PROGRESS_PER_LEASE
 
     # ---- registrations -----------------------------------------------------------------
 
     def add_part(self, destination: Destination, register: Register, route: Route) -> None:
-        """A rank of D has registered blocks."""
+        """Add a rank of D that has registered blocks."""
         self.alive_s = self._now_s()
         part = self.parts[destination.life] = OutgoingPart(
             self._seams,
@@ -169,7 +169,7 @@ class Push:
         )
 
         def on_ready(failure: str | None) -> None:
-            """The mover has warmed up to it, or cannot."""
+            """Handle the end of the mover's warm-up."""
             part.is_ready = failure is None
             if failure is not None:
                 self.end(f"{destination.hello.engine_id} cannot be written: {failure}")
@@ -183,7 +183,7 @@ class Push:
         self.advance()
 
     def advance(self) -> None:
-        """Accept what can be, and say so once all ranks of D have registered."""
+        """Accept the parts that can be; report once all ranks of D have registered."""
         if self.expect is None or self.ending is not None or self.is_registered:
             return
         for part in self.parts.values():
@@ -203,8 +203,8 @@ class Push:
             self.is_registered = True
             self.incomplete_since_s, self.waits_since_s = _NEVER, self._now_s()
             self._site.facts.registered.append(Registered(nonce=self.nonce))
-            # From now on its request may run, and what it computes be written until it is over:
-            # a lease that ends before the first chunk has come here settles no earlier.
+            # From now on its request may run and have its KV written until the push is over: a
+            # lease that ends before the first chunk has come here must not settle before that.
             self._site.leases.begin_write(self.expect.request_id, self)
         elif self.parts:
             self.incomplete_since_s = min(self.incomplete_since_s, self._now_s())
@@ -212,7 +212,7 @@ class Push:
     # ---- writing -----------------------------------------------------------------------
 
     def write(self, step: ChunkStep) -> None:
-        """Write what a step has made complete of a chunk, or all of it."""
+        """Write the part of a chunk, or all of it, that a step has completed."""
         chunk = step.chunk
         is_last = chunk.end_token >= chunk.num_tokens
         size = self._shape.block_size
@@ -232,14 +232,14 @@ class Push:
         self.say_if_pushed()
 
     def rewrite(self, part: OutgoingPart) -> None:
-        """Write everything once more to a rank of D."""
+        """Write everything again to a rank of D."""
         part.was_rewritten = True
         part.state, part.until_s = OutgoingState.ACCEPTED, _NEVER
         part.add(Span(part.register.first_token, part.register.num_tokens, None))
         self._pump(part)
 
     def _write_layers(self, end: int, step: ChunkStep) -> None:
-        """Write what the step has made complete: some layers, or all, of the chunk's tokens."""
+        """Write the layers, some or all, that the step has completed for the chunk's tokens."""
         num_layers, start = len(self._layers), self._layers.start
         layers_end = num_layers if step.is_over else min(step.layers_end, num_layers)
         if layers_end <= self.layers_end:
@@ -256,7 +256,7 @@ class Push:
             self._digest(self.announced, end, num_layers=layers_end)
 
     def _pump(self, part: OutgoingPart) -> None:
-        if self.ending is not None:  # another rank of D could not be written, and all were told
+        if self.ending is not None:  # another rank of D could not be written to, and all were told
             return
         try:
             part.pump(self.table[0])
@@ -264,7 +264,7 @@ class Push:
             self.end(str(error))
 
     def _on_slow(self, part: OutgoingPart) -> None:
-        """Have D's agent driven. One that is not needed would only take time from D's steps."""
+        """Have D's agent driven. If it were not needed, it would only take time from D's steps."""
         if not (part.needs_agent or part.is_through):
             part.needs_agent = True
             self._say_progress(part)
@@ -285,7 +285,7 @@ class Push:
             self._say_progress(part)
 
     def _digest(self, first_token: int, end_token: int, *, num_layers: int | None = None) -> None:
-        """Take the digests of what has become complete, off this thread."""
+        """Take the digests of newly completed tokens, off this thread."""
         self.num_digesting += 1
 
         def done() -> None:
@@ -317,17 +317,17 @@ class Push:
             Observation(step.chunk.num_step_tokens, step.layerwise, step.step_s, exposed_s)
         )
 
-    # ---- what D is told ----------------------------------------------------------------
+    # ---- messages to D -----------------------------------------------------------------
 
     def tell_progress(self, num_tokens: int = 0) -> None:
-        """Tell D how far it is; `num_tokens` are about to be written."""
+        """Send D the push's progress; `num_tokens` are about to be written."""
         self.next_progress_s = self._now_s() + self._progress_s
         for part in self.parts.values():
             if not part.is_through:
                 self._say_progress(part, num_tokens)
 
     def say_if_pushed(self) -> None:
-        """Give each rank of D the handoff, once there is one and every byte is written to it."""
+        """Send each rank of D the handoff, once there is one and all its bytes are written."""
         for part in list(self.parts.values()):
             self._say_if_pushed(part)
 
@@ -364,7 +364,7 @@ class Push:
         )
 
     def _say_progress(self, part: OutgoingPart, num_tokens: int = 0) -> None:
-        """Tell one rank of D how far its part is."""
+        """Send one rank of D the progress of its part."""
         num_settled, layers_end = part.told = self._written(part)
         part.destination.send(
             Progress(
@@ -377,11 +377,11 @@ class Push:
         )
 
     def _written(self, part: OutgoingPart) -> tuple[int, int]:
-        """What is written to one rank of D, as `Progress` says it.
+        """Return how much is written to one rank of D, in the terms of `Progress`.
 
         Returns:
-            Tokens of which everything is, and, of those behind them up to the prompt's last, the
-            end of the layers that are; 0 = none.
+            Number of tokens written in full, and the end of the layers written of the tokens after
+            those, up to the prompt's last one; 0 = none.
         """
         span = part.first_unsettled
         if span is None:
@@ -394,7 +394,7 @@ class Push:
     # ---- ending ------------------------------------------------------------------------
 
     def end(self, reason: str, *, aborted: bool = False) -> None:
-        """Write nothing more; the rest follows once what is in flight has settled."""
+        """Stop writing; the push ends once its writes in flight have settled."""
         if self.ending is None:
             self.ending = Ending(reason, aborted)
             for part in self.parts.values():
@@ -403,7 +403,7 @@ class Push:
         self._settle()
 
     def _settle(self) -> None:
-        """Tell each D of a push that is ending, once nothing is in flight to it."""
+        """Tell each rank of D that the push is ending, once nothing is in flight to it."""
         ending = self.ending or Ending("")
         for part in self.parts.values():
             if not (part.num_jobs or part.is_through):
@@ -412,12 +412,12 @@ class Push:
         self.finish_if_over()
 
     def close(self, part: OutgoingPart, state: OutgoingState) -> None:
-        """A rank of D needs nothing more of it."""
+        """Close a part from which its rank of D needs nothing more."""
         part.state = state
         self._site.destinations.let_go(part)
 
     def finish_if_over(self) -> None:
-        """Say so, once, when there is nothing left to do."""
+        """Call `on_over`, once, when there is nothing left to do."""
         parts = self.parts.values()
         is_taken = bool(parts) and all(part.state is OutgoingState.TAKEN for part in parts)
         if self.is_over or self.is_reading or not (is_taken or self.ending is not None):

@@ -6,17 +6,17 @@
            on trouble: `Fail` from P --------+------------------------> OVER
                        P is lost ------------+--> LOST --(fenced)-----> OVER
 
-There is one part for each rank of P that has KV for this rank. From SENT on the blocks are P's to
-write; they are this engine's again when the part is GOOD or OVER. A reservation ends, in one
-report, when all its parts are.
+There is one part for each rank of P that has KV for this rank. From SENT on, P may write to the
+blocks; they are this engine's again when the part is GOOD or OVER. A reservation ends, in one
+report, when all its parts have.
 
-What P says to be written is checked while P goes on (`checking`), beside this thread; when P has
-said its digests (`Pushed`), only the rest is left. What is written once more is checked whole.
+Tokens that P reports as written are checked in the background while P goes on; when P sends its
+digests (`Pushed`), only the rest is left. A second writing is checked from the start.
 
-A LOST part may still be written: by what is in flight, or by a P that only hung. What ends that
-for certain is a fence, unless P writes to this memory behind the mover's back, as transports within
-one host do (`Processes`). Such a P must answer or
-end first: it is asked again over another connection, until it says `Fail` or does not run.
+A LOST part may still be written to: by writes in flight, or by a P that only hung. A fence ends
+that for certain, unless P writes to this memory behind the mover's back, as transports within one
+host do (`Processes`). Such a P must answer or end first: it is asked again over another
+connection, until it answers `Fail` or its process has ended.
 
 It knows no sockets and no threads; whoever runs the loop calls `tick`.
 """
@@ -57,13 +57,13 @@ _log = logging.getLogger(__name__)
 
 
 class Receiving:
-    """All reservations of one rank of D; takes what Ps say of them (see `PushReceiver`).
+    """All reservations of one rank of D, and the handlers of P's messages (see `PushReceiver`).
 
     Args:
-        peers: How Ps are reached.
+        peers: The connections to Ps.
         fence: Cuts this memory off from Ps, and closes every link.
-        is_alone: Whether nothing but reservations would suffer from that; else a LOST part waits
-            for the others, but not for longer than the quarantine.
+        is_alone: Whether a fence would affect nothing but reservations; if not, a LOST part waits
+            for the other transfers, but no longer than the quarantine.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class Receiving:
 
     @property
     def num_open(self) -> int:
-        """Reservations that are not reported."""
+        """Number of reservations that are not reported yet."""
         return len(self._open)
 
     @property
     def open(self) -> list[Reserve]:
-        """Reservations that are not reported."""
+        """Return the reservations that are not reported yet."""
         return [reservation.reserve for reservation in self._open.values()]
 
     @property
     def needs_progress(self) -> bool:
-        """Whether some P's transport may need this side to be driven: to wire up, or to write."""
+        """Whether some P's transport may need this side's progress, to wire up or to write."""
         return any(
             part.needs_agent or part.state is IncomingState.SENT
             for part in self._open.parts(IncomingState.SENT, IncomingState.ACCEPTED)
@@ -140,20 +140,20 @@ class Receiving:
             self._register(part)
 
     def abort(self, request_id: RequestId) -> None:
-        """The request does not want it any more; one that is over or unknown is left alone."""
+        """Abort the request's reservation, if there is one that is not over."""
         for reservation in list(self._open.values()):
             if reservation.reserve.request_id == request_id:
                 self._give_up(reservation, LoadFailure.ABORTED, "the request was aborted")
 
     def abort_all(self, detail: str) -> None:
-        """This engine closes."""
+        """Abort all reservations because this engine closes."""
         for reservation in list(self._open.values()):
             self._give_up(reservation, LoadFailure.ABORTED, detail)
 
-    # ---- what Ps say -------------------------------------------------------------------
+    # ---- messages from Ps --------------------------------------------------------------
 
     def on_ready(self, peer: PeerId) -> None:
-        """A rank of P is connected: register what waits for it, ask after what was lost."""
+        """Register the parts that wait for this rank of P; ask it to end the lost ones."""
         for part in self._open.of(peer):
             if part.state is IncomingState.WAITING:
                 self._register(part)
@@ -161,13 +161,13 @@ class Receiving:
                 self._ask_to_end(part)
 
     def on_accept(self, peer: PeerId, message: Accept) -> None:
-        """P has taken a registration."""
+        """Note that P has accepted a registration."""
         part = self._find(peer, message.load_id, IncomingState.SENT)
         if part is not None:
             part.state = IncomingState.ACCEPTED
 
     def on_progress(self, peer: PeerId, message: Progress) -> None:
-        """P is alive, and perhaps writes."""
+        """Note a sign of life from P, and what it has written."""
         reservation = self._open.get(message.load_id)
         part = None if reservation is None else reservation.parts.get(peer.rank)
         if reservation is None or part is None or reservation.reserve.owner != peer.owner:
@@ -181,7 +181,7 @@ class Receiving:
             self._go_on_checking(part)
 
     def on_pushed(self, peer: PeerId, message: Pushed) -> None:
-        """P has written everything; check what is left of it."""
+        """Check the rest, since P has written everything."""
         part = self._find(peer, message.load_id, IncomingState.SENT, IncomingState.ACCEPTED)
         if part is None:
             return
@@ -200,7 +200,7 @@ class Receiving:
         self._go_on_checking(part)
 
     def on_fail(self, peer: PeerId, message: Fail) -> None:
-        """P writes nothing any more."""
+        """End a part to which P writes nothing more."""
         part = self._find(peer, message.load_id, *EXPOSED, IncomingState.CHECKING)
         if part is None:
             return
@@ -209,7 +209,7 @@ class Receiving:
         self._give_up(part.reservation, why, f"{peer} says: {message.reason}")
 
     def on_lost(self, peer: PeerId, reason: LoadFailure, detail: str) -> None:
-        """A rank of P cannot be reached. What it has written and said so is good all the same."""
+        """Handle the loss of a rank of P. KV that it reported as fully written is still good."""
         now_s = self._now_s()
         for part in self._open.of(peer):
             match part.state:
@@ -239,7 +239,7 @@ class Receiving:
             part.process = None if peer is None else peer.process
 
     def _go_on_checking(self, part: IncomingPart) -> None:
-        """Take the digests of what is written; when they are all, and P's are here, compare."""
+        """Take digests of written tokens; once all are taken and P's are here, compare."""
         if part.is_taking or part.state not in CHECKED or part.reservation.failure is not None:
             return
         check = part.check
@@ -259,7 +259,7 @@ class Receiving:
         self._seams.background.submit(work, part.reservation.reserve.request_id)
 
     def _on_taken(self, part: IncomingPart, piece: Piece, found: bytes, digest_s: float) -> None:
-        """Digests of some of what a rank of P has written are taken."""
+        """Add the digests of a piece that a rank of P has written."""
         part.is_taking = False
         part.check.add(piece, found)
         if part.state is IncomingState.CHECKING:
@@ -267,7 +267,7 @@ class Receiving:
         self._go_on_checking(part)
 
     def _on_checked(self, part: IncomingPart, pushed: Pushed) -> None:
-        """All digests of what a rank of P has written are taken: compare them with its own."""
+        """Compare the digests taken, now complete, with those of the rank of P."""
         reservation, reserve, rank = part.reservation, part.reservation.reserve, part.rank
         num_valid = digests.num_valid_tokens(
             reserve.owner.shape,
@@ -294,14 +294,14 @@ class Receiving:
         )
         detail = f"rank {rank} of {reserve.owner.engine_id} has written other bytes than it has"
         if not was_heard:
-            part.state = IncomingState.OVER  # it writes again only when told to
+            part.state = IncomingState.OVER  # P writes again only on request
             self._give_up(reservation, LoadFailure.DIGEST, detail)
             return
         part.state, part.alive_s = IncomingState.ACCEPTED, self._now_s()
         if part.was_rewritten:
             # It is answered by `Fail`.
             self._give_up(reservation, LoadFailure.DIGEST, detail)
-        # Nothing is settled before P has said so of what it writes now, and that it says last.
+        # Nothing counts as settled until P reports it of this second writing.
         part.was_rewritten, part.check = (
             True,
             reservation.new_check(part.route, self._seams.digests),
@@ -325,7 +325,7 @@ class Receiving:
         self._finish_if_over(reservation)
 
     def _ask_to_end(self, part: IncomingPart) -> None:
-        """Have P say that it writes nothing any more."""
+        """Ask P to confirm that it writes nothing more."""
         reserve = part.reservation.reserve
         part.asked_s = self._now_s()
         was_heard = self._peers.send_to(reserve.owner, part.rank, Abort(reserve.load_id))
@@ -362,7 +362,7 @@ class Receiving:
                 reason = None if peer is None else peer.trouble
                 self._give_up(reservation, *(reason or (LoadFailure.HANDSHAKE, late)))
             case IncomingState.SENT | IncomingState.ACCEPTED:
-                # It may be late to say that it has ended; that is still the cheapest end.
+                # P's answer may only be late, and it is still the cheapest way to end.
                 quiet_s = now_s - part.alive_s
                 self._give_up(
                     reservation,
@@ -379,7 +379,7 @@ class Receiving:
                 pass
 
     def _fence_if_due(self, now_s: float) -> None:
-        """Fence for the sake of LOST parts, once that costs nobody else anything."""
+        """Fence to end LOST parts, once no other transfer is affected or the quarantine is over."""
         lost = [part for part in self._open.parts(IncomingState.LOST) if self._is_stopped(part)]
         if not lost:
             return
@@ -391,7 +391,7 @@ class Receiving:
             self.stop_all("a rank of P was lost while it could write here")
 
     def stop_all(self, reason: str) -> None:
-        """Fence: what was written through the target is over, for better or worse."""
+        """Fence, which ends for certain all writing through the current target."""
         self._is_fencing = True
         try:
             self._fence(reason)
@@ -408,7 +408,7 @@ class Receiving:
     # ---- small answers -----------------------------------------------------------------
 
     def _find(self, peer: PeerId, load_id: int, *states: IncomingState) -> IncomingPart | None:
-        """The part that a message is of, if it is in one of these states; else it is counted."""
+        """Return the part that a message is about, if in one of these states; else count it."""
         reservation = self._open.get(load_id)
         part = None if reservation is None else reservation.parts.get(peer.rank)
         if (
