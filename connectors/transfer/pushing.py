@@ -4,8 +4,8 @@ It has all pushes of one rank, and takes what its engine wants of them, what ste
 what Ds say; a push goes its way by itself (`pushes`). Of each that ended badly the engine hears
 `Withdrawn`, or `Settled` if it was the one to stop it.
 
-D is waited for as long as it says that it waits: by heartbeats, which name the nonce. It knows
-neither links nor transports; whoever runs the loop calls `tick`.
+A push waits for D as long as D sends heartbeats that name its nonce. This module knows neither
+links nor transports; the owner of the loop calls `tick`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Pushing:
     """All pushes of one rank of P.
 
     Args:
-        leases: Where it holds off the settling of blocks that are being written from.
+        leases: Table that keeps blocks from settling while they are being written from.
 
     Attributes:
-        observations: What steps have cost; the thread that runs steps empties it.
+        observations: Costs of steps; the thread that runs steps empties it.
         last_step_s: When this rank last ran a step; the thread that runs steps writes it.
     """
 
@@ -75,12 +75,12 @@ class Pushing:
 
     @property
     def num_live(self) -> int:
-        """Pushes that are not over."""
+        """Number of pushes that are not over."""
         return len(self._pushes)
 
     @property
     def reading(self) -> list[Push]:
-        """Those of which something reads from P's blocks now."""
+        """Return the pushes that are reading from P's blocks now."""
         return [push for push in self._pushes.values() if push.is_reading]
 
     def due_s(self) -> float:
@@ -108,7 +108,7 @@ class Pushing:
     # ---- what this engine wants --------------------------------------------------------
 
     def expect(self, expect: Expect) -> None:
-        """A request waits for D; take up the registrations that came before."""
+        """Expect D's registrations for a request, and take up any that came before."""
         nonce = expect.nonce
         if (over := self._over.get(nonce)) is not None:
             self._facts.withdrawn.append(Withdrawn(nonce=nonce, reason=over.reason))
@@ -130,7 +130,7 @@ class Pushing:
         push.advance()
 
     def on_step(self, step: ChunkStep) -> None:
-        """Part of a chunk, or all of it, is complete in memory: write it."""
+        """Write the part of a chunk, or all of it, that is now complete in memory."""
         chunk = step.chunk
         push = self._pushes.get(chunk.nonce)
         if push is None or push.ending is not None:
@@ -149,9 +149,9 @@ class Pushing:
         push.write(step)
 
     def grant(self, grant: Grant) -> None:
-        """The request is finished; under its push's nonce, D gets the handoff with the last byte.
+        """Finish a request; under its push's nonce, D gets the handoff with the last byte.
 
-        Under another nonce, or without a handoff, the push is none any more.
+        Under another nonce, or without a handoff, the push ends.
         """
         push = self._by_request.get(grant.request_id)
         if push is None or push.ending is not None:
@@ -166,7 +166,7 @@ class Pushing:
         push.say_if_pushed()
 
     def stop(self, stop: Stop) -> None:
-        """Write nothing more; `Settled` follows when nothing reads from the blocks."""
+        """Stop a push; `Settled` follows once nothing is reading from its blocks."""
         push = self._pushes.get(stop.nonce)
         if push is None:
             self._keep(self._over, stop.nonce, Ending(stop.reason))
@@ -176,14 +176,14 @@ class Pushing:
         push.end(stop.reason)
 
     def end_all(self, reason: str) -> None:
-        """Write nothing more at all."""
+        """End all pushes."""
         for push in list(self._pushes.values()):
             push.end(reason)
 
-    # ---- what Ds say -------------------------------------------------------------------
+    # ---- messages from Ds --------------------------------------------------------------
 
     def register(self, destination: Destination, message: Register) -> None:
-        """D has blocks for it."""
+        """Take D's registration of blocks."""
         nonce = message.nonce
         push = self._pushes.get(nonce)
         known = None if push is None else push.parts.get(destination.life)
@@ -214,7 +214,7 @@ class Pushing:
         push.add_part(destination, message, route)
 
     def taken(self, destination: Destination, message: Taken) -> None:
-        """D has checked what was written."""
+        """Take D's verdict on the bytes written."""
         if message.valid and self._overtaken.pop((destination.life, message.load_id)) is not None:
             return
         push, part = self._find(destination, message.load_id)
@@ -242,7 +242,7 @@ class Pushing:
         push.rewrite(part)
 
     def abort(self, destination: Destination, message: Abort) -> None:
-        """D does not want it any more. It hears `Fail` when nothing is in flight."""
+        """End a push for D, which gets `Fail` once nothing is in flight."""
         push, part = self._find(destination, message.load_id)
         if push is None or part is None or part.is_through:
             destination.send(Fail(message.load_id, "nothing is being written"))
@@ -251,7 +251,7 @@ class Pushing:
         push.end("D gave it up", aborted=True)
 
     def heard(self, destination: Destination, nonces: Iterable[str]) -> None:
-        """D still waits for these."""
+        """Note that D still waits for these."""
         now_s = self._clock.monotonic_s()
         for nonce in nonces:
             push = self._pushes.get(nonce)
@@ -259,11 +259,11 @@ class Pushing:
                 push.alive_s = now_s
 
     def released(self, nonce: str, end: LeaseEnd) -> bool:
-        """D says that the lease under this nonce is over.
+        """Take D's message that the lease under this nonce is over.
 
         Returns:
-            Whether the lease table is to be told later, by this object, when nothing is written
-            any more.
+            Whether this object will tell the lease table later, once nothing more is being
+            written.
         """
         push = self._pushes.get(nonce)
         if push is None:
@@ -282,7 +282,7 @@ class Pushing:
         return True
 
     def lost(self, destination: Destination) -> None:
-        """A connection is gone: nothing is written for it any more."""
+        """End the writing over a lost connection."""
         self._destinations.lost(destination)
         for push in list(self._pushes.values()):
             for part in push.parts.values():
@@ -293,7 +293,7 @@ class Pushing:
     # ---- small answers -----------------------------------------------------------------
 
     def _on_over(self, push: Push) -> None:
-        """Forget a push, and say how it ended if it ended badly."""
+        """Forget a push, and report its end if it ended badly."""
         del self._pushes[push.nonce]
         self._keep(self._over, push.nonce, push.ending or Ending("D has taken it"))
         expect, now_s = push.expect, self._clock.monotonic_s()
@@ -320,7 +320,7 @@ class Pushing:
     def _find(
         self, destination: Destination, load_id: int
     ) -> tuple[Push, OutgoingPart] | tuple[None, None]:
-        """The part that this rank of D calls so, whatever connection it registered over."""
+        """Return this rank of D's part by D's load id, whichever connection registered it."""
         for push in self._pushes.values():
             part = push.parts.get(destination.life)
             if part is not None and part.register.load_id == load_id:
@@ -334,7 +334,7 @@ class Pushing:
 
 
 def _why_not_writable(source: KVShape, hello: Hello, message: Register) -> str | None:
-    """Why what a rank of D has registered cannot be written; None = it can, as far as is known."""
+    """Return why a registration cannot be written to; None = it can, as far as is known."""
     shape = hello.shape
     num_blocks = -(-message.num_tokens // shape.block_size)
     if message.num_tokens < 1 or len(message.block_ids) < num_blocks:
@@ -349,7 +349,7 @@ def _why_not_writable(source: KVShape, hello: Hello, message: Register) -> str |
 
 
 def _why_not_of(push: Push, destination: Destination, message: Register) -> str | None:
-    """Why what a rank of D has registered is no part of this push; None = it is."""
+    """Return why a registration is not part of this push; None = it is."""
     if destination.life in push.parts:
         return "this rank has registered other blocks for it"
     why = _why_not_expected(push, destination.hello)
@@ -361,7 +361,7 @@ def _why_not_of(push: Push, destination: Destination, message: Register) -> str 
 
 
 def _why_not_expected(push: Push, hello: Hello) -> str | None:
-    """Why a rank is not of the D that a push is for; None = it is, or nobody knows yet."""
+    """Return why a rank is not of this push's D; None = it is, or that is not known yet."""
     if push.expect is None:
         return None
     decode = push.expect.decode
@@ -378,7 +378,7 @@ def _why_not_expected(push: Push, hello: Hello) -> str | None:
 def _why_overdue(
     push: Push, now_s: float, *, transfer: TransferConfig, last_step_s: float
 ) -> str | None:
-    """Why a push is given up now; None = it is not.
+    """Return why a push is given up now; None = it is not.
 
     Args:
         now_s: Monotonic seconds, like all times here.
@@ -391,10 +391,10 @@ def _why_overdue(
     if now_s >= push.alive_s + lease_s:
         return f"no sign of life from {push.expect.decode.engine_id} for {lease_s:.1f} s"
     if now_s >= push.incomplete_since_s + lease_s:
-        # One of its ranks has given up, perhaps, and another that was not told so waits on.
+        # Perhaps one of its ranks has given up, and another still waits, unaware of it.
         return f"only some of D's ranks have registered for {lease_s:.1f} s"
     if now_s >= _stuck_at_s(push, lease_s, last_step_s):
-        # Its pool may be full of what D would read, had it the blocks that wait for this.
+        # P's pool may be full of KV that D could read only into the blocks that wait here.
         return f"D's blocks wait, and no step has run here for {lease_s:.1f} s"
     timeout_s = transfer.transfer_timeout_s
     if any(now_s >= part.posted_since_s + timeout_s for part in push.parts.values()):
@@ -405,7 +405,7 @@ def _why_overdue(
 
 
 def _due_s(push: Push, *, transfer: TransferConfig, last_step_s: float) -> float:
-    """When something has to be done about a push by the clock; inf = never."""
+    """Return the next time at which a push needs attention; inf = never."""
     if push.ending is not None:
         return _NEVER
     lease_s = transfer.lease_s
@@ -420,5 +420,5 @@ def _due_s(push: Push, *, transfer: TransferConfig, last_step_s: float) -> float
 
 
 def _stuck_at_s(push: Push, lease_s: float, last_step_s: float) -> float:
-    """When a push that has not begun is given up, for nothing goes on at this engine."""
+    """Return when a push that has not begun is given up because this engine makes no progress."""
     return max(push.waits_since_s, last_step_s) + lease_s

@@ -36,7 +36,7 @@ _MAX_JOBS = 4
 
 @dataclass(slots=True, eq=False)
 class Destination:
-    """One rank of D, by its connection.
+    """One connection to a rank of D.
 
     Attributes:
         send: Sends it a message; after the connection is lost it does nothing.
@@ -56,18 +56,18 @@ class Destination:
 
     @property
     def life(self) -> tuple[str, str, int]:
-        """Which rank of which life of which engine; equal for all of its connections."""
+        """Engine, its incarnation, and rank; equal for all connections of one rank."""
         return self.hello.engine_id, self.hello.incarnation, self.hello.rank
 
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """One agent's.
+    """The memory of one agent of D.
 
     Attributes:
-        connections: Who may write to it again.
-        users: Who writes to it.
-        waiting: Those of them that were not told yet that they may.
+        connections: The connections whose pushes may still write to it.
+        users: The users that write to it.
+        waiting: The users that still wait for the warm-up.
     """
 
     remote: Remote
@@ -80,10 +80,10 @@ class _Memory:
 
 
 class Destinations:
-    """What is known of the memory of Ds, by their agents.
+    """The known memories of Ds, by agent.
 
     Args:
-        mover: What will write there.
+        mover: The mover that will write there.
     """
 
     def __init__(self, mover: Mover) -> None:
@@ -96,7 +96,7 @@ class Destinations:
         user: Hashable,
         on_ready: Callable[[str | None], None],
     ) -> Remote:
-        """Meet its memory, and have the mover warm up to it.
+        """Learn the memory of a destination, and have the mover warm up to it.
 
         Args:
             user: Until it is `let_go`, and `destination` is `lost`, the memory stays known.
@@ -120,9 +120,9 @@ class Destinations:
         return memory.remote
 
     def let_go(self, user: Hashable) -> None:
-        """`user` writes nothing more, and nothing of it is in flight. O(memories).
+        """Let go of a user that writes nothing more and has nothing in flight. O(memories).
 
-        Its D may have another agent, and so another memory, by now.
+        Its D may by now have another agent, and so another memory.
         """
         memory = next((each for each in self._memories.values() if user in each.users), None)
         if memory is None:
@@ -132,14 +132,14 @@ class Destinations:
         self._forget_if_unused(memory)
 
     def lost(self, destination: Destination) -> None:
-        """A connection is gone: its memory is forgotten, now or when nobody writes to it."""
+        """Forget the memory of a lost connection, now or once it has no users."""
         memory = self._memories.get(destination.hello.agent_metadata)
         if memory is not None:
             memory.connections.discard(destination)
             self._forget_if_unused(memory)
 
     def _warm_up(self, memory: _Memory) -> None:
-        """Read a little of the pool itself: any of its bytes will do, and nothing is changed."""
+        """Read a little of the pool itself: any bytes will do, and none are changed."""
         memory.is_warming = True
         self._mover.warm_up(
             memory.remote,
@@ -179,7 +179,7 @@ class OutgoingState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens to write, of all layers or of some of this rank's (absolute)."""
+    """Tokens to write, in all of this rank's layers or in some (absolute)."""
 
     first_token: int
     end_token: int
@@ -195,20 +195,20 @@ class _Begun:
 
 
 class OutgoingPart:
-    """One rank of D. Compared by identity; it is the tag of its jobs.
+    """The writes of a push to one rank of D. Compared by identity; it is the tag of its jobs.
 
     Args:
-        on_settled: Called when a write has ended, and everything here says so.
+        on_settled: Called when a write has ended, after this object is up to date.
         on_slow: Called for each write that goes on after its post.
 
     Attributes:
-        remote, is_ready: Its memory, and whether the mover has warmed up to it.
-        num_jobs: What is submitted and has not settled.
+        remote, is_ready: D's memory, and whether the mover has warmed up to it.
+        num_jobs: Number of jobs submitted and not settled.
         last_s: When the last byte was written.
-        needs_agent: D was told that its agent is needed.
-        until_s: When D must have answered.
-        num_bytes, num_descriptors: What was written.
-        told: What D knows to be written: tokens and layers, as in `Progress`.
+        needs_agent: Whether D was told that its agent is needed.
+        until_s: Deadline for D's answer.
+        num_bytes, num_descriptors: Totals written.
+        told: Tokens and layers reported to D as written, as in `Progress`.
     """
 
     def __init__(
@@ -245,28 +245,28 @@ class OutgoingPart:
 
     @property
     def is_through(self) -> bool:
-        """Whether D needs nothing more of it: it has it, or was told that it failed."""
+        """Whether D needs nothing more: it has the KV, or was told of the failure."""
         return self.state in (OutgoingState.TAKEN, OutgoingState.OVER)
 
     @property
     def first_unsettled(self) -> Span | None:
-        """The first span that is not written yet; what was given before it is."""
+        """The first span that is not written yet; all spans added before it are."""
         if self._begun:
             return self._begun[0].span
         return self._todo[0] if self._todo else None
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that it was given is written."""
+        """Whether all added spans are written."""
         return not (self._todo or self.num_jobs)
 
     @property
     def posted_since_s(self) -> float:
-        """When the oldest write was posted that has not ended; inf if there is none."""
+        """When the oldest unfinished write was posted; inf if there is none."""
         return min((job.posted_s for job in self._jobs.values()), default=float("inf"))
 
     def add(self, span: Span) -> None:
-        """Write this after what it was given before."""
+        """Add a span, to be written after those added before."""
         last = self._todo[-1] if self._todo else None
         if (
             last is not None
@@ -280,13 +280,13 @@ class OutgoingPart:
         self._todo.append(span)
 
     def pump(self, block_ids: Sequence[BlockId]) -> None:
-        """Submit what waits, unless enough is under way.
+        """Submit waiting spans, unless enough is under way.
 
         Args:
-            block_ids: P's table, as far as what waits.
+            block_ids: P's table, at least up to the end of the waiting spans.
 
         Raises:
-            PeerError: It cannot be written; D's table does not fit.
+            PeerError: A span cannot be written; D's table does not fit.
         """
         while self._todo and self.num_jobs < _MAX_JOBS:
             span, register = self._todo.popleft(), self.register
@@ -309,7 +309,7 @@ class OutgoingPart:
                 self._submit(begun, piece, self.remote)
 
     def stop(self) -> None:
-        """Write nothing more; `num_jobs` are still to settle."""
+        """Stop writing; `num_jobs` jobs still have to settle."""
         self._todo.clear()
         self.num_jobs = self._seams.mover.abandon(self)
 
