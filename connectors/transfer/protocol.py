@@ -57,9 +57,9 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     """Registered memory that a peer may read.
 
     Attributes:
-        address: Of the first byte, in the owner's address space.
-        stride_bytes: Bytes per unit (a block); units lie densely.
-        num_units: How many.
+        address: Address of the first byte, in the owner's address space.
+        stride_bytes: Bytes per unit (a block); units are contiguous.
+        num_units: Number of units.
         memory: NIXL's name of the memory type, DRAM or VRAM.
         device: Device index; 0 for DRAM.
     """
@@ -72,11 +72,11 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """Its whole size."""
+        """Total size in bytes."""
         return self.stride_bytes * self.num_units
 
     def why_not_blocks_of(self, shape: KVShape, rank: int) -> str | None:
-        """Why this cannot be all blocks of that rank of an engine of that shape; None = it can."""
+        """Return why this cannot be all blocks of a rank in that shape; None = it can."""
         wanted = (shape.num_blocks, block_bytes(shape, rank))
         found = (self.num_units, self.stride_bytes)
         if found == wanted:
@@ -87,12 +87,12 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """D introduces itself and says whom it wants to talk to.
+    """D's introduction, naming the rank of P that it wants to talk to.
 
     Attributes:
-        rank: Of the one that says this, within its engine.
-        wants_incarnation: The life of P that D holds a handoff of.
-        wants_rank: The rank of P that it takes the other end for.
+        rank: The sender's rank within its engine.
+        wants_incarnation: The life of P whose handoff D holds.
+        wants_rank: The rank that D expects the other end to be.
         shape: How D's KV is shared out.
         agent_metadata, pool: D's own memory, for pushes.
         numerics: How D rounds; None where its version does not say.
@@ -113,11 +113,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Process(msgspec.Struct, frozen=True, array_like=True):
-    """Who runs where; see `processes`.
+    """The identity of a process on its host; see `processes`.
 
     Attributes:
         host: Equal for processes that could write to one another's memory.
-        started: Tells it from others that have had its pid.
+        started: Start time; tells it from earlier processes with the same pid.
     """
 
     host: str
@@ -151,14 +151,14 @@ class RefuseReason(enum.Enum):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """P will not serve; `detail` names both values."""
+    """P's refusal to serve D; `detail` names both values."""
 
     reason: RefuseReason
     detail: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The warm-up transfer is through."""
+    """The warm-up transfer has completed."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -184,7 +184,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """All bytes are at D: was the lease still valid, and what should they be?
 
     Attributes:
-        first_token: Where the read began.
+        first_token: First token of the read.
     """
 
     nonce: str
@@ -220,12 +220,12 @@ class LeaseRelease(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """Write the prompt's KV into these blocks as it comes to be.
+    """Write the prompt's KV into these blocks as it is computed.
 
     Attributes:
-        load_id: D's name for it; it never used it before.
-        block_ids: D's whole table.
-        first_token: D has those before it.
+        load_id: D's name for the load, never used before.
+        block_ids: D's whole block table.
+        first_token: First token to write; D has those before it.
     """
 
     nonce: str
@@ -243,15 +243,15 @@ class Accept(msgspec.Struct, frozen=True, tag="accept"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Said with each chunk, as it settles, and every sixth of a lease while P has it.
+    """Sent with each chunk, when it settles, and every sixth of a lease while P has the load.
 
     Attributes:
         num_tokens: Tokens that are written or being written.
         needs_agent: A write did not complete in its post: from here on its transport needs D's
             agent to make progress.
-        num_settled: Tokens that are written: nothing of them is in flight, nor will be, unless D
-            says that they are wrong. D may check them. An edge of P's blocks, or all.
-        layers_end: Of the tokens behind those, up to the last one, the layers before this one
+        num_settled: Tokens that are written: no write to them is in flight, nor will be unless D
+            reports them wrong. D may check them. At an edge of P's blocks, or all.
+        layers_end: Of the tokens after those, up to the last one, the layers before this
             (absolute) are written, too.
     """
 
@@ -288,7 +288,7 @@ class Taken(msgspec.Struct, frozen=True, tag="taken"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """D does not want it any more."""
+    """D no longer wants the load."""
 
     load_id: int
 
@@ -297,8 +297,8 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
     """P writes nothing (more) for this registration; nothing is in flight.
 
     Attributes:
-        aborted: A rank of D has asked for it by `Abort`. P may say so to another before that one
-            hears of it from its own engine.
+        aborted: Whether a rank of D asked for it by `Abort`. Another rank of D may learn this from
+            P before it does from its own engine.
     """
 
     load_id: int
@@ -307,13 +307,13 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
 
 
 class MoverFrame(msgspec.Struct, frozen=True, tag="mover"):
-    """What one side's mover says to the other's; the protocol does not look into it."""
+    """A message from one side's mover to the other's, opaque to the protocol."""
 
     body: bytes
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """This side closes the connection on purpose."""
+    """The sender closes the connection on purpose."""
 
     reason: str
 

@@ -1,8 +1,8 @@
 """The writing side of pushes: P serves Ds that have registered their blocks.
 
-It has all pushes of one rank, and takes what its engine wants of them, what steps have computed and
-what Ds say; a push goes its way by itself (`pushes`). Of each that ended badly the engine hears
-`Withdrawn`, or `Settled` if it was the one to stop it.
+It holds all pushes of one rank and takes the engine's instructions, computed steps and Ds'
+messages; each push is a state machine of its own (`pushes`). For a push that ended badly the
+engine gets `Withdrawn`, or `Settled` if the engine stopped it.
 
 A push waits for D as long as D sends heartbeats that name its nonce. This module knows neither
 links nor transports; the owner of the loop calls `tick`.

@@ -1,6 +1,6 @@
 """A reservation at D: the part of each rank of P, and the digests.
 
-Values, and what follows from them; `receiving` acts on them.
+Only values and what is derived from them; `receiving` acts on them.
 
 The digests of what a rank of P writes are taken piece by piece as P goes on (`Check`). Once P has
 said that the WRITEs of some tokens have settled, nobody writes these bytes: each earlier
@@ -53,7 +53,7 @@ class Piece:
 
 
 class Check:
-    """The digests of what one rank of P writes to one rank of D.
+    """The digests of the KV that one rank of P writes to one rank of D.
 
         tokens:  first ........ taken ........ settled ........ num_tokens
         layers:  all            all            [.., layers_end) of those behind `settled`
@@ -64,7 +64,7 @@ class Check:
     Args:
         digests: Of this rank's memory.
         block_ids: D's whole table.
-        first_token: Where the transfer begins.
+        first_token: First token of the transfer.
     """
 
     def __init__(
@@ -90,29 +90,29 @@ class Check:
 
     @property
     def found(self) -> bytes:
-        """What P's digests must be, once `next_piece` is None and all has settled."""
+        """The digests that P's must equal, once `next_piece` is None and all has settled."""
         return self._sums.tobytes()
 
     def settle(self, num_tokens: int, layers_end: int = 0) -> None:
-        """P has said that so much is written, and is not written any more.
+        """Note that P has finished writing these tokens.
 
         Args:
-            num_tokens: Tokens of which all layers are.
+            num_tokens: Number of leading tokens with all layers written.
             layers_end: Of the tokens behind them, up to the last, the layers before this one.
         """
         if num_tokens < self._num_tokens:
             num_tokens -= num_tokens % self._source.block_size
         self._settled = min(max(self._settled, num_tokens), self._num_tokens)
-        # What was said of the layers of more tokens holds for those behind `_settled`, too.
+        # Layers reported for a longer span of tokens hold for those after `_settled`, too.
         layers_end = min(layers_end, self._route.layers.stop)
         self._settled_layers_end = max(self._settled_layers_end, layers_end)
 
     def settle_all(self) -> None:
-        """P has said that everything is written."""
+        """Note that P has written everything."""
         self._settled = self._num_tokens
 
     def next_piece(self) -> Piece | None:
-        """What can be taken now, and is to be added before the next one is asked for."""
+        """Return a piece to take now, which must be added before the next call; None = none."""
         if self._taken >= self._num_tokens:
             return None
         layers = self._route.layers
@@ -126,7 +126,7 @@ class Check:
         return None
 
     def take(self, piece: Piece) -> bytes:
-        """Read memory. For any thread; heavy."""
+        """Return the digests of a piece, read from memory. For any thread; heavy."""
         return self._digests.found(
             self._source,
             dataclasses.replace(self._route, layers=piece.layers),
@@ -136,7 +136,7 @@ class Check:
         )
 
     def add(self, piece: Piece, taken: bytes) -> None:
-        """Keep what `take` has found."""
+        """Add the digests that `take` returned."""
         size = self._source.block_size
         sums = np.frombuffer(taken, _DIGEST)
         start = piece.first_token // size - self._first_block
@@ -168,16 +168,16 @@ CHECKED = (IncomingState.SENT, IncomingState.ACCEPTED, IncomingState.CHECKING)
 
 @dataclass(slots=True, eq=False)
 class IncomingPart:
-    """What one rank of P writes.
+    """The part of a reservation that one rank of P writes.
 
     Attributes:
         alive_s: P's last sign of life.
-        check: The digests of what P has written.
-        is_taking: One of its pieces is being taken.
-        needs_agent: P's transport does not write unless this side is driven.
-        asked_s: When P was last asked to end it.
-        lost_s: Since when it is LOST.
-        digest_s: What of the check came after `pushed`.
+        check: The digests of the KV that P has written.
+        is_taking: Whether the digests of one of its pieces are being taken.
+        needs_agent: Whether P's transport writes only while this side is driven.
+        asked_s: When P was last asked to end the part.
+        lost_s: When the part became LOST.
+        digest_s: Seconds of the check that came after `pushed`.
     """
 
     reservation: Reservation
@@ -197,16 +197,16 @@ class IncomingPart:
 
     @property
     def rank(self) -> int:
-        """Which rank of P."""
+        """The rank of P."""
         return self.route.source_rank
 
     def lose(self, now_s: float, mover: Mover) -> None:
-        """P cannot be told anything: it may still write, if the mover lets it."""
+        """Note that P cannot be reached: it may still write, if the mover lets it."""
         self.state = IncomingState.LOST if mover.outlives_links else IncomingState.OVER
         self.lost_s = self.asked_s = now_s
 
     def due_s(self, transfer: TransferConfig) -> float:
-        """When something has to be done about it (monotonic seconds); inf = never."""
+        """Return when the part next needs attention (monotonic seconds); inf = never."""
         match self.state:
             case IncomingState.WAITING:
                 return self.reservation.since_s + transfer.handshake_timeout_s
@@ -220,7 +220,7 @@ class IncomingPart:
                 return _NEVER
 
     def is_stopped_by_fence(self, processes: Processes) -> bool:
-        """Whether nothing is written any more once the target that P writes to is gone."""
+        """Whether all writing ends once the target that P writes to is gone."""
         process = self.process
         return (
             process is None
@@ -234,9 +234,9 @@ class Reservation:
     """Blocks that one P writes into.
 
     Attributes:
-        parts: What each rank of P writes, by rank.
+        parts: The part of each rank of P, by rank.
         began_s: When P was first known to write; inf before.
-        failure: Why it ends without KV.
+        failure: Why the reservation ends without KV.
     """
 
     reserve: Reserve
@@ -252,7 +252,7 @@ class Reservation:
         return all(each.handoff == pushed[0].handoff for each in pushed)
 
     def why_wrong(self, handoff: KVHandoff) -> str | None:
-        """Why a handoff cannot be the one of this push; None = it can."""
+        """Return why a handoff cannot be that of this push; None = it can."""
         reserve = self.reserve
         for what, theirs, ours in (
             ("nonce", handoff.nonce, reserve.nonce),
@@ -266,7 +266,7 @@ class Reservation:
 
     @property
     def registration(self) -> Register:
-        """What D says to each rank of P."""
+        """The registration that D sends to each rank of P."""
         reserve = self.reserve
         return Register(
             reserve.nonce,
@@ -278,7 +278,7 @@ class Reservation:
         )
 
     def new_check(self, route: Route, digests: BlockDigests) -> Check:
-        """The digests of what is to come over a route, of which none is taken."""
+        """Return a check, with no digests taken yet, of the KV to come over a route."""
         reserve = self.reserve
         return Check(
             digests,
@@ -290,7 +290,7 @@ class Reservation:
         )
 
     def failed(self, reason: LoadFailure, detail: str) -> Failed:
-        """What is reported of one that ends without KV; it is logged here."""
+        """Return, and log, the report of a reservation that ends without KV."""
         reserve = self.reserve
         log_event(
             _log,
@@ -309,7 +309,7 @@ class Reservation:
         )
 
     def received(self, now_s: float) -> Received:
-        """What is reported of one whose parts are all GOOD."""
+        """Return the report of a reservation whose parts are all GOOD."""
         reserve, parts, pushed = self.reserve, self.parts.values(), self._pushed
         began_s = min(self.began_s, *(part.pushed_s for part in parts))
         return Received(
@@ -334,10 +334,10 @@ class Reservation:
 
 
 class Reservations(dict[int, Reservation]):
-    """Those that are not reported, by the id of their load."""
+    """The reservations that are not reported yet, by load id."""
 
     def parts(self, *states: IncomingState) -> list[IncomingPart]:
-        """All parts that are in one of these states; without any, all."""
+        """Return the parts in any of these states; all parts if no state is given."""
         return [
             part
             for reservation in self.values()
@@ -346,11 +346,11 @@ class Reservations(dict[int, Reservation]):
         ]
 
     def due_s(self, transfer: TransferConfig) -> float:
-        """When something has to be done about one by the clock; inf = never."""
+        """Return when a part next needs attention; inf = never."""
         return min((part.due_s(transfer) for part in self.parts()), default=_NEVER)
 
     def of(self, peer: PeerId) -> list[IncomingPart]:
-        """All parts of a rank of P."""
+        """Return all parts of a rank of P."""
         return [
             reservation.parts[peer.rank]
             for reservation in self.values()
@@ -358,7 +358,7 @@ class Reservations(dict[int, Reservation]):
         ]
 
     def exposed_to(self, peer: PeerId, block_size: int) -> set[BlockId]:
-        """The blocks, of so many tokens each, that a rank of P may write now."""
+        """Return the blocks, of `block_size` tokens each, that a rank of P may write now."""
         exposed = (IncomingState.SENT, IncomingState.ACCEPTED)
         reserves = [part.reservation.reserve for part in self.of(peer) if part.state in exposed]
         return {
