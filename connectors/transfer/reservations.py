@@ -98,7 +98,7 @@ class Check:
 
         Args:
             num_tokens: Number of leading tokens with all layers written.
-            layers_end: Of the tokens behind them, up to the last, the layers before this one.
+            layers_end: End of the layers written of the tokens after those, up to the last.
         """
         if num_tokens < self._num_tokens:
             num_tokens -= num_tokens % self._source.block_size

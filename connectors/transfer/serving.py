@@ -1,9 +1,9 @@
 """The P side of a rank: serves the Ds that are connected to it.
 
-It answers handshakes, keeps the lease table by what the Ds say, and says of each read whether
-the lease was still valid after its last byte, and what the bytes should be. For a read P moves
-nothing itself; at most it drives its side of a transport while a D's transport needs it
-(`needs_progress`). What Ds say of pushes goes to `pushing`.
+It answers handshakes, keeps the lease table from the Ds' messages, and reports for each read
+whether the lease was still valid after the last byte, and the digests. P moves no bytes for a
+read; at most it drives its side of a transport while a D's transport needs it
+(`needs_progress`). Ds' messages about pushes go to `pushing`.
 
 Digests are taken beside this thread, with the steps of a prompt, and from the grant on those that
 are left; a `Done` that comes before they are waits for them. Whoever may be reading from a leased
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_UNAUTHENTICATED = 64
-# A grant reaches this thread at the latest when the step that runs beside it has ended. After what
-# would have been its lease, nobody waits for it.
+# A grant reaches this thread no later than the end of the concurrent step. Once its lease would
+# have expired, it is no longer waited for.
 _GRANT_GRACE_S = 5.0
 
 
@@ -64,8 +64,8 @@ class _Client:
     """One D, by its link.
 
     Attributes:
-        destination: Who it is, once it has been welcomed.
-        is_wiring: From Welcome to Ready: its warm-up needs our progress.
+        destination: Its identity, once it has been welcomed.
+        is_wiring: True from Welcome to Ready, while its warm-up needs our progress.
         reads: Nonces by read id, from Begin until the read is over.
         assisting: Those of `reads` whose transport needs our progress, and until when.
     """
@@ -90,10 +90,10 @@ class _Parked:
 
 @dataclass(slots=True, eq=False)
 class _Granted:
-    """What is leased under a nonce.
+    """The grant under a nonce.
 
     Attributes:
-        is_digested: Its digests are taken.
+        is_digested: Whether its digests are taken.
     """
 
     grant: Grant
@@ -104,8 +104,8 @@ class Server:
     """All connected Ds and all leases.
 
     Attributes:
-        leases: Those that it keeps.
-        pushing: What is written for Ds.
+        leases: The lease table.
+        pushing: The pushes to Ds.
     """
 
     def __init__(self, seams: Seams, facts: Facts) -> None:
@@ -115,7 +115,7 @@ class Server:
         self._numerics = NumericsWatch(seams.context)
         self._transfer = seams.transfer
         self._clock = seams.clock
-        # In the order in which they came: a set would be gone through by their addresses.
+        # In order of arrival: a set would be iterated by memory address.
         self._clients: dict[_Client, None] = {}
         self._parked: list[_Parked] = []
         self.leases = LeaseTable(self._transfer.lease_s)
@@ -141,7 +141,7 @@ class Server:
         )
 
     def accept(self, link: PeerLink) -> None:
-        """A D, or anybody, has connected."""
+        """Take a new connection, which may not be from a D."""
         unknown = [c for c in self._clients if not c.link.is_authenticated]
         if len(unknown) >= _MAX_UNAUTHENTICATED:
             self._drop(
@@ -157,9 +157,9 @@ class Server:
         )
 
     def grant(self, grant: Grant) -> None:
-        """Start a lease and take what is not known of its digests.
+        """Start a lease and take those of its digests that are not known yet.
 
-        A repeated one is counted and ignored.
+        A repeated grant is counted and ignored.
         """
         now_s, num_reused = self._clock.monotonic_s(), self.leases.num_reused
         is_first = self.leases.grant(
@@ -183,19 +183,18 @@ class Server:
             return
         self.pushing.grant(grant)
         self._granted[grant.nonce] = granted = _Granted(grant)
-        # The digests hold the blocks, as a reader does that never hangs.
+        # Taking digests holds the blocks, like a reader that never hangs.
         self.leases.begin_read(grant.nonce, granted, now_s, until_s=float("inf"))
         self._take_up_reads(grant.nonce)
         self._take_digests(granted)
         self._look_at_parked(grant.nonce)
 
     def add_step(self, step: ChunkStep) -> None:
-        """Part of a chunk, or all of it, is complete in memory: that of a push is written.
+        """Take a chunk that is complete in memory, or part of one; if pushed, it is written.
 
-        Of a prompt that will be pulled the digests are taken, so that they are known when its lease
-        begins, but for those of its last chunk. That holds no block: one that has been handed out
-        meanwhile is of another generation, and the digests of the one before are never asked for
-        again.
+        For a prompt that will be pulled, digests are taken, so that all but those of its last chunk
+        are known when its lease begins. That holds no block: a block handed out meanwhile is of
+        another generation, and the digests of the previous one are never asked for again.
         """
         if step.chunk.nonce:
             self.pushing.on_step(step)
@@ -308,7 +307,7 @@ class Server:
         )
 
     def _take_digests_of(self, chunk: Chunk) -> None:
-        """Of its whole blocks; the last one may be written on."""
+        """Take digests of a chunk's whole blocks; a partial last block may still be written to."""
         size = self._context.shape.block_size
         first_token = chunk.start_token - chunk.start_token % size
         end_token = chunk.end_token - chunk.end_token % size
@@ -344,7 +343,7 @@ class Server:
         now_s = self._clock.monotonic_s()
         granted = self._granted.get(done.nonce)
         if granted is not None and not granted.is_digested:
-            # It stays a reader: the digests must be those of the blocks it has read.
+            # It stays a reader, because the digests must be of the blocks it has read.
             self._parked.append(_Parked(client, done, now_s + self._transfer.transfer_timeout_s))
             return
         match self.leases.confirm(done.nonce, (client, done.read_id), now_s):
@@ -358,7 +357,7 @@ class Server:
                 self._parked.append(_Parked(client, done, now_s + grace_s))
 
     def _confirm(self, client: _Client, done: Done) -> None:
-        """Say that the lease is valid, and what D should have."""
+        """Confirm that the lease is valid, and send the digests."""
         granted, destination = self._granted[done.nonce], client.destination
         if destination is None:
             return
@@ -401,7 +400,7 @@ class Server:
         self.leases.end_read(nonce, (client, read_id))
 
     def _patience_ends_s(self, client: _Client) -> float:
-        """When a D that has not come through its handshake is dropped."""
+        """Return when a D is dropped whose handshake has not completed."""
         if client.greeted and not client.is_wiring:
             return float("inf")
         return client.since_s + 2 * self._transfer.handshake_timeout_s
@@ -429,10 +428,10 @@ class Server:
 
 
 def _welcomed(client: _Client, message: ToServer) -> Destination:
-    """Who says something that only a D says which is served.
+    """Return the sender of a message that only a welcomed D may send.
 
     Raises:
-        FrameError: It is not.
+        FrameError: The sender has not been welcomed.
     """
     if client.destination is None:
         raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} of nobody")
@@ -440,4 +439,4 @@ def _welcomed(client: _Client, message: ToServer) -> Destination:
 
 
 def _nothing() -> None:
-    """Nobody waits for these digests."""
+    """Do nothing: no read waits for these digests."""

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint, Failed
 
 
-# Where nothing was measured yet: about the length at which it pays on machines that were tried.
+# Until something is measured: about the length at which it pays on the machines tried.
 _FIRST_GUESS_TOKENS = 256
-# Both ways are tried so often before they are compared, and the worse one now and then after.
+# Samples of each way before they are compared; the worse one is still tried now and then.
 _MIN_SAMPLES = 3
 _EXPLORE_EVERY = 16
 _REMEMBERED = 9
@@ -38,25 +38,25 @@ class Runner(Protocol):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where peers connect to."""
+        """Address that peers connect to."""
         ...
 
     @property
     def observations(self) -> deque[Observation]:
-        """What pushed chunks have cost; whoever runs the steps takes them out."""
+        """Costs of pushed chunks; the thread that runs the steps removes them."""
         ...
 
     def submit(self, metadata: ConnectorMetadata) -> None:
         """Take instructions. Never blocks."""
 
     def submit_step(self, step: ChunkStep) -> None:
-        """Take word that KV of a chunk is complete. Never blocks."""
+        """Take note that KV of a chunk is complete. Never blocks."""
 
     def note_step(self, now_s: float) -> None:
-        """Take word that a step has run."""
+        """Take note that a step has run."""
 
     def take_report(self) -> ConnectorReport:
-        """Facts since the last call."""
+        """Return the facts since the last call."""
         ...
 
     def close(self, timeout_s: float) -> None:
@@ -89,13 +89,13 @@ class LayerwiseChoice:
         self._buckets: dict[int, _Bucket] = {}
 
     def choose(self, num_step_tokens: int) -> bool:
-        """Whether the next step of so many tokens is to be written layer by layer.
+        """Return whether the next step of this length should be written layer by layer.
 
         Until both ways were measured it takes them in turn; then the cheaper one, and the
         other one in every sixteenth step, because machines change.
 
         Args:
-            num_step_tokens: Of all requests together; at least 1.
+            num_step_tokens: Tokens of all requests together; at least 1.
         """
         bucket = self._bucket(num_step_tokens)
         bucket.num_chosen += 1
@@ -107,11 +107,11 @@ class LayerwiseChoice:
     def observe(
         self, num_step_tokens: int, *, layerwise: bool, step_s: float, exposed_s: float
     ) -> None:
-        """Learn what a step has cost.
+        """Learn the cost of a step.
 
         Args:
-            step_s: From the step's begin to the end of its computation.
-            exposed_s: From there to the last byte written.
+            step_s: Seconds from the start of the step to the end of its computation.
+            exposed_s: Seconds from there to the last byte written.
         """
         costs = self._bucket(num_step_tokens).costs[layerwise]
         costs.append((step_s + exposed_s) / max(1, num_step_tokens))
@@ -138,7 +138,7 @@ class TransferWorker(KVConnectorWorker):
     `wait_for_save` is: whoever runs steps has waited for the device.
 
     Args:
-        start: Makes what runs the protocol, over KV memory.
+        start: Makes the runner of the protocol, given KV memory.
     """
 
     def __init__(self, start: Callable[[torch.Tensor, KVLayout], Runner], *, clock: Clock) -> None:
@@ -149,7 +149,7 @@ class TransferWorker(KVConnectorWorker):
         self._choice = LayerwiseChoice()
         self._chunks: list[Chunk] = []
         self._step_began_s = 0.0
-        # Chunks of the step that runs which are written layer by layer; mostly none.
+        # Chunks of the running step that are written layer by layer; mostly none.
         self._layerwise: list[Chunk] = []
 
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> Endpoint:
