@@ -1,13 +1,13 @@
 """The interfaces that the protocol is built on, and the facts it reports to its engine.
 
-All that it stands on is passed in, and nothing is patched.
+All its dependencies are passed in, and nothing is patched.
 
 A `PeerLink`, made by a `Dialer`, carries frames to and from another rank. A `Mover` copies bytes:
 
     submitted -> posted -> settled (all bytes are there, or failed as a value)
         `--- abandoned: never posted, or settled once nothing can land any more
 
-A posted copy cannot be taken back; an abandoned one is told to its owner only when nothing of it
+A posted copy cannot be taken back; the end of an abandoned one is reported only when none of it
 can land any more, whatever the mover has to do for that.
 
 PeerError
@@ -48,7 +48,7 @@ _NEVER = float("inf")
 
 
 class Fault(enum.Enum):
-    """What is wrong with what a peer sent; a counter's label."""
+    """The fault in a peer's message; a counter's label."""
 
     MAGIC = "magic"
     OVERSIZE = "oversize"
@@ -59,7 +59,7 @@ class Fault(enum.Enum):
 
 
 class FrameError(PeerError):
-    """A peer sent what it should not; its link is of no further use."""
+    """A peer sent an invalid message; its link is of no further use."""
 
     def __init__(self, fault: Fault, detail: str) -> None:
         super().__init__(f"{fault.value}: {detail}")
@@ -90,7 +90,7 @@ class PeerLink(Protocol):
     def attach(
         self, on_message: Callable[[Any], None], on_lost: Callable[[PeerError], None]
     ) -> None:
-        """Say who takes what comes; called once, before anything is sent.
+        """Set the callbacks; called once, before anything is sent.
 
         Args:
             on_message: Takes each message, one of the union that this end may be sent. A
@@ -103,20 +103,20 @@ class PeerLink(Protocol):
         """Send. It never raises: what cannot be sent ends the link."""
 
     def close(self) -> None:
-        """End it, without a call of `on_lost`; may be repeated."""
+        """End the link without calling `on_lost`; may be repeated."""
 
 
 class Dialer(Protocol):
     """Makes links to other ranks."""
 
     def connect(self, endpoint: Endpoint, peer: str) -> PeerLink:
-        """Begin to connect; what is sent meanwhile waits. Never blocks.
+        """Begin to connect; messages sent meanwhile wait. Never blocks.
 
         Args:
             peer: The other end, for messages.
 
         Raises:
-            UnreachableError: It is known at once that nobody can be reached there.
+            UnreachableError: It is known at once that the endpoint cannot be reached.
         """
         ...
 
@@ -130,11 +130,11 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoverLink:
-    """A link to a peer, for what this side's mover and the peer's have to say to one another.
+    """A link to a peer, for messages between this side's mover and the peer's.
 
     Attributes:
-        metadata: How the peer's mover is found.
-        say: Says something to it; after the link is lost it does nothing.
+        metadata: The address of the peer's mover.
+        say: Sends it a message; does nothing after the link is lost.
         exposed: Returns the blocks of this side that the peer may write now.
     """
 
@@ -163,7 +163,7 @@ class ExposedMemory:
     """This side's memory, for peers.
 
     Attributes:
-        metadata: How a peer's mover finds it; another one after each fence.
+        metadata: The address by which a peer's mover finds it; changes with each fence.
         pool: All KV blocks, one unit each.
         scratch: For warm-up transfers.
     """
@@ -178,11 +178,11 @@ class JobEnd:
     """How a job ended; nothing of it is in flight any more.
 
     Attributes:
-        failure: None = all bytes are there. Else what went wrong; part of them may be there.
+        failure: None = all bytes are there. Otherwise the error; some bytes may be there.
         value: What the job's `then` returned; None after a failure.
-        posted_s: When it was handed to the transport.
-        moved_s: When that had moved all; `settled_s` is after `then`.
-        num_descriptors: After merging neighbours.
+        posted_s: When the job was handed to the transport.
+        moved_s: When the transport had moved all bytes; `settled_s` is after `then`.
+        num_descriptors: Number of descriptors after merging neighbours.
     """
 
     failure: str | None
@@ -198,9 +198,9 @@ class Job:
     """One copy. Used once; `remote`'s memory and this side's are those of the two pools.
 
     Attributes:
-        tag: What `Mover.abandon` names it by; several may share one.
-        unit_bytes: Both pools are seen as rows of units of this size; it divides both.
-        local_units, remote_units: int32, as long as one another: unit by unit.
+        tag: The key for `Mover.abandon`; several jobs may share one.
+        unit_bytes: Unit size; both pools are seen as rows of such units, and it divides both.
+        local_units, remote_units: int32, of equal length, paired unit by unit.
         on_settled: Called once, in the protocol's thread. Not called for a job that was abandoned
             before it was posted.
         then: Called by the mover, in any thread, once all bytes are there and before `on_settled`,
@@ -208,8 +208,8 @@ class Job:
             not raise.
         on_slow: Called at most once, like `on_settled`, if the post did not complete at once:
             the peer's side may have to be driven.
-        link: The link that it belongs to; no other may serve for it.
-        posted_s: Written by the mover; inf before. Anybody may read it.
+        link: The link that the job belongs to; no other may be used for it.
+        posted_s: When it was posted; set by the mover, inf before. Any thread may read it.
     """
 
     tag: Hashable
@@ -236,18 +236,18 @@ class Mover(Protocol):
 
     @property
     def num_lanes(self) -> int:
-        """How many jobs can be at work at once."""
+        """Number of jobs that can be at work at once."""
         ...
 
     @property
     def target(self) -> ExposedMemory | None:
-        """What peers reach this memory by; None while there is nothing."""
+        """The memory that peers can reach; None while there is none."""
         ...
 
     def meet(self, metadata: bytes, pool: Region) -> Remote:
         """Learn a peer's memory. Nothing is sent.
 
-        The same one may be met again once it was forgotten.
+        A memory that was forgotten may be met again.
         """
         ...
 
@@ -269,28 +269,28 @@ class Mover(Protocol):
         """
 
     def submit(self, job: Job) -> None:
-        """Post it as soon as may be; jobs of one peer in their order."""
+        """Post a job as soon as possible; jobs of one peer are posted in order."""
 
     def abandon(self, tag: Hashable) -> int:
-        """Nobody wants the jobs of this tag any more.
+        """Abandon the jobs of this tag.
 
-        Those that were not posted never are, and are forgotten. Those in flight are told to
-        their `on_settled` once nothing of them can land any more. A warm-up ends at once.
+        Jobs not posted yet are forgotten. For jobs in flight, `on_settled` is called once
+        none of their bytes can land any more. A warm-up ends at once.
 
         Returns:
-            How many jobs will still be told to their `on_settled`.
+            Number of jobs whose `on_settled` will still be called.
         """
         ...
 
     def hear(self, link: MoverLink, body: bytes) -> None:
-        """Take what the peer's mover says.
+        """Take a message from the peer's mover.
 
         Raises:
-            FrameError: It says what it should not.
+            FrameError: The message is invalid.
         """
 
     def hang_up(self, link: MoverLink) -> None:
-        """Nothing is heard over this link any more."""
+        """Take note that no more messages will come over this link."""
 
     def fence(self) -> None:
         """Cut this memory off from peers, and give it another `target`, now or later.
@@ -306,7 +306,7 @@ class Mover(Protocol):
 
 
 class OneSided:
-    """What is common to movers that need nothing of the peer's: they have nothing to say."""
+    """Base of movers that need no help from the peer's mover, and send it no messages."""
 
     outlives_links: ClassVar[bool] = True
 
@@ -322,7 +322,7 @@ class Background(Protocol):
     """Does heavy work beside the protocol, in its order."""
 
     def submit(self, work: Callable[[], Callable[[], None]], request_id: str) -> None:
-        """Do `work` for a request; later call what it returns, in the protocol's thread."""
+        """Do `work` for a request; later call its return value in the protocol's thread."""
 
 
 class Processes(Protocol):
@@ -330,15 +330,15 @@ class Processes(Protocol):
 
     @property
     def this(self) -> Process:
-        """How this one introduces itself."""
+        """Return this process's identity."""
         ...
 
     def writes_directly(self, process: Process) -> bool:
-        """Whether it may write here whatever this side's mover does, a fence included."""
+        """Whether it may write here regardless of this side's mover, even after a fence."""
         ...
 
     def is_alive(self, process: Process) -> bool:
-        """Whether it still runs, in any of its threads, or cannot be seen to."""
+        """Whether it still runs, in any of its threads, or this cannot be determined."""
         ...
 
 
@@ -348,9 +348,9 @@ class Seams:
 
     Attributes:
         context: This engine and rank.
-        quarantine_s: How long what may still land waits for others that a fence would end, too.
-        piece_bytes: Transfers are cut into jobs of about so many bytes.
-        slices: What jobs did last, for traces; whoever reports it takes it out, from any thread.
+        quarantine_s: How long parts that may still be written to delay a fence for others' sake.
+        piece_bytes: Approximate bytes per job into which transfers are cut.
+        slices: The latest work of jobs, for traces; the reporter removes it, from any thread.
     """
 
     context: ConnectorContext
@@ -392,7 +392,7 @@ class Seams:
         self.background.submit(work, request_id)
 
     def trace(self, direction: Direction, num_bytes: int, request_id: str, end: JobEnd) -> None:
-        """Keep what was done for a request by a job that has settled, for traces."""
+        """Record, for traces, the work that a settled job did for a request."""
         facts: dict[str, int | float | str] = {
             "request": request_id,
             "bytes": num_bytes,
@@ -409,12 +409,12 @@ class Seams:
 
 @dataclass(slots=True, eq=False)
 class Facts:
-    """What there is to report: each fact once.
+    """The facts to report, each once.
 
     Attributes:
-        received, failed: Of what came here.
-        registered, withdrawn: Of pushes from here.
-        faults: What should stay rare, by name.
+        received, failed: Ends of loads and reservations here.
+        registered, withdrawn: Facts about pushes from here.
+        faults: Counts of events that should stay rare, by name.
     """
 
     received: list[Received] = field(default_factory=list)
