@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 _MAX_UNSENT_BYTES = 4 << 20
 _BACKLOG = 128
-# A partition without a FIN is noticed after about 5 s: 2 s of silence, then 3 probes.
+# A network partition, with no FIN, is noticed after about 5 s: 2 s of silence, then 3 probes.
 _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
@@ -51,7 +51,7 @@ class SideChannel:
     """See `Dialer`.
 
     Args:
-        secret: The deployment's.
+        secret: The deployment's secret.
     """
 
     def __init__(self, reactor: Reactor, secret: bytes) -> None:
@@ -67,7 +67,7 @@ class SideChannel:
         return TcpLink(self._reactor, sock, session, self._to_client, peer=peer)
 
     def listen(self, listener: Listener, on_accept: Callable[[TcpLink], None]) -> None:
-        """Call `on_accept` for each connection that comes in, from whomever.
+        """Call `on_accept` for each incoming connection, whoever made it.
 
         While none can be accepted (no descriptor is free) the listener rests, so that the
         loop does not spin on it; callers wait in its backlog.
@@ -140,7 +140,7 @@ class TcpLink:
     def attach(
         self, on_message: Callable[[Any], None], on_lost: Callable[[PeerError], None]
     ) -> None:
-        """See `PeerLink`: by the time of `on_lost` it is closed."""
+        """See `PeerLink`: when `on_lost` is called, the link is closed already."""
 
         def on_ready(mask: int) -> None:
             try:
@@ -160,10 +160,10 @@ class TcpLink:
         self._reactor.watch(self, on_ready, self._interest)
 
     def send(self, message: msgspec.Struct) -> None:
-        """See `PeerLink`: now as much as fits, the rest once the socket is writable.
+        """See `PeerLink`: sends as much as fits now, the rest once the socket is writable.
 
-        A connection that breaks here becomes readable, and `on_lost` is told why. A message that
-        fits no frame breaks it, too.
+        A connection that breaks here becomes readable, and `on_lost` gets the reason. A message too
+        large for a frame breaks it, too.
         """
         payload = msgspec.msgpack.encode(message)
         if len(payload) > MAX_PAYLOAD_BYTES:
@@ -186,7 +186,7 @@ class TcpLink:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_write else 0)
 
     def _on_writable(self) -> None:
-        """The socket is writable, or its connect has ended."""
+        """Handle a socket that is writable or whose connect has ended."""
         if self._is_connecting:
             error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
@@ -200,7 +200,7 @@ class TcpLink:
 
         Raises:
             ClosedError: The connection is gone.
-            FrameError: The peer sent what it should not, or does not read.
+            FrameError: The peer sent invalid data, or does not read.
         """
         if self._broken is not None:
             raise self._broken
@@ -280,10 +280,10 @@ class Listener:
         return self._sock.fileno()
 
     def accept(self) -> tuple[socket.socket, str] | None:
-        """A connection that waits, with its peer's address; None if it has gone again.
+        """Return a waiting connection and its peer's address; None if it is gone again.
 
         Raises:
-            OSError: It cannot be taken now, for want of a descriptor or of memory.
+            OSError: It cannot be accepted now, for lack of a descriptor or memory.
         """
         try:
             sock, address = self._sock.accept()

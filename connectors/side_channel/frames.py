@@ -59,7 +59,7 @@ class FrameSession:
         return self._num_received > 0
 
     def send(self, payload: bytes) -> None:
-        """Queue a frame; before the peer's preamble is here it waits inside."""
+        """Queue a frame, which is held back until the peer's preamble has arrived."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a payload has {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}")
         if self._send_key is None:
@@ -68,7 +68,7 @@ class FrameSession:
             self._unsent.append(self._seal(payload))
 
     def take_unsent(self) -> bytes:
-        """Bytes for the wire that were queued since the last call."""
+        """Return the bytes for the wire queued since the last call."""
         unsent, self._unsent = self._unsent, []
         return b"".join(unsent)
 

@@ -1,7 +1,7 @@
 """The event loop of a transfer thread: waits for sockets and wake-ups, and calls back.
 
-It knows neither what a socket is of, nor what is said over it. All methods but `wake` belong to one
-thread.
+It knows neither the purpose of a socket nor what is sent over it. All methods but `wake` belong to
+one thread.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What rests is looked at again after so long.
+# Time after which a resting socket is watched again.
 _REST_S = 0.1
-# epoll takes some 24 days at most; a lease may be longer.
+# epoll accepts a time-out of about 24 days at most; a lease may be longer.
 _LONGEST_S = 3600.0
 
 
 class Selectable(Protocol):
-    """A socket, or what stands for one."""
+    """A socket, or an object that stands for one."""
 
     def fileno(self) -> int:
         """Its descriptor; -1 once closed."""
@@ -31,7 +31,7 @@ class Selectable(Protocol):
 
 
 def _come_back(mask: int) -> None:
-    """Nobody is to be called."""
+    """Do nothing: there is no callback."""
 
 
 class Reactor:
@@ -53,28 +53,28 @@ class Reactor:
         on_ready: Callable[[int], object] = _come_back,
         events: int = selectors.EVENT_READ,
     ) -> None:
-        """Come back from `wait` when one of `events` has come, and call `on_ready` with those."""
+        """Have `wait` return when any of `events` occurs, and call `on_ready` with those."""
         self._selector.register(source, events, on_ready)
 
     def change(self, source: Selectable, events: int) -> None:
-        """Wait for other events of what is watched."""
+        """Change the events that a watched source waits for."""
         key = self._selector.get_key(source)
         if key.events != events:
             self._selector.modify(source, events, key.data)
 
     def rest(self, source: Selectable, on_ready: Callable[[int], object]) -> None:
-        """Leave alone for a while what is watched, would be ready at once, and cannot be served."""
+        """Pause watching a source that would be ready at once but cannot be served."""
         self._selector.unregister(source)
         self._resting.append((source, on_ready))
 
     def forget(self, source: Selectable) -> None:
-        """Watch it no longer."""
+        """Stop watching a source."""
         self._selector.unregister(source)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for readiness, a wake-up or the time-out (None: for ever), call back.
+        """Wait for readiness, a wake-up or the time-out (None: for ever), and call back.
 
-        It may come back without any of them, after an hour.
+        It may return without any of them, after an hour.
 
         Returns:
             Whether anything was ready.
@@ -92,7 +92,7 @@ class Reactor:
         return bool(ready)
 
     def close(self) -> None:
-        """Close what is watched, but for bare descriptors, and the loop itself."""
+        """Close the loop and all watched sources except bare descriptors."""
         for key in list(self._selector.get_map().values()):
             if not isinstance(key.fileobj, int):
                 key.fileobj.close()  # type: ignore[attr-defined]

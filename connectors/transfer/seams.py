@@ -330,7 +330,7 @@ class Processes(Protocol):
 
     @property
     def this(self) -> Process:
-        """Return this process's identity."""
+        """This process's identity."""
         ...
 
     def writes_directly(self, process: Process) -> bool:
@@ -348,7 +348,7 @@ class Seams:
 
     Attributes:
         context: This engine and rank.
-        quarantine_s: How long parts that may still be written to delay a fence for others' sake.
+        quarantine_s: How long a fence for LOST parts waits for other transfers it would end.
         piece_bytes: Approximate bytes per job into which transfers are cut.
         slices: The latest work of jobs, for traces; the reporter removes it, from any thread.
     """

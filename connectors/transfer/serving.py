@@ -388,7 +388,7 @@ class Server:
         self.leases.begin_read(nonce, (client, read_id), now_s, until_s=until_s)
 
     def _take_up_reads(self, nonce: str) -> None:
-        """Those that began before the grant, which travels apart, hold the blocks, too."""
+        """Have reads that began before the grant (it travels separately) hold the blocks, too."""
         for client in self._clients:
             for read_id, read in client.reads.items():
                 if read == nonce:

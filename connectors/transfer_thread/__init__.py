@@ -38,12 +38,12 @@ class TransferConnector(KVConnectorBase, frozen=True, kw_only=True):
         """Make what moves the bytes of one rank, as `TransferThread` asks for it.
 
         Args:
-            kv: As `TransferThread` has it.
+            kv: KV memory, as in `TransferThread`.
             host: Numeric address that the side channel is bound to.
             reactor: The thread's event loop.
 
         Raises:
-            ConfigError: It cannot be loaded.
+            ConfigError: The mover cannot be loaded.
         """
         raise NotImplementedError
 

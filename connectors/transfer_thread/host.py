@@ -2,12 +2,12 @@
 
 UCX may use the devices of the network that the side channel is bound to. On every device that it
 may use, UCX listens for TCP connections, and who connects can write to registered memory: UCX asks
-nobody for a key. So the ports are to be where the deployment's other KV ports are, and nowhere
+nobody for a key. So its ports must be where the deployment's other KV ports are, and nowhere
 else.
 
-Within one host UCX copies between processes with process_vm_writev(2): whoever writes needs no
-help of the other side, and is stopped neither by the end of the other side's agent nor by a
-closed connection. It takes one kernel and one PID namespace; in others UCX falls back to TCP.
+Within one host UCX copies between processes with process_vm_writev(2): the writer needs no help
+from the other side, and is stopped neither by the end of the other side's agent nor by a closed
+connection. This needs a common kernel and PID namespace; without them UCX falls back to TCP.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PROC = Path("/proc")
 
 
 def region_of(memory: torch.Tensor, stride_bytes: int) -> Region:
-    """Contiguous memory as peers are told of it, in units of so many bytes."""
+    """Describe contiguous memory to peers, in units of `stride_bytes` bytes."""
     return Region(
         address=memory.data_ptr(),
         stride_bytes=stride_bytes,
@@ -80,7 +80,7 @@ def net_devices(
 
 
 def _rdma_ports(infiniband: Path) -> list[str]:
-    """The ports that are up, as UCX calls them: `mlx5_0:1`."""
+    """Return the ports that are up, by UCX's names, such as `mlx5_0:1`."""
     return sorted(
         f"{state.parents[2].name}:{state.parent.name}"
         for state in infiniband.glob("*/ports/*/state")
@@ -92,7 +92,7 @@ class HostProcesses:
     """See `Processes`: those of this host.
 
     Args:
-        is_direct: The mover's transports may write without the other side's help.
+        is_direct: Whether the mover's transports may write without the other side's help.
     """
 
     def __init__(self, *, is_direct: bool) -> None:
@@ -116,13 +116,13 @@ class HostProcesses:
         """See `Processes`."""
         try:
             return _started(process.pid) == process.started
-        except OSError:  # no descriptor is left to look with, for one
+        except OSError:  # for example, no descriptor is left
             return True
 
 
 @functools.cache
 def _this_process(pid: int) -> Process:
-    # Asked for at each handshake, also of a process that has no descriptor left.
+    # Needed at each handshake, even in a process that has no descriptor left.
     return Process(host=_host(), pid=pid, started=_started(pid) or 0)
 
 
@@ -133,10 +133,10 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began (in ticks since boot: pids are used again); None if it has ended.
+    """Return a process's start (ticks since boot: pids are reused); None if it has ended.
 
     Raises:
-        OSError: It cannot be told.
+        OSError: This cannot be determined.
     """
     try:
         # The name, in parentheses, may have blanks: what follows it is state, ppid, ...

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Small enough for the last-level cache, where a digest finds it, and for all lanes to work on
-# one load; large enough to hide the 50 us of a post.
+# Small enough to be in the last-level cache when digested, and for all lanes to work on one
+# load; large enough to hide the 50 us of a post.
 PIECE_BYTES = 8 << 20
-# A GPU digests this in 30 us, and the host launches that in ten times as long.
+# A GPU digests this in 30 us; the launch takes the host ten times as long.
 DEVICE_PIECE_BYTES = 64 << 20
 
 # Kept for the next report: some seconds of pieces, about 2 MB.
@@ -71,7 +71,7 @@ class ThreadMover(Mover, Protocol):
 
     @property
     def why_fence(self) -> str:
-        """Why all peers are to be cut off now; empty where they are not."""
+        """Return why all peers must be cut off now; empty if they need not be."""
         ...
 
     @property
@@ -80,17 +80,17 @@ class ThreadMover(Mover, Protocol):
         ...
 
     def start(self) -> None:
-        """Begin, in the thread that it will belong to.
+        """Start, in the thread that the mover will belong to.
 
         Raises:
-            ConfigError: What it stands on cannot be loaded.
+            ConfigError: Something that it depends on cannot be loaded.
         """
 
     def tick(self) -> None:
         """Do what is due."""
 
     def drive(self) -> None:
-        """Help what peers do here."""
+        """Make progress for what peers do here."""
 
     def may_wait(self) -> bool:
         """Whether nothing is left to do until the reactor has something."""
@@ -209,7 +209,7 @@ class TransferThread:
 
     @property
     def observations(self) -> deque[Observation]:
-        """What pushed chunks have cost; whoever runs the steps takes them out."""
+        """Costs of pushed chunks; the thread that runs the steps removes them."""
         return self._machine.observations
 
     def take_report(self) -> ConnectorReport:
@@ -247,7 +247,7 @@ class TransferThread:
     # ---- the thread ------------------------------------------------------------------------
 
     def _main(self) -> None:
-        """Run, and let nobody wait for a thread that has died."""
+        """Run; if the thread dies, release everyone who waits for it."""
         try:
             self._run()
         except Exception as error:  # noqa: BLE001 - told to the engine by `_check_alive`
@@ -273,7 +273,7 @@ class TransferThread:
                     log_event(_log, "kv transfer helper left behind", level=logging.ERROR)
 
     def _turn(self) -> None:
-        """Wait for something, or for the next time to drive the target; then do all there is."""
+        """Wait for an event, or the next time to drive the target; then do all pending work."""
         machine, mover = self._machine, self._mover
         is_driving = machine.needs_progress
         may_wait = mover.may_wait() and not is_driving
@@ -294,7 +294,7 @@ class TransferThread:
             time.sleep(_POLL_S)
 
     def _publish(self) -> None:
-        """Make facts visible, then wake whoever waits for them."""
+        """Make facts visible, then wake their reader."""
         faults = self._mover.take_faults()
         if not (faults or self._machine.has_news):
             return
@@ -313,9 +313,9 @@ class TransferThread:
         self._wake()
 
     def _take_slices(self) -> list[RankSlice]:
-        """What was done since the last report, each on a track of this rank."""
+        """Return the slices since the last report, each on a track of this rank."""
         rank = f"rank {self._context.rank} " if self._context.num_ranks > 1 else ""
-        # By number: a helper may add more meanwhile.
+        # By count, because a helper may add more meanwhile.
         taken = [self._slices.popleft() for _ in range(len(self._slices))]
         if rank:
             return [msgspec.structs.replace(each, track=rank + each.track) for each in taken]
@@ -349,12 +349,12 @@ class TransferThread:
 class BackgroundThread:
     """See `Background`: one thread beside the transfer thread. It knows nothing of blocks.
 
-    It begins with its first work; all methods belong to one other thread. What is done is done in
-    its order, and must let go of the interpreter lock while it computes.
+    It starts with its first work; all methods belong to one other thread. Work is done in order,
+    and must release the interpreter lock while it computes.
 
     Args:
-        name: The thread's, for debuggers.
-        wake: Called from it when `deliver` has something to say.
+        name: The thread's name, for debuggers.
+        wake: Called from the thread when `deliver` has something to do.
         slices: See `Seams`.
 
     """
@@ -374,7 +374,7 @@ class BackgroundThread:
         self._death: BaseException | None = None
 
     def submit(self, work: Callable[[], Callable[[], None]], request_id: str) -> None:
-        """Do `work` for a request in the thread, and in a later `deliver` what it returns."""
+        """Do `work` for a request in the thread; a later `deliver` calls its return value."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -395,7 +395,7 @@ class BackgroundThread:
         return did
 
     def close(self, timeout_s: float) -> bool:
-        """Finish what is at work, drop the rest; return whether the thread has ended in time."""
+        """Finish the current work, drop the rest; return whether the thread ended in time."""
         if self._thread is None:
             return True
         while not self._todo.empty():
@@ -429,7 +429,7 @@ class BackgroundThread:
 
 
 def _touch(kv: torch.Tensor) -> None:
-    """Have the kernel back every page now: a first READ into untouched memory is 10 x slower."""
+    """Have the OS back every page now: a first READ into untouched memory is 10 x slower."""
     if kv.is_cuda:
         return
     with torch.inference_mode():
@@ -437,7 +437,7 @@ def _touch(kv: torch.Tensor) -> None:
 
 
 def _take_a_digest(kv: torch.Tensor, context: ConnectorContext) -> None:
-    """Have the kernel compiled and loaded now: the first load would wait for that."""
+    """Compile and load the digest kernel now, so that the first load does not wait for it."""
     shape = context.shape
     route = routes_to(shape, shape, context.rank)[0]
     digests_of(kv, shape, shape, route, [BlockId(0)], first_token=0, num_tokens=1)
