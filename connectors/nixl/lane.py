@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.0003
 _NEVER = float("inf")
-# What nobody wants any more mostly ends by itself, which is cheaper than a new agent.
+# Abandoned transfers mostly end on their own, which is cheaper than a new agent.
 _SETTLE_S = 0.5
 _WARM_UP_BYTES = 4096
 
@@ -44,7 +44,7 @@ class WarmUp:
     """One small READ on each lane.
 
     Attributes:
-        num_left: Lanes that have not said how theirs ended.
+        num_left: Number of lanes that have not reported the end of theirs.
     """
 
     tag: Hashable
@@ -57,7 +57,7 @@ class WarmUp:
 
 
 class Dispatcher(Protocol):
-    """Where a lane gets its jobs, and says what became of them. For all lanes alike."""
+    """Gives lanes their jobs and takes their results. Shared by all lanes."""
 
     @property
     def lock(self) -> threading.Lock:
@@ -73,19 +73,19 @@ class Dispatcher(Protocol):
         ...
 
     def say_slow(self, job: Job) -> None:
-        """`job` was posted and goes on by itself."""
+        """Report that `job` was posted and is still running."""
 
     def say_settled(self, job: Job, settled: JobEnd) -> None:
-        """`job` is over."""
+        """Report that `job` is over."""
 
     def say_warm(self, warm_up: WarmUp, failure: str | None) -> None:
-        """One lane is through with a warm-up."""
+        """Report that one lane has ended a warm-up."""
 
     def say_reset(self) -> None:
-        """A lane has a new agent."""
+        """Report that a lane has a new agent."""
 
     def say_death(self, error: BaseException) -> None:
-        """A lane has ended by a mistake of ours."""
+        """Report that a lane has died of a bug here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,9 +99,9 @@ class Lane:
     """One thread and its agent.
 
     Attributes:
-        is_idle: It sleeps until it is roused.
-        is_broken: NIXL made no agent for it when it was last asked to.
-        to_forget, to_warm_up, is_to_tidy, is_closing: What it was told.
+        is_idle: Whether it sleeps until it is roused.
+        is_broken: Whether NIXL failed to make its agent at the last attempt.
+        to_forget, to_warm_up, is_to_tidy, is_closing: Its pending orders.
         why_renew: Why its agent is to be made again as soon as nothing is in flight; empty where
             it is not. All of these are under the lock.
     """
@@ -148,7 +148,7 @@ class Lane:
     # ---- the thread ------------------------------------------------------------------------
 
     def _main(self) -> None:
-        """Run, and let nobody wait for a lane that has died."""
+        """Run; if the lane dies, release everyone who waits for it."""
         try:
             try:
                 while self._turn():
@@ -313,7 +313,7 @@ class Lane:
             self._end(posted, None)
 
     def _end(self, posted: _Posted, failure: str | None) -> None:
-        """What was in flight is not any more."""
+        """Handle the end of a transfer that was in flight."""
         self._posted.remove(posted)
         self._live_agent.release(posted.transfer)
         self._tell(posted, failure)
@@ -343,11 +343,11 @@ class Lane:
         )
 
     def _check_bounds(self, job: Job) -> None:
-        """A unit outside of a pool is refused here, before NIXL sees it.
+        """Refuse units outside a pool, before NIXL sees them.
 
         Raises:
-            AgentError: The peer does not have it.
-            InternalError: This side does not have it.
+            AgentError: The peer's pool does not have the unit.
+            InternalError: This side's pool does not have it.
         """
         if not len(job.local_units):
             return

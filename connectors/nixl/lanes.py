@@ -49,12 +49,12 @@ class Lanes(OneSided):
     """Some threads that post; all methods belong to one other thread, the transfer thread.
 
     Args:
-        num_lanes: Threads.
+        num_lanes: Number of threads.
         make_agent: Called in a lane's thread with its number; the agent has registered `pool`
             and `scratch`, and its name was never used before.
         pool: This side's KV memory.
-        scratch: Where warm-ups read to, at least 4096 bytes.
-        wake: Called from a lane when `deliver` has something to say.
+        scratch: Destination of warm-up reads, at least 4096 bytes.
+        wake: Called from a lane when `deliver` has something to do.
         quarantine_s: How long an abandoned job may stay in flight beside others of its lane
             before the lane's agent is destroyed. One that is alone has half a second.
     """
@@ -103,7 +103,7 @@ class Lanes(OneSided):
 
     @property
     def num_jobs(self) -> int:
-        """Jobs and warm-ups that have not been told to their `on_settled`."""
+        """Number of jobs and warm-ups whose `on_settled` has not been called."""
         return self._num_jobs
 
     def meet(self, metadata: bytes, pool: Region) -> Remote:
@@ -240,12 +240,12 @@ class Lanes(OneSided):
         return not all(lane.is_broken for lane in self._lanes)
 
     def say_slow(self, job: Job) -> None:
-        """`job` was posted and goes on by itself."""
+        """Report that `job` was posted and is still running."""
         if job.on_slow is not None:
             self._say(job.on_slow)
 
     def say_settled(self, job: Job, settled: JobEnd) -> None:
-        """`job` is over."""
+        """Report that `job` is over."""
 
         def tell() -> None:
             self._num_jobs -= 1
@@ -256,7 +256,7 @@ class Lanes(OneSided):
         self._say(tell)
 
     def say_warm(self, warm_up: WarmUp, failure: str | None) -> None:
-        """One lane is through with a warm-up."""
+        """Report that one lane has ended a warm-up."""
 
         def tell() -> None:
             self._num_jobs -= 1
@@ -272,12 +272,12 @@ class Lanes(OneSided):
             self._say(tell)
 
     def say_reset(self) -> None:
-        """A lane has a new agent."""
+        """Report that a lane has a new agent."""
         with self._lock:
             self._num_resets += 1
 
     def say_death(self, error: BaseException) -> None:
-        """A lane has ended by a mistake of ours."""
+        """Report that a lane has died of a bug here."""
         self._death = error
         self._wake()
 

@@ -47,8 +47,8 @@ class NixlMover(Lanes):
 
     Args:
         kv: This rank's KV memory, contiguous.
-        host: Where the side channel listens.
-        wake: Called from a lane when `deliver` has something to say.
+        host: Address on which the side channel listens.
+        wake: Called from a lane when `deliver` has something to do.
         num_lanes, backends: See `NixlSettings`.
 
     Attributes:
@@ -154,7 +154,7 @@ class NixlMover(Lanes):
         super().tidy()
 
     def take_faults(self) -> Counter[str]:
-        """What should stay rare, by name, since the last call."""
+        """Return counts, by name, of events that should stay rare, since the last call."""
         faults = self.faults.copy()
         self.faults.clear()
         num_resets = self.take_num_resets()

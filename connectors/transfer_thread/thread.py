@@ -71,7 +71,7 @@ class ThreadMover(Mover, Protocol):
 
     @property
     def why_fence(self) -> str:
-        """Return why all peers must be cut off now; empty if they need not be."""
+        """Why all peers must be cut off now; empty if they need not be."""
         ...
 
     @property
