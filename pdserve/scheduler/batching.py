@@ -29,7 +29,7 @@ class Batcher:
     """Fills steps.
 
     Args:
-        transfers: Ends the one request over which its connector fails.
+        transfers: Ends a request when the connector fails on it, and no other.
     """
 
     def __init__(self, state: SchedulerState, transfers: Transfers) -> None:
@@ -60,8 +60,8 @@ class Batcher:
             filling: The step, which is empty.
 
         Returns:
-            The budget left; None if it must stay unspent, because a running request
-            lacks blocks, or a preemption just made room for one: neither may be given away.
+            The budget left; None if it must stay unspent because a running request lacks blocks,
+            or a preemption has just freed some: waiting requests must not take those blocks.
         """
         running = self._state.running
         batch = list(running.values())
@@ -83,7 +83,7 @@ class Batcher:
             for each in map(batch.__getitem__, plan.preempted)
         ]
         if not all(are_free):
-            self.fill(now_s, filling)  # with the blocks that there are
+            self.fill(now_s, filling)  # with the blocks that are free
             return None
         for index, num_tokens in plan.num_tokens.items():
             request = batch[index]
@@ -107,10 +107,10 @@ class Batcher:
         """Give requests that decode rows for their drafts, and blocks for them.
 
         Args:
-            max_rows: Rows that may be given out, at most.
+            max_rows: Maximum number of rows to give out.
 
         Returns:
-            Rows that were given out.
+            The number of rows given out.
         """
         running = self._state.running
         able: list[tuple[Request, DraftRecord]] = []
@@ -119,7 +119,7 @@ class Batcher:
             request = running[request_id]
             num, record = min(self._max_draft_rows(request), max_rows), request.drafts
             if num > 0 and record is not None:
-                # Behind a step with drafts no other is planned ahead of its results.
+                # No step is planned behind one with drafts before its results are known.
                 is_worth_it = record.found > RARELY or not self._plans_ahead
                 able.append((request, record))
                 wishes.append(DraftWish(record.acceptance, record.found, num if is_worth_it else 0))
@@ -142,12 +142,12 @@ class Batcher:
         return max_rows - num_left
 
     def _max_draft_rows(self, request: Request) -> int:
-        """Return how long a draft of `request` may be in a step that computes its last token."""
+        """Return the maximum draft length of `request` in a step that computes its last token."""
         num_tokens = request.num_tokens
         num_output = num_tokens - len(request.prompt_token_ids)
         if not num_output or request.num_computed_tokens != num_tokens - 1:
             return 0
-        # One token more than the draft may come of it.
+        # The step may yield one token more than the draft has.
         return min(
             self._max_drafted,
             request.sampling.max_tokens - num_output - 1,
@@ -155,9 +155,9 @@ class Batcher:
         )
 
     def _room_for_drafts(self, request: Request, num_rows: int, filling: Filling) -> int:
-        """Take blocks for `num_rows` behind the last token; return how many rows have theirs.
+        """Take blocks for `num_rows` behind the last token; return how many rows have one.
 
-        One block is left for each request of the step, which may need it soon.
+        One free block is left for each request of the step, which may need it soon.
         """
         assert request.holding is not None
         end, block_size = request.num_tokens, self._kv.block_size
@@ -196,11 +196,11 @@ class Batcher:
         )
 
     def _is_complete(self, request: Request) -> bool:
-        """Return whether nothing more is to be computed for it; its last tokens may be pending."""
+        """Return whether it needs no more computation; its last tokens may be pending."""
         return request.num_tokens >= self._max_model_len or request.is_output_complete
 
     def _max_decodes(self, batch: list[Request]) -> int | None:
-        """Return how many requests may decode in one step, so that every stage has a share."""
+        """Return how many requests may decode in one step so that every stage gets a share."""
         if not self._is_pipelined:
             return None
         num_decoding = sum(r.is_decoding and not self._is_complete(r) for r in batch)
@@ -227,10 +227,10 @@ class Batcher:
         """Start waiting requests.
 
         Args:
-            budget: Tokens that they may compute in the step that is being built. Loads cost none.
+            budget: Tokens that they may compute in the step being built. Loads cost none.
 
         Returns:
-            The tokens that those which run now compute in it.
+            The tokens to compute in that step, by request that starts to run.
         """
         scheduled: dict[RequestId, int] = {}
         state = self._state
@@ -248,7 +248,7 @@ class Batcher:
         return scheduled
 
     def _admit_next(self, request: Request, now_s: float, budget: int) -> int | None:
-        """Start the request that comes next, or take it out of the line for now.
+        """Start the next request, or take it out of the line for now.
 
         Returns:
             The tokens that it computes in the step; None if there is no room for it.
@@ -260,10 +260,10 @@ class Batcher:
             waiting.stand_aside(request, now_s)
             return 0
         is_load = match.num_tokens > 0 and match.is_async
-        # What is pinned is not moved to make it grow: its first token has its block, too.
+        # A pinned request is not preempted for growth: its first token's block is taken now, too.
         num_to_hold = request.num_tokens + match.is_pinned
-        # The last token is computed again if all are found, so that there are logits behind it; but
-        # what is pinned and loaded has the token behind it, too.
+        # If all tokens are found, the last is computed again for its logits; but a pinned load also
+        # brings the token behind it.
         num_to_find = num_to_hold if is_load else request.num_tokens
         computed = min(hit.num_tokens + match.num_tokens, num_to_find - 1)
         num_tokens = plan_admission(

@@ -1,12 +1,12 @@
 """Decides how many draft tokens of each request a step verifies.
 
-One more row makes a step longer for all requests in it, and brings one of them a token if the draft
-is right so far. It is worth that if the logarithm of that one's tokens per step grows by more than
+One more row makes a step longer for all requests in it, and brings one of them a token if its draft
+is right so far. The row pays if the logarithm of that request's tokens per step grows by more than
 the logarithm of the step's time, summed over all requests (proportional fairness, Kelly 1997): a
-request alone takes as many rows as raise its speed, one in a batch only few, for the others' sake.
+request alone takes every row that raises its speed, a request in a batch only a few.
 
-Knows neither drafts nor tokens: what a row costs was measured, how often a request's drafts are
-right is counted.
+Knows neither drafts nor tokens: the cost of a row was measured, and the acceptance of a request's
+drafts is counted.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MEMORY: Final = 0.9
-"""What of a record is left after a draft: the last ten count."""
+"""Factor by which a record decays with each draft: about the last ten count."""
 _LONG_MEMORY: Final = 0.97
-"""The same for all requests of an engine together: the last thirty count."""
+"""The same for all requests of an engine together: about the last thirty count."""
 _HOPE: Final = 0.75
-"""Acceptance that drafts are taken to have until some were verified."""
+"""Assumed acceptance of drafts until some have been verified."""
 _FOUND_WEIGHT: Final = 0.125
 _LEVELS: Final = 32
-"""Acceptances that are told apart."""
+"""Number of acceptance levels."""
 TRIAL_INTERVAL: Final = 32
-"""From one step to the next in which a request that gets no rows otherwise is given one."""
+"""Steps between two trials: rows given to a request that would otherwise get none."""
 _MAX_TRIAL_INTERVAL: Final = 1024
 RARELY: Final = 0.1
-"""Share of its steps in which there was a draft for a request that rarely has one."""
+"""A request rarely has a draft if it had one in at most this share of its steps."""
 _MAX_TABLE: Final = 1 << 14
-"""Rows of a step that are told apart."""
+"""Number of entries in the table of step times by rows."""
 DEFAULT_COSTS: Final = ((1, 1.0), (4, 1.05), (16, 1.14), (32, 1.39), (64, 2.0))
-"""Times by rows where nobody has measured any: bf16 by AMX, as `benchmarks/engine` found them."""
+"""Default times by rows: bf16 with AMX, measured by `benchmarks/engine`."""
 
 
 class DraftRecord:
-    """How a request's drafts have done. Lasts as long as the request.
+    """Success of a request's drafts. Lasts as long as the request.
 
     Args:
-        acceptance: What is expected of them before any was verified.
-        memory: What is left of earlier drafts after each one.
-        is_predicted: They are made of what its client predicts.
+        acceptance: Expected acceptance before any draft has been verified.
+        memory: Factor by which earlier drafts' weight decays with each draft.
+        is_predicted: Whether the drafts come from the client's prediction.
 
     Attributes:
         is_predicted: As given.
-        found: Running share of the steps with rows for which there was a draft.
-        num_drafted, num_accepted: Draft tokens verified in all; of these, right.
-        trial_interval: Steps from one trial to the next, in which it is given a row although that
-            does not pay. It doubles with each trial that fails, and begins anew with a draft that
-            was right.
+        found: Running share of the steps with rows that had a draft.
+        num_drafted, num_accepted: Draft tokens verified; those of them that were right.
+        trial_interval: Steps between two trials, in which the request is given a row although that
+            does not pay. It doubles with each trial that fails, and is reset by a draft that was
+            right.
     """
 
     __slots__ = (
@@ -80,15 +80,15 @@ class DraftRecord:
 
     @property
     def acceptance(self) -> float:
-        """How often the next token of a draft is right if those before it are, by the last few."""
+        """Recent share of draft tokens that were right, given that those before them were."""
         return self._right / self._tried
 
     def begin_trial(self) -> None:
-        """Note that the next step is one."""
+        """Note that the next step is a trial."""
         self._is_on_trial = True
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Note a step in which it had rows; without a draft, that says nothing of others."""
+        """Note a step in which it had rows; one without a draft leaves `acceptance` unchanged."""
         was_on_trial, self._is_on_trial = self._is_on_trial, False
         if not num_drafted:
             self.found -= self.found * _FOUND_WEIGHT
@@ -105,9 +105,9 @@ class DraftRecord:
 
 
 class DraftHistory:
-    """How the drafts of an engine's requests have done lately: what a request begins with.
+    """Recent acceptance of an engine's drafts, with which each request begins.
 
-    What clients predict says nothing of the drafts of others.
+    Drafts from clients' predictions are left out: they say nothing about others.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class DraftWish(NamedTuple):
 
     Attributes:
         acceptance, found: See `DraftRecord`.
-        max_rows: Tokens of a draft, at most.
+        max_rows: Maximum tokens of a draft.
     """
 
     acceptance: float
@@ -139,13 +139,13 @@ class DraftWish(NamedTuple):
 
 
 class RowBudget:
-    """Shares a step's rows out.
+    """Divides a step's rows among its requests.
 
     Args:
-        costs: Seconds, or any multiple, of a step by its number of rows, rising; between and
-            beyond them the time is taken to rise evenly.
-        draft_cost: Time of making a token of each draft, over that of a step without drafts: all
-            drafts are made together, one token after the other. 0: drafts are there.
+        costs: Points (number of rows, time of a step in any unit), by rising rows; between and
+            beyond them the time is interpolated linearly.
+        draft_cost: Time to draft one more token for all requests together, relative to that of a
+            step without drafts. 0: drafts cost no time.
     """
 
     def __init__(self, costs: Sequence[tuple[int, float]], draft_cost: float = 0.0) -> None:
@@ -156,15 +156,15 @@ class RowBudget:
         """Return how many rows each request gets.
 
         Args:
-            num_rows: Rows that the step has without drafts.
-            num_requests: Requests in it, which all wait for its end.
+            num_rows: Rows of the step without drafts.
+            num_requests: Requests in the step, which all wait for its end.
         """
         shares = [0] * len(wishes)
         rows = float(num_rows)
-        # Each of them brings its part of the time in which all drafts get one token longer.
+        # Each request adds its share of the time to make all drafts one token longer.
         making = num_requests * math.log1p(self._draft_cost / max(1, num_requests))
         least = making + num_requests * self._growth(rows)
-        # Falls from row to row of a request, so that sorting leaves its rows in order.
+        # A request's gains fall from row to row, so that sorting keeps its rows in order.
         gains = [
             (gain, index)
             for index, wish in enumerate(wishes)
@@ -180,14 +180,14 @@ class RowBudget:
         return shares
 
     def _growth(self, rows: float) -> float:
-        """How much one more row adds to the logarithm of the step's time."""
+        """Return what one more row adds to the logarithm of the step's time."""
         at = min(int(rows), len(self._logs) - 2)
         return self._logs[at + 1] - self._logs[at]
 
 
 @lru_cache(maxsize=4096)
 def _gains(level: int, max_rows: int) -> tuple[float, ...]:
-    """What each row adds to the logarithm of a request's expected tokens per step."""
+    """Return what each row adds to the logarithm of a request's expected tokens per step."""
     acceptance = level / _LEVELS
     gains = []
     expected = chance = 1.0
@@ -199,7 +199,7 @@ def _gains(level: int, max_rows: int) -> tuple[float, ...]:
 
 
 def _log_costs(points: Sequence[tuple[int, float]]) -> list[float]:
-    """Logarithms of the time of steps of 0, 1, 2 ... rows; they never fall."""
+    """Return the logarithms of the times of steps of 0, 1, 2 ... rows; they never fall."""
     logs: list[float] = []
     (first, cost), *others = points
     logs += [math.log(cost)] * (first + 1)

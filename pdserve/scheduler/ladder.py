@@ -1,7 +1,7 @@
 """Chooses what to do with a request whose KV did not arrive.
 
-The rungs above (the same engine once more) are the connector's to take, those below
-(another engine, the client) the sender's. See `Remedy`.
+The connector takes the rungs above (the same engine once more), the sender those below (another
+engine, the client). See `Remedy`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pdserve.wire.request import OnLoadFailure
 if TYPE_CHECKING:
     from pdserve.scheduler.request import Request
 
-# Where nothing is ever computed for others, what they failed at may work again by then.
+# Without a budget nothing is computed for other engines; by then they may work again.
 _RETRY_WITHOUT_BUDGET_S = 1.0
 
 
 class Remedy(enum.Enum):
-    """What can be done when a load has failed, or cannot even begin: the rungs of the ladder.
+    """Responses to a load that has failed, or cannot even begin: the rungs of the ladder.
 
-    RETRY: once more from the same engine. RECOMPUTE: the prompt is computed here, within the
-    budget. REPORT: whoever sent the request is told, and has other ways. SHED: over budget.
+    RETRY: load once more from the same engine. RECOMPUTE: compute the prompt here, within the
+    budget. REPORT: tell the sender, which has other ways. SHED: refuse, over budget.
     """
 
     RETRY = "retry"
@@ -44,8 +44,8 @@ class Ladder:
     """Chooses a remedy, and keeps the recompute budget; a request's share is its `num_budgeted`.
 
     Args:
-        tokens_per_s: Prompt tokens that may be computed here because others failed.
-        max_model_len: A full budget allows one prompt of any length.
+        tokens_per_s: Rate of prompt tokens that may be computed here because other engines failed.
+        max_model_len: Longest prompt; a full budget allows one of that length.
     """
 
     def __init__(self, tokens_per_s: int, *, max_model_len: int, now_s: float) -> None:
@@ -63,8 +63,8 @@ class Ladder:
     def after_failure(self, request: Request, num_missing: int, now_s: float) -> Decision:
         """Choose a remedy for a load that failed for good and left `num_missing` prompt tokens.
 
-        What no other engine was to compute is computed here in any case: the budget is for their
-        outages. What was only planned goes back to its sender, who can have it brought otherwise.
+        A prompt that no other engine should have computed is computed here in any case: the budget
+        is for their outages. If KV was only planned, the sender is told: it can try another source.
         """
         if request.source is KVSource.LOCAL:
             return Decision(Remedy.RECOMPUTE)
@@ -84,22 +84,22 @@ class Ladder:
         return Decision(Remedy.RECOMPUTE)
 
     def settle(self, request: Request, num_computed: int) -> None:
-        """Settle the charge of a request, of which so many tokens are computed after all."""
+        """Settle the charge of a request now that `num_computed` tokens of it are computed."""
         assert request.num_budgeted is not None
-        # What the prefix cache has may have changed since.
+        # The prefix cache may have changed since.
         self._bucket.correct(request.num_budgeted - num_computed)
         request.charge(None)
 
 
 class TokenBucket:
-    """A rate with a burst; it starts full. Knows tokens and seconds, not requests.
+    """A rate limit with a burst; it starts full. Knows tokens and seconds, not requests.
 
     Without a limit, an outage of the prefill pool would bury the decode engines under prompts
     and end the streams that run well.
 
     Args:
-        tokens_per_s: What it regains; 0 means that nothing can ever be taken.
-        burst: The most that can be taken at once.
+        tokens_per_s: Refill rate; 0 means that nothing can ever be taken.
+        burst: Maximum number of tokens that can be taken at once.
         now_s: Monotonic seconds, as in every later call.
     """
 
@@ -110,11 +110,11 @@ class TokenBucket:
         self._at_s = now_s
 
     def take(self, num_tokens: int, now_s: float) -> float:
-        """Take all or nothing.
+        """Take all `num_tokens` or none.
 
         Returns:
-            0.0 if they were taken; else the seconds until they could be, if nobody else takes
-            any: infinite if there is no budget at all, or they are more than a burst.
+            0.0 if they were taken; else the seconds until they could be if no other request takes
+            any: infinite if there is no budget at all, or they exceed the burst.
         """
         if self._tokens_per_s <= 0 or num_tokens > self._burst:
             return math.inf

@@ -20,8 +20,8 @@ class State(enum.Enum):
 
     WAITING has no blocks. RECEIVING has blocks that a load, or a peer, fills; one load may follow
     another. RUNNING is in the batch; its connector may have its blocks read meanwhile. LEASED has
-    finished here, a peer may read its blocks. CLOSING is over for the client while a transfer or a
-    step may still touch its blocks. DONE holds nothing.
+    finished here, but a peer may read its blocks. CLOSING has ended for the client, but a transfer
+    or a step may still touch its blocks. DONE holds nothing.
     """
 
     WAITING = "waiting"
@@ -53,14 +53,14 @@ LEGAL_MOVES = frozenset(
 
 
 OVER = frozenset({State.LEASED, State.CLOSING, State.DONE})
-"""Its client gets nothing more from here."""
+"""States in which the client gets nothing more from this engine."""
 
 
 class Wait(enum.Enum):
-    """What a CLOSING request waits for before its blocks may be given back.
+    """Event that a CLOSING request awaits before its blocks may be freed.
 
-    STEP: the last step in flight that has it. LOAD: the report of what writes its blocks.
-    HOLD: nothing that its connector began reads its blocks any more.
+    STEP: the last step in flight that includes it retires. LOAD: the load that writes its blocks is
+    reported. HOLD: the last read of its blocks that its connector began ends.
     """
 
     STEP = "step"
@@ -71,12 +71,12 @@ class Wait(enum.Enum):
 class Timeline:
     """Marks of one request on the engine's monotonic clock, in seconds.
 
-    The stages follow from them. There is no gap between two: their sum is the time from the
-    arrival to the end of the step that gave the first token, or at D the one behind the first.
+    The stages follow from them, without gaps: their sum is the time from the arrival to the end of
+    the step that gave the first token, or at D the second.
 
     Attributes:
-        is_aside: It waits, and is not in line: its peer has to do something first.
-        notes: What happened, and when; the story.
+        is_aside: Whether it waits outside the line because its peer must act first.
+        notes: Events with their times; the request's story.
     """
 
     def __init__(self, *, queued_s: float) -> None:
@@ -102,7 +102,7 @@ class Timeline:
 
     def note(self, now_s: float, event: str) -> None:
         """Add a line to the story; the oldest of more than 64 are forgotten."""
-        # A deque would take 600 bytes from the first line on, as a hole in the heap later.
+        # A deque would take 600 bytes from the first line on, and leave a hole in the heap later.
         if len(self.notes) == _MAX_STORY:
             del self.notes[0]
         self.notes.append((now_s, event))
@@ -120,7 +120,7 @@ class Timeline:
         self.first_token_s = now_s
 
     def end(self, now_s: float) -> None:
-        """Mark the moment from which its client gets nothing more from here."""
+        """Mark the moment after which its client gets nothing more from here."""
         if self.over_s is None:
             self.over_s = now_s
 
@@ -132,7 +132,7 @@ class Timeline:
             self._spans.append(StageSpan("queue", self._waits_since_s, now_s))
 
     def begin_load_again(self, now_s: float) -> None:
-        """Load again, or load more; an attempt that failed counts as waiting for the peer."""
+        """Load again, or load more; a failed attempt counts as waiting for the peer."""
         self._load_began_s = now_s
 
     def wait_for_peer(self, now_s: float) -> None:
@@ -160,7 +160,7 @@ class Timeline:
                 if received.mode is KVMode.PULL
                 else now_s - self._load_began_s
             )
-        # What lies between the last byte and this report is part of the hand-over.
+        # The time between the last byte and this report is part of the hand-over.
         ready_s = min(now_s, self._load_began_s + took_s)
         self.load_ready_s = ready_s
         transfer_s = min(received.transfer_s, ready_s - self._load_began_s)
@@ -169,11 +169,11 @@ class Timeline:
         self.load_bytes += received.num_bytes
 
     def fetch(self, fetched: Fetched) -> None:
-        """Take what came from a store; it lies inside other stages."""
+        """Note a fetch from a store; its time lies inside other stages."""
         self.fetched = fetched
 
     def stages(self) -> RequestStages:
-        """Durations between the marks that exist."""
+        """Return the durations between the marks that exist."""
         started, ready = self.started_s, self.load_ready_s
         first_step_at, first_token = self.first_step_at_s, self.first_token_s
         peer_wait_s, handover_s, prefill_s, first_step_s = self._peer_wait_s, 0.0, 0.0, 0.0
@@ -201,13 +201,13 @@ class Timeline:
         )
 
     def spans(self, now_s: float, *, after: str) -> list[StageSpan]:
-        """The same as stretches of time, in order and without a gap, until `now_s`.
+        """Return the stages as spans of time, in order and without gaps, until `now_s`.
 
-        What has no end yet is in its last stretch. Where a request was preempted, its wait for
-        another turn lies inside `prefill` or `decode`.
+        The last span of a request that has not ended runs until `now_s`. After a preemption, the
+        wait for another turn lies inside `prefill` or `decode`.
 
         Args:
-            after: Name of the time between its end here and the moment it is forgotten.
+            after: Name of the span from its end here until it is forgotten.
         """
         end_s = now_s if self.over_s is None else self.over_s
         spans = list(self._spans)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pdserve.wire.sampling import TokenLogprobs
     from pdserve.wire.transfer import Received
 
-_NUM_OUTPUTS_WITH_STAGES = 2  # at D, the first token has none of its own
+_NUM_OUTPUTS_WITH_STAGES = 2  # at D, the first token has no stages of its own
 
 
 class OutputBuffer:
@@ -30,8 +30,8 @@ class OutputBuffer:
     def drain(self) -> list[EngineOutput]:
         """Return all outputs since the last call, those of requests that have just begun first.
 
-        Whoever passes outputs on needs a fraction of a millisecond for each: that is nothing
-        between two tokens of a stream, and much of what is left to gain for a first one.
+        Passing an output on takes a fraction of a millisecond: that is nothing between two tokens
+        of a stream, but a large part of what can still be saved for a first token.
         """
         outputs, self._outputs = self._outputs, []
         beginning, self._beginning = self._beginning, set()
@@ -53,7 +53,7 @@ class OutputBuffer:
         """Add the newest output tokens of `request`, and its handoff if it ends as HANDOFF.
 
         Args:
-            logprobs: Of as many tokens, at least.
+            logprobs: Logprobs of at least `num_tokens` tokens.
         """
         is_last = finish is not None
         num_before = len(request.output_token_ids) - num_tokens
@@ -112,7 +112,7 @@ class OutputBuffer:
         retry_after_s: float | None = None,
         load_failures: list[str] | None = None,
     ) -> None:
-        """Add the error that a request ends with, or of one that was not taken."""
+        """Add the error that ends a request, or that refuses one."""
         self._outputs.append(
             EngineOutput(
                 request_id=request_id,
@@ -125,17 +125,17 @@ class OutputBuffer:
         )
 
     def abort(self, request: Request, why: str) -> None:
-        """Add the end of a `request` that could have been served, had there been time."""
+        """Add the end of a `request` that lacked only the time to be served."""
         self._outputs.append(
             EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ABORT, error=why)
         )
 
 
 class Counters:
-    """Counters that only grow, with each label from the start; `EngineStats` says what each means.
+    """Counters that only grow, with each label from the start; see `EngineStats` for meanings.
 
     Args:
-        max_drafted: Tokens of a draft, at most.
+        max_drafted: Maximum tokens of a draft.
     """
 
     def __init__(self, *, max_drafted: int) -> None:
@@ -164,7 +164,7 @@ class Counters:
         self.kv_seconds = {"wait": 0.0, "transfer": 0.0, "digest": 0.0}
 
     def copied(self) -> dict[str, Any]:
-        """Return their values now, by the names that they have in `EngineStats`."""
+        """Return their current values by their names in `EngineStats`."""
         return vars(self) | {
             "steps_by_tokens": self.steps_by_tokens.copy(),
             "accepted_by_position": self.accepted_by_position.copy(),
@@ -183,16 +183,16 @@ class Counters:
             self.num_step_tokens += num_tokens
 
     def draft(self, num_tokens: int, num_accepted: int) -> None:
-        """Count a draft that was verified, of which so many tokens were right."""
+        """Count a verified draft, whose first `num_accepted` tokens were right."""
         self.num_drafts += 1
         self.num_draft_tokens += num_tokens
         for position in range(num_accepted):
             self.accepted_by_position[position] += 1
 
     def prompt(self, request: Request, *, num_hit: int, num_external: int) -> None:
-        """Count a prompt whose KV is here or being computed, in the request as well.
+        """Count a prompt whose KV is here or being computed, also in `request`.
 
-        Only once for each request, however often it is preempted.
+        Counts each request only once, however often it is preempted.
         """
         if request.num_preemptions:
             return
@@ -206,7 +206,7 @@ class Counters:
         self.local_compute_tokens += num_prompt - num_hit - num_external
 
     def loaded(self, received: Received) -> None:
-        """Count a load that is complete."""
+        """Count a completed load."""
         self.kv_bytes_received += received.num_bytes
         self.kv_descriptors += received.num_descriptors
         self.kv_loads[received.mode.value] += 1

@@ -1,7 +1,7 @@
 """Pure decisions: whether a request can run, and what a step computes.
 
-The server has checked requests already, and answers with better words. Here they are checked once
-more because a step serves many: one impossible request must not end the others.
+The server has already checked requests, with better messages. They are checked again here because
+a step serves many: one impossible request must not end the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_OVERTAKEN: Final = 8
 """Requests whose KV is ready that may start ahead of one whose KV is only planned."""
-# Beyond these, fp32 logits overflow and nothing can be drawn from them. NaN is in no range.
+# Beyond these, fp32 logits overflow and cannot be sampled from. NaN is in no range.
 _RANGES: Final = (
     ("temperature", 0.0, 1e6),
     ("top_p", 0.0, 1.0),
@@ -35,14 +35,14 @@ _MAX_LOGIT_BIAS: Final = 1e6
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step may still use.
+    """Capacity that a step may still use.
 
     Attributes:
         token_budget: Tokens that it may still compute.
         num_free_blocks: Blocks that could be taken.
         block_size: Tokens per block.
         may_split: Whether a request may compute less than it wants (chunked prefill).
-        max_of_one: Tokens of one request, at most; 0 sets no limit. Only with `may_split`.
+        max_of_one: Maximum tokens of one request; 0 sets no limit. Only with `may_split`.
     """
 
     token_budget: int
@@ -56,11 +56,11 @@ class Candidate(msgspec.Struct, frozen=True):
     """A running request as the plan sees it.
 
     Attributes:
-        num_wanted: Tokens it would compute with an unlimited budget.
+        num_wanted: Tokens to compute with an unlimited budget.
         num_computed: Tokens whose KV it has.
         num_blocks: Blocks it holds.
-        rank: Smaller is served first and preempted last.
-        is_decode: Whether what it computes is the token that it sampled last.
+        rank: Priority and arrival; smaller is served first and preempted last.
+        is_decode: Whether it computes the token that it sampled last.
         is_pinned: Whether it may not be preempted.
     """
 
@@ -73,7 +73,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class RunningPlan(msgspec.Struct, frozen=True):
-    """What each running request does in this step, by its index.
+    """Work of each running request in this step, by its index.
 
     Attributes:
         num_tokens: Tokens to compute; requests that sit this step out are absent.
@@ -97,13 +97,13 @@ def plan_running(
     freed_by: Callable[[int], int] | None,
     max_decodes: int | None = None,
 ) -> RunningPlan:
-    """Divide the token budget over the running requests, preempting where blocks lack.
+    """Divide the token budget among the running requests, preempting where blocks are short.
 
     Args:
         candidates: In the order in which they are served.
         freed_by: Blocks that preempting a candidate would free; None forbids preemption,
             and a request that lacks blocks sits the step out.
-        max_decodes: Decoding requests in the step, at most: the others are left for the steps
+        max_decodes: Maximum decoding requests in the step: the others are left for the steps
             that follow while this one is in flight. None sets no limit.
 
     Returns:
@@ -135,7 +135,7 @@ def plan_running(
                 if i not in preempted and not candidates[i].is_pinned
             ]
             if not victims or victims == [index]:
-                break  # what lacks is held for others, and comes back by itself
+                break  # the missing blocks are held for others, and come back without our doing
             victim = max(victims, key=lambda i: candidates[i].rank)
             free += freed_by(victim) + new_blocks.pop(victim, 0)
             if victim in tokens:
@@ -161,15 +161,15 @@ def plan_running(
 def next_line(heads: Mapping[KVSource, tuple[int, int]], *, num_overtaken: int) -> KVSource | None:
     """Return the line whose first request is next.
 
-    The best rank, unless its KV is only planned while that of a request of no worse priority lies
-    ready. An engine whose blocks are full of KV that is still to be read cannot compute more:
+    That is the one of best rank, unless its KV is only planned while the KV of a request of equal
+    or better priority is ready. An engine whose blocks are full of unread KV cannot compute more:
     blocks taken here for planned KV would only keep the ready KV from being read. While the ready
-    KV does not fit, no planned request is given blocks, either.
+    KV does not fit, no planned request is given blocks either.
 
     Args:
-        heads: The rank (priority, place) of each line's first; smaller is better.
+        heads: The rank (priority, place) of each line's first request; smaller is better.
         num_overtaken: Requests with ready KV that have started in the place of the first planned
-            one. It waits for `MAX_OVERTAKEN` of them at most.
+            one, which lets at most `MAX_OVERTAKEN` pass.
     """
     if not heads:
         return None
@@ -192,13 +192,13 @@ def plan_admission(
     """Return how many tokens a waiting request may compute if it starts now; None if it may not.
 
     All its tokens must fit into the pool now, although the blocks are taken chunk by
-    chunk: a prompt that starts and cannot go on would only be preempted.
+    chunk: a prompt that starts and cannot continue would only be preempted.
 
     Args:
         num_tokens: All its tokens.
         num_computed: Tokens whose KV it starts with.
         num_hit_blocks: Cached blocks among them.
-        num_hit_free: The part of those that leaves the free list.
+        num_hit_free: Those of them that leave the free list.
         num_reserved_blocks: Blocks kept for the growth of running requests.
     """
     need = -(-num_tokens // room.block_size) - num_hit_blocks + num_hit_free
@@ -211,7 +211,7 @@ def plan_admission(
 
 
 def refusal_of(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> str | None:
-    """What is wrong with `request`; None = it can be run. O(prompt tokens)."""
+    """Return what is wrong with `request`; None if it can be run. O(prompt tokens)."""
     prompt = request.prompt_token_ids
     if not prompt:
         return "the prompt is empty"
@@ -234,7 +234,7 @@ def refusal_of(request: GenerateRequest, *, vocab_size: int, max_model_len: int)
 
 
 def refusal_of_handoff(handoff: KVHandoff, *, vocab_size: int) -> str | None:
-    """What is wrong with what a request is to go on from; None = it can be used."""
+    """Return what is wrong with a request's handoff; None if it can be used."""
     first = handoff.first_token_ids
     if not first or not 0 <= min(first) <= max(first) < vocab_size:
         return f"the handoff has no usable first token: {first}"

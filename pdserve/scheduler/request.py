@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """One request inside one engine. Its fields are written by its own methods alone.
+    """One request inside one engine. Only its own methods write its fields.
 
     Args:
         rank: (priority, arrival). Smaller is served first; the largest is preempted.
@@ -34,27 +34,27 @@ class Request:
         num_computed_tokens: Tokens whose KV its blocks have, or will once steps in flight retire.
         num_pending_tokens: Tokens that steps in flight sample without drafts, at most one in each
             step: they count as tokens, although their ids are not known yet.
-        num_told_tokens: Output tokens that the workers were told of; None: they do not know it.
-        handoff: As in the wire request, or as it came with its KV, until that is here or its
-            load has failed; at P, what its connector made of it.
-        source: Where its KV is, until that is here or its load has failed.
-        is_pinned: It may not be preempted: a peer writes its blocks, or is written from them.
-        is_loading: The step that is being built loads its first tokens.
-        is_unproven: What a step loads of it may still fail.
-        may_load: KV that its connector has may be loaded; if not, it is computed.
-        holds: What its blocks are held for behind its end.
-        finish_reason: How it has ended.
-        waits_for: What it waits for while it is CLOSING.
+        num_told_tokens: Output tokens that the workers know; None: they do not know the request.
+        handoff: Handoff from the wire request, or the one that came with its KV, until the KV is
+            here or its load has failed; at P, the one that its connector made.
+        source: Location of its KV, until the KV is here or its load has failed.
+        is_pinned: Whether it may not be preempted: a peer's transfer writes or reads its blocks.
+        is_loading: Whether the step being built loads its first tokens.
+        is_unproven: Whether a load inside a step may still fail.
+        may_load: Whether KV that its connector has may be loaded; if not, it is computed.
+        holds: Keys of the holds that keep its blocks after its end.
+        finish_reason: Reason of its end.
+        waits_for: Events that it awaits while it is CLOSING.
         num_overtaken: Requests with KV that started in its place, while its own was planned.
         num_budgeted: Prompt tokens charged to the recompute budget until it starts; None: none are.
-        kv_mode: How its KV came from another engine, if it did.
-        source_id: What that engine called it; empty if its KV came from none.
+        kv_mode: Way in which its KV came from another engine, if it did.
+        source_id: Its id at that engine; empty if its KV came from none.
         prompt_logprobs: From the second prompt token on; they leave with the first output token.
-        drafts: How its drafts have done; None where nothing is drafted.
+        drafts: Success of its drafts; None where nothing is drafted.
         queue_entry: Its entry in the waiting queue, while it is in line there.
     """
 
-    # More than thirty attributes would make each of them slow in an ordinary object.
+    # Without slots, more than thirty attributes would each be slow to access.
     __slots__ = (
         "_shared",
         "chain",
@@ -142,7 +142,7 @@ class Request:
 
     @property
     def arrival_s(self) -> float:
-        """When the server took it, in monotonic seconds."""
+        """Arrival at the server, in monotonic seconds."""
         return self.wire.arrival_s
 
     @property
@@ -152,22 +152,22 @@ class Request:
 
     @property
     def cache_salt(self) -> str:
-        """Only requests of the same salt share cached prefixes."""
+        """Salt of its cache: only requests of the same salt share cached prefixes."""
         return self.wire.cache_salt
 
     @property
     def prompt_block_hashes(self) -> Sequence[BlockHash]:
-        """Of the blocks that its prompt fills."""
+        """Hashes of the blocks that its prompt fills."""
         return self.chain.of_prompt(self.prompt_token_ids)
 
     @property
     def kv_transfer_params(self) -> GenerateRequest:
-        """What came with it."""
+        """The wire request, with its transfer parameters."""
         return self.wire
 
     @property
     def on_load_failure(self) -> OnLoadFailure:
-        """What to do with it if its KV does not arrive."""
+        """Response if its KV does not arrive."""
         return self.wire.on_load_failure
 
     @property
@@ -177,14 +177,14 @@ class Request:
 
     @property
     def is_output_complete(self) -> bool:
-        """Whether the tokens that are out or pending are all that may come."""
+        """Whether its sampled and pending tokens are all that it may have here."""
         num_output = len(self.output_token_ids) + self.num_pending_tokens
         is_given_away = self.remote_decode and self.num_pending_tokens > 0
         return is_given_away or num_output >= self.sampling.max_tokens
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all but its last token is computed, and that one was sampled."""
+        """Whether all tokens but the last are computed, and the last was sampled."""
         return self.num_pending_tokens > 0 or (
             bool(self.output_token_ids) and self.num_computed_tokens == self.num_tokens - 1
         )
@@ -192,11 +192,11 @@ class Request:
     def finish_of_last_token(self, max_model_len: int) -> tuple[FinishReason | None, int | None]:
         """Return why the newest output token is the last, and which of the user's stop ids it is.
 
-        (None, None) = it is not. Stop strings are text, and the server's business.
+        (None, None) if it is not the last. Stop strings are text, which the server handles.
         """
         sampling = self.sampling
         num_output, token_id = len(self.output_token_ids), self.output_token_ids[-1]
-        # Under a grammar an end that comes too early was the only way to go on.
+        # Under a grammar, an early end was the only token allowed.
         if num_output >= sampling.min_tokens or sampling.grammar is not None:
             if not sampling.ignore_eos and token_id in sampling.eos_token_ids:
                 return FinishReason.STOP, None
@@ -212,7 +212,7 @@ class Request:
         self.remote_decode = self.remote_decode and hands_over
 
     def give_away(self) -> None:
-        """Note that another engine is to go on with it."""
+        """Note that another engine will continue it."""
         self.remote_decode = True
 
     def note_cached(self, num_tokens: int) -> None:
@@ -229,11 +229,11 @@ class Request:
         self.queue_entry = entry
 
     def charge(self, num_tokens: int | None) -> None:
-        """Note what the recompute budget was charged for it; None = that is settled."""
+        """Note its charge to the recompute budget; None = the charge is settled."""
         self.num_budgeted = num_tokens
 
     def open(self, holding: Holding, num_computed_tokens: int, *, is_pinned: bool) -> None:
-        """Take its blocks; they have, or will be loaded with, so many computed tokens."""
+        """Take its blocks, which have, or will be loaded with, `num_computed_tokens` tokens."""
         self.holding = holding
         self.num_computed_tokens = num_computed_tokens
         self.is_pinned = is_pinned
@@ -255,14 +255,14 @@ class Request:
         self.times.begin_load_again(now_s)
 
     def prove(self) -> None:
-        """Note that what a step was to load is known to have come, or not."""
+        """Note that the outcome of its load inside a step is known."""
         self.is_unproven = False
 
     def count_prompt(self, num_hit: int, num_external: int) -> None:
         """Note how much of its prompt's KV was cached here, and how much came from elsewhere."""
         self.num_cached_tokens = num_hit + num_external
         self.num_external_tokens = num_external
-        self.note_cached(num_hit + num_external)  # known already of what a peer has prefilled
+        self.note_cached(num_hit + num_external)  # already known if a peer has prefilled it
 
     def receive(self, received: Received, now_s: float) -> None:
         """Note that its KV has arrived, perhaps with a handoff."""
@@ -271,7 +271,7 @@ class Request:
             num_tokens += len(brought.first_token_ids)
             self.source_id = brought.request_id
             self.note_cached(brought.num_cached_tokens)
-        # Without a token behind them, the last one has to be computed again to sample it.
+        # Without a token behind them, the last one must be computed again to sample the next.
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens - 1)
         self.kv_mode = received.mode
         self.times.receive(received, now_s)
@@ -283,7 +283,7 @@ class Request:
         self.times.note(now_s, f"load failed: {failed.reason.value} {failed.detail}".rstrip())
 
     def lose_load(self) -> None:
-        """Forget what was to be loaded."""
+        """Forget the expected load."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = self.num_external_tokens = 0
 
@@ -292,7 +292,7 @@ class Request:
         self.handoff, self.source, self.is_pinned = None, KVSource.LOCAL, is_pinned
 
     def begin_again(self, num_computed_tokens: int) -> None:
-        """Go on from so many computed tokens; nothing is pending."""
+        """Continue from `num_computed_tokens` tokens; nothing is pending."""
         self.num_computed_tokens = num_computed_tokens
         self.num_pending_tokens = 0
         self.prompt_logprobs = []
@@ -303,7 +303,7 @@ class Request:
         self.begin_again(0)
 
     def advance(self, num_tokens: int) -> int:
-        """Count the tokens of a step that is built; return what is computed once it retires."""
+        """Count the tokens of a step being built; return the tokens computed once it retires."""
         self.is_loading = False
         self.num_computed_tokens = num_computed = self.num_computed_tokens + num_tokens
         # `num_tokens` of the request, spelled out: this runs for each request in each step.
@@ -313,7 +313,7 @@ class Request:
         return num_computed
 
     def tell_tokens(self) -> list[int]:
-        """Return the output tokens that the workers have not been told of, once."""
+        """Return, once, the output tokens that the workers do not know yet."""
         untold = self.output_token_ids[self.num_told_tokens :]
         self.num_told_tokens = len(self.output_token_ids)
         return untold
@@ -330,7 +330,7 @@ class Request:
         *,
         max_model_len: int,
     ) -> tuple[int, FinishReason | None, int | None]:
-        """Take what a step sampled up to its end; return how many, and `finish_of_last_token`."""
+        """Take a step's tokens up to its end; return their number, and `finish_of_last_token`."""
         self.num_pending_tokens -= 1
         outputs = self.output_token_ids
         if not outputs and logprobs is not None:
@@ -348,7 +348,7 @@ class Request:
         return num_taken, finish, stop_reason
 
     def take_back(self) -> None:
-        """Note that a step has sampled nothing: its last token is computed again."""
+        """Note that a step has sampled nothing: the last token is computed again."""
         self.num_pending_tokens -= 1
         self.num_computed_tokens -= 1
 
@@ -357,31 +357,31 @@ class Request:
         self.output_token_ids.append(token_id)
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Keep what a step said of prompt tokens; after a preemption they may be out already."""
+        """Keep a step's prompt logprobs, unless they were sent before a preemption."""
         if not self.output_token_ids:
             self.prompt_logprobs.extend(entries)
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Return those of the whole prompt, once; None if they are not wanted."""
+        """Return, once, the logprobs of the whole prompt; None if they are not wanted."""
         if self.sampling.prompt_logprobs is None:
             return None
         entries, self.prompt_logprobs = self.prompt_logprobs, []
         return [None, *entries]  # the first token has none
 
     def finish(self, reason: FinishReason) -> None:
-        """Note how it ends, for its connector to see."""
+        """Note why it ends, for its connector to see."""
         self.finish_reason = reason
 
     def hold(self, hold: Hold | None) -> None:
-        """Note what its blocks are kept for after its end, and its handoff if any."""
+        """Note the holds that keep its blocks after its end, and its handoff if any."""
         self.holds = set() if hold is None else hold.keys
         if hold is not None and hold.handoff is not None:
             self.handoff = hold.handoff
 
     def settle(self, settled: Settled) -> bool:
-        """Note that a hold is over (without a name, its connector's); False if there was none.
+        """Note that a hold (without a nonce, all of that connector) is over; False if none was.
 
-        Its blocks stay kept for what is left in `holds`.
+        Its blocks stay kept for the remaining `holds`.
         """
         is_named = bool(settled.nonce)
         over = {
@@ -393,11 +393,11 @@ class Request:
         return bool(over)
 
     def wait_for(self, waits: set[Wait]) -> None:
-        """Note what has to happen before its blocks may be given back."""
+        """Note the events that must happen before its blocks may be freed."""
         self.waits_for = waits
 
     def stop_waiting(self, wait: Wait) -> bool:
-        """Note that `wait` is over; return False if it did not wait for that."""
+        """Note that `wait` is over; return False if the request did not wait for it."""
         is_waited_for = wait in self.waits_for
         self.waits_for.discard(wait)
         return is_waited_for
@@ -417,14 +417,14 @@ class Request:
         self.times.note(now_s, f"{state.value}: {why}")
 
     def story(self) -> str:
-        """Return what happened to this request, in order."""
+        """Return this request's events, in order."""
         start_s = self.times.queued_s
         lines = [f"  +{(at - start_s) * 1e3:9.2f} ms  {event}" for at, event in self.times.notes]
         return "\n".join([f"request {self.request_id}", *lines])
 
     def traced(self, now_s: float) -> EngineRequest:
-        """Return its time here, for a trace; the stretch that it is in ends at `now_s`."""
-        # Whoever knows it can let go of the blocks: it stays here.
+        """Return its time here, for a trace; its current span ends at `now_s`."""
+        # Anyone who knows the nonce can release the blocks, so it is not shown.
         nonce = "" if self.handoff is None else self.handoff.nonce
         notes = [(at, text.replace(nonce, "*") if nonce else text) for at, text in self.times.notes]
         facts: dict[str, int | float | str] = {

@@ -1,8 +1,8 @@
 """Plans a step, applies the plan, and takes the results: the one owner of every request.
 
-No clock of its own, no I/O, no tensors: a deterministic state machine. Per step it is called
-`schedule` -> (the workers run) -> `update`; `apply_report` whenever a connector has news. All parts
-share `state`; `batching` decides what a step computes, `transfers` what becomes of KV that travels.
+No clock of its own, no I/O, no tensors: a deterministic state machine. The calls per step are
+`schedule` -> (the workers run) -> `update`; `apply_report` follows any news of a connector. All
+parts share `state`; `batching` decides what a step computes, `transfers` handles KV that travels.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching and preemption.
 
-    With several pipeline stages, only the last one learns what it samples: a request goes on once
-    its token has come back and the next step tells all stages of it, and the decoding requests are
-    shared out over as many steps as there are stages.
+    With several pipeline stages, only the last one knows the sampled tokens: a request continues
+    once its token has come back and the next step tells all stages of it, and the decoding requests
+    are divided over as many steps as there are stages.
 
     Args:
         connector: The scheduler half; the null connector if KV never leaves.
 
     Attributes:
-        state: What its parts share. To look at.
-        telemetry: What it says of itself.
+        state: State shared by its parts; read-only for others.
+        telemetry: Its statistics and traces.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Scheduler:
     # ---- requests come and go -------------------------------------------------------
 
     def add(self, wire: GenerateRequest, shared: SharedPrompt | None = None) -> None:
-        """Take a request. What cannot be served ends at once with an ERROR output.
+        """Take a request. One that cannot be served ends at once with an ERROR output.
 
-        The same goes for a request over which we fail: others must not pay for it.
+        So does a request that raises an exception here: others must not suffer from it.
 
         Args:
-            shared: What it shares with other requests of this prompt and salt, if there are any.
+            shared: Data shared with other requests of this prompt and salt, if there are any.
         """
         now_s = self._clock.monotonic_s()
         take = partial(self._take, wire, shared, now_s)
@@ -155,18 +155,18 @@ class Scheduler:
                 case State.WAITING | State.RECEIVING | State.RUNNING:
                     self._transfers.end(request, now_s, "aborted", FinishReason.ABORT)
                 case State.LEASED:
-                    # The client left before it got the handoff: nobody else knows of it.
+                    # The client left before it got the handoff, which no one else knows.
                     assert request.handoff is not None
                     self.release_lease(request.handoff.nonce)
                 case State.CLOSING | State.DONE:
                     pass
 
     def release_lease(self, nonce: str) -> None:
-        """Give up a lease that nobody will read."""
+        """Give up a lease that will not be read."""
         self._transfers.tell(ConnectorReport(given_up=[nonce]), self._clock.monotonic_s())
 
     def keep_leases(self, nonces: list[str]) -> None:
-        """Keep leases whose handoffs nobody has been given yet."""
+        """Keep leases whose handoffs have not been delivered yet."""
         self._transfers.tell(ConnectorReport(kept=nonces), self._clock.monotonic_s())
 
     def hand_over(self, request_ids: Iterable[RequestId]) -> None:
@@ -197,10 +197,10 @@ class Scheduler:
         return self._build_step(now_s, filling)
 
     def admit_loads(self) -> None:
-        """Start the loads that are next in the queue: they need no step.
+        """Start the loads that are next in the queue, which need no step.
 
-        For when there is no room for another step. What `schedule` found last still holds: if
-        the running requests lacked blocks then, none are given away.
+        Used when there is no room for another step. The last result of `schedule` still holds: if
+        the running requests lacked blocks then, no load gets any.
         """
         self._end_late()
         if self._may_admit:
@@ -211,7 +211,7 @@ class Scheduler:
         return self._build_step(self._clock.monotonic_s(), Filling())
 
     def update(self, result: ModelRunnerOutput) -> None:
-        """Take a step's results. Outputs are there for `drain_outputs`."""
+        """Take a step's results. `drain_outputs` then returns its outputs."""
         now_s = self._clock.monotonic_s()
         step = self.state.steps.retire(result.step_id, now_s)
         num_tokens = step.num_prefill_tokens + step.num_decode_tokens
@@ -263,16 +263,16 @@ class Scheduler:
             self.state.stop_waiting(request, Wait.STEP, now_s)
 
     def apply_report(self, report: ConnectorReport) -> None:
-        """Take what the workers' connector halves saw. Unknown ids are ignored."""
+        """Take a report of the workers' connector halves. Unknown ids are ignored."""
         now_s = self._clock.monotonic_s()
         self._transfers.apply_report(report, now_s)
         if report.slices:
             self.telemetry.ranks(report, now_s)
 
     def take_instructions(self) -> ConnectorMetadata | None:
-        """Return what the workers' connector halves are to do now, whether or not a step runs.
+        """Return instructions for the workers' connector halves, whether or not a step runs.
 
-        To be asked for, and posted, after every call that can change a request.
+        Call this, and post the result, after every call that can change a request.
         """
         return self.state.connector.take_instructions()
 
@@ -281,7 +281,7 @@ class Scheduler:
         return self._outputs.drain()
 
     def take_events(self) -> list[KVEvent]:
-        """Return what the caches have gained and lost since the last call, if that is told."""
+        """Return the caches' gains and losses since the last call, if events are enabled."""
         log = self.kv.events
         return [] if log is None else [*log.drain(), *self.state.connector.take_events()]
 
@@ -325,7 +325,7 @@ class Scheduler:
     # ---- taking results ------------------------------------------------------------
 
     def _take_loads(self, step: Step, failed_loads: list[Failed], now_s: float) -> None:
-        """Take the outcome of loads inside a step; what was computed from a failed one is void."""
+        """Take the outcome of loads inside a step; results from a failed load are discarded."""
         if not step.loading:
             return
         failed = {each.request_id: each for each in failed_loads}
@@ -337,7 +337,7 @@ class Scheduler:
                 self._transfers.load_in_step(request, failed.get(request_id), now_s)
 
     def _count_drafts(self, step: Step, result: ModelRunnerOutput) -> None:
-        """Note how the step's drafts have done."""
+        """Note the success of the step's drafts."""
         history = self.state.drafts
         assert history is not None
         num_sampled = dict(zip(result.request_ids, map(len, result.sampled_token_ids), strict=True))
@@ -425,7 +425,7 @@ class Scheduler:
         self._transfers.end(request, now_s, why, FinishReason.ERROR)
 
     def _give_up(self, request: Request, why: str) -> None:
-        """End a request that could have been served, had there been time."""
+        """End a request that lacked only the time to be served."""
         if request.state in (State.WAITING, State.RECEIVING, State.RUNNING):
             self._outputs.abort(request, why)
             self._transfers.end(request, self._clock.monotonic_s(), why, FinishReason.ABORT)

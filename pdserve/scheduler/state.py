@@ -43,13 +43,13 @@ class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_blocks: Size of the KV pool.
         block_size: Tokens per block.
-        max_model_len: Tokens of prompt and output together, at most; must fit the pool.
+        max_model_len: Maximum tokens of prompt and output together; must fit the pool.
         vocab_size: Every token id is below it.
         num_stages: Pipeline stages.
-        kv_bytes_per_token: To count, for traces, what is on its way here.
-        max_drafted: Tokens of a draft, at most; 0: nothing is drafted.
+        kv_bytes_per_token: Size of a token's KV, by which traces count KV on its way here.
+        max_drafted: Maximum tokens of a draft; 0: nothing is drafted.
         row_costs, draft_cost: See `RowBudget`.
-        max_in_flight: Steps that are in flight together, at most.
+        max_in_flight: Maximum number of steps in flight together.
     """
 
     num_blocks: int
@@ -70,11 +70,11 @@ class WaitingQueue:
     A preempted request keeps its rank, so it comes before everything that arrived after it. Push
     and pop are O(log n); removal is O(1), paid at a later pop.
 
-    A request whose KV lies ready may take the place of one whose KV is only planned:
-    the other engine may lack the blocks that are kept for it.
+    A request whose KV is ready may take the place of one whose KV is only planned:
+    the other engine may need the blocks that it keeps for the ready KV.
 
-    A request may stand aside until its connector says that it is to be asked about again: it
-    still waits, but it is not in the line, so nobody waits behind it and nobody looks at it.
+    A request may stand aside until its connector has news of it: it still waits, but outside the
+    line, so that no request waits behind it and it is not looked at.
 
     Attributes:
         num_in_line: Requests that do not stand aside.
@@ -98,7 +98,7 @@ class WaitingQueue:
         self.num_in_line += 1
 
     def peek(self) -> Request | None:
-        """Return the request that comes next, and leave it there."""
+        """Return the next request without removing it."""
         heads = {source: self._head(source) for source in KVSource}
         planned = heads[KVSource.PLANNED]
         line = next_line(
@@ -108,7 +108,7 @@ class WaitingQueue:
         return None if line is None else heads[line]
 
     def note_start(self, request: Request) -> None:
-        """Note that `request`, which came next, starts, perhaps in a planned one's place."""
+        """Note that `request`, which was next, starts, perhaps in a planned one's place."""
         planned = self._head(KVSource.PLANNED)
         if planned is not None and planned.rank < request.rank:
             planned.overtaken()
@@ -131,7 +131,7 @@ class WaitingQueue:
         self._num_aside += 1
 
     def come_back(self, request: Request, now_s: float) -> None:
-        """Put a request that stands aside, if it does, back in line by its rank."""
+        """Put a request back in line by its rank if it stands aside."""
         if request.times.is_aside:
             self.remove(request)
             request.times.queue_again(now_s)
@@ -141,7 +141,7 @@ class WaitingQueue:
         heap = self._heaps[source]
         while heap:
             _, _, entry, request = heap[0]
-            # What was removed and pushed again has an older entry as well, which is void.
+            # A request that was removed and pushed again also has an older, void entry.
             if request.queue_entry == entry:
                 return request
             heapq.heappop(heap)
@@ -149,7 +149,7 @@ class WaitingQueue:
 
 
 class SchedulerState:
-    """The state that every part of a scheduler is given.
+    """The state that all parts of a scheduler share.
 
     Args:
         connector: The scheduler half; the null connector if KV never leaves.
@@ -158,20 +158,20 @@ class SchedulerState:
     Attributes:
         kv: The blocks, and the prefix cache.
         ladder: Decides about requests whose KV did not come, within the recompute budget.
-        steps: Those in flight, and what the workers know.
-        drafts: How those of its requests have done lately; None where nothing is drafted.
-        outputs: For clients, until they are fetched.
-        recorder: What traces are made from.
-        requests: All of them, by id.
-        waiting: Those that wait, in line or aside.
+        steps: Steps in flight, and which requests the workers know.
+        drafts: Recent success of drafts; None where nothing is drafted.
+        outputs: Outputs for clients, until they are fetched.
+        recorder: Events from which traces are made.
+        requests: All requests, by id.
+        waiting: Requests that wait, in line or aside.
         running: The batch, in the order in which it is served.
-        receiving: Those whose blocks are being filled.
-        leased: Those that have finished here, and whose blocks may be read.
-        prompts: Ids of those that have no token yet, and whose prompt no other engine computes.
-        holds: By connector and id of a hold, blocks that a preempted request lost and a save still
-            reads; they may be under several.
-        deadlines: A heap: monotonic seconds, order of arrival, id. Entries of those that are over
-            are void.
+        receiving: Requests whose blocks are being filled.
+        leased: Requests that have finished here, and whose blocks may be read.
+        prompts: Ids of requests without a token whose prompt no other engine computes.
+        holds: Blocks that a preempted request lost and a save still reads, by connector and id of
+            the hold; the same blocks may be under several.
+        deadlines: A heap: monotonic seconds, order of arrival, id. Entries of requests that are
+            over are void.
     """
 
     def __init__(
@@ -230,15 +230,15 @@ class SchedulerState:
         """Return the longest cached prefix that `request` may begin with. Takes no blocks."""
         if request.sampling.needs_whole_prompt:
             return _NO_HIT
-        # At least one token is computed, so that there are logits to sample from; the
-        # prompt of a handed-over request may be covered whole, for its next token is out.
+        # At least one token is computed, so that there are logits to sample from; the whole
+        # prompt of a handed-over request may be cached, since its next token is known.
         limit = request.num_tokens - 1
         return self.kv.match(
             request.chain, request.prompt_token_ids, request.output_token_ids, max_tokens=limit
         )
 
     def num_missing(self, request: Request) -> int:
-        """Count the prompt tokens to compute if `request` started now."""
+        """Count the prompt tokens that `request` would compute if it started now."""
         return max(0, len(request.prompt_token_ids) - self.match_prefix(request).num_tokens)
 
     def publish_prefix(self, request: Request, num_tokens: int) -> None:
@@ -258,7 +258,7 @@ class SchedulerState:
     # ---- moves ---------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Take a request that waits, under an id that no other has."""
+        """Take a waiting request, under an id that no other has."""
         self.requests[request.request_id] = request
         self.waiting.push(request)
         if request.source is KVSource.LOCAL:
@@ -287,7 +287,7 @@ class SchedulerState:
     def _find(self, entry: tuple[float, int, RequestId]) -> Request | None:
         _, order, request_id = entry
         request = self.requests.get(request_id)
-        # Another one may have come under the same id.
+        # Another request may have arrived under the same id.
         return request if request is not None and request.rank[1] == order else None
 
     def move(self, request: Request, state: State, now_s: float, why: str) -> None:
@@ -325,7 +325,7 @@ class SchedulerState:
                 pass
 
     def begin_again(self, request: Request, num_computed_tokens: int) -> None:
-        """Void what steps compute of `request` beyond its first `num_computed_tokens` tokens."""
+        """Discard steps' results for `request` beyond its first `num_computed_tokens` tokens."""
         self.steps.void(request.request_id)
         self.steps.forget(request)
         request.begin_again(num_computed_tokens)
@@ -346,7 +346,7 @@ class SchedulerState:
         """End a request for its client, and free its blocks as soon as that is safe.
 
         Args:
-            is_held: Its connector still has something read from its blocks.
+            is_held: Whether a read that its connector began may still use its blocks.
 
         Raises:
             InternalError: It is over already.
@@ -407,9 +407,9 @@ class SchedulerState:
         self.holds.update(dict.fromkeys(hold.keys, holding))
 
     def release(self, key: HoldKey) -> bool:
-        """End a hold on what a preempted request left, and free that if it was the last.
+        """End a hold on a preempted request's blocks, and free them if it was the last.
 
-        False if there is none.
+        Returns False if there is no such hold.
         """
         holding = self.holds.pop(key, None)
         if holding is not None and holding not in self.holds.values():

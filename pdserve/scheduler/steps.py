@@ -1,8 +1,8 @@
 """Builds steps, and keeps them until their results are back.
 
-Workers are told how a step differs from what they know. A step in flight may still write the blocks
-of every request in it, so a request that ends meanwhile keeps its blocks until the last such step
-has retired. Decides nothing.
+A step tells workers only what they do not know yet. A step in flight may still write the blocks of
+every request in it, so a request that ends meanwhile keeps its blocks until the last such step has
+retired. Decides nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NUM_REMEMBERED = 64
 
 @dataclass(slots=True)
 class Filling:
-    """What a step that is being built has so far.
+    """Contents so far of a step being built.
 
     Attributes:
         num_tokens: Tokens that each request computes behind its computed ones.
-        grown: Blocks that some of them got for it.
-        num_draft_rows: Tokens of drafts that may be computed behind those.
+        grown: New blocks for those tokens, by request that got some.
+        num_draft_rows: Draft tokens that may be computed behind those, by request.
     """
 
     num_tokens: dict[RequestId, int] = field(default_factory=dict)
@@ -45,13 +45,13 @@ class Step:
     """One submitted step.
 
     Attributes:
-        num_computed_after: For each request in it, the tokens computed once it retires.
-        num_tokens: For each, those that it computes without drafts.
+        num_computed_after: Tokens of each request that are computed once the step retires.
+        num_tokens: Tokens of each request that the step computes, without drafts.
         num_prefill_tokens, num_decode_tokens: Prompt tokens it computes, and all others.
-        num_draft_rows: As the workers are told.
+        num_draft_rows: Maximum draft tokens, as sent to the workers, by request.
         loading: Requests whose first tokens are loaded inside it.
         closing: Requests that are over, and wait for it to retire.
-        void: Requests for which what it computes means nothing.
+        void: Requests whose results in this step are discarded.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class StepQueue:
     """Builds steps and keeps them until they retire, in order.
 
     Args:
-        is_pipelined: Whether there are stages that do not sample, and must be told the tokens.
+        is_pipelined: Whether there are stages that do not sample, and need the tokens sent.
 
     Attributes:
-        num_built: Steps so far; the next one's id.
-        num_known: Requests that the workers know.
+        num_built: Steps built so far; the next one's id.
+        num_known: Number of requests that the workers know.
     """
 
     def __init__(self, *, is_pipelined: bool) -> None:
@@ -101,17 +101,17 @@ class StepQueue:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step in flight has tokens, so that it may write blocks."""
+        """Whether a step in flight has tokens, and so may write blocks."""
         return any(step.num_computed_after for step in self._in_flight)
 
     @property
     def has_drafts(self) -> bool:
-        """Whether drafts leave open how far a step in flight brings some of its requests."""
+        """Whether a step in flight has drafts, so that its number of new tokens is unknown."""
         return any(step.num_draft_rows for step in self._in_flight)
 
     @property
     def has_gone(self) -> bool:
-        """Whether the workers still have to be told to forget requests."""
+        """Whether there are requests that the workers must still forget."""
         return bool(self._gone)
 
     # ---- making --------------------------------------------------------------------
@@ -126,8 +126,8 @@ class StepQueue:
         """Build the next step and put it in flight.
 
         Args:
-            running: Has the requests that are in it.
-            metadata: What the connector sends along.
+            running: Running requests, among them those of the step.
+            metadata: The connector's message to the workers.
         """
         new: list[NewRequest] = []
         known_ids: list[RequestId] = []
@@ -190,7 +190,7 @@ class StepQueue:
         )
 
     def forget(self, request: Request) -> None:
-        """Have the workers forget a request: it is in no further step, or begins anew."""
+        """Make the workers forget a request that is in no further step, or begins again."""
         if request.num_told_tokens is not None:
             request.become_unknown()
             self.num_known -= 1
@@ -203,7 +203,7 @@ class StepQueue:
         self.num_known += 1
         sampling = request.sampling
         if request.remote_decode and sampling.grammar is not None:
-            # Of what another engine goes on with, nothing is worked out behind the first token.
+            # If another engine continues it, no mask is needed here behind the first token.
             sampling = msgspec.structs.replace(sampling, max_tokens=1)
         return NewRequest(
             request_id=request.request_id,
@@ -222,9 +222,9 @@ class StepQueue:
         request.times.begin_step(now_s, waited_s=waited_s)
 
     def _step_wait_s(self, since_s: float, now_s: float) -> float:
-        """Return how long KV that came at `since_s` had to wait for the step that ran then.
+        """Return how long KV that came at `since_s` waited for the step that ran then.
 
-        0.0 if no step ran; if it still runs, the wait until `now_s`.
+        0.0 if no step ran; if the step still runs, the wait until `now_s`.
         """
         for submitted_s, retired_s in self._past:
             if submitted_s <= since_s <= retired_s:
@@ -246,7 +246,7 @@ class StepQueue:
         return step
 
     def void(self, request_id: RequestId) -> None:
-        """Void what the steps in flight compute of this request."""
+        """Discard this request's results in the steps in flight."""
         for step in self._in_flight:
             if request_id in step.num_computed_after:
                 step.void.add(request_id)
@@ -259,7 +259,7 @@ class StepQueue:
                 step.num_computed_after[request.request_id] -= 1
 
     def close_after(self, request: Request) -> bool:
-        """Have a request that is over wait for the last step that has it; False if none has."""
+        """Make a request that is over wait for the last step that has it; False if none has."""
         for step in reversed(self._in_flight):
             if request.request_id in step.num_computed_after:
                 step.closing.append(request)

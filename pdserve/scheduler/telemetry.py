@@ -1,7 +1,7 @@
 """The scheduler's telemetry: statistics, traces of steps, and learned step times.
 
-Recording costs a few microseconds a step (`python -m benchmarks.trace`), learning one or two on
-average. Requests are recorded where they leave (`state`). Decides nothing and has no clock.
+Recording costs a few microseconds per step (`python -m benchmarks.trace`), learning one or two on
+average. Requests are recorded where they end (`state`). Decides nothing and has no clock.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     from pdserve.wire.transfer import ConnectorReport
 
 SAMPLE_INTERVAL_S = 0.01
-"""Between two looks at the counters while there are requests."""
+"""Time between two samples of the counters while there are requests."""
 
 
 _MIN_SAMPLES: Final = 5
-"""From so many on it says something: those of several engines are enough sooner."""
+"""Samples from which a fit is reported: those of several engines together are enough sooner."""
 _NUM_EACH: Final = 64
-"""Steps of either kind that are all learned from."""
+"""First steps of either kind, all of which are learned from."""
 _EVERY_S: Final = 0.2
-"""Between two steps that are learned from, from then on."""
+"""Time between two steps that are learned from, after those."""
 _TOLD_S: Final = 1.0
-"""Between two times that it says something else, but for what it knows from twice as much."""
+"""Time between two updates of the report, unless a fit has twice as many samples."""
 
 
 class Telemetry:
     """Reads `state`, and fills its recorder.
 
     Args:
-        is_told: Proxies hear what steps take. With several stages and with drafts nothing is
-            learned of that: a step is not the time between two tokens there.
+        is_told: Whether proxies are told the times of steps. They are not learned with several
+            stages or drafts: a step is not the time between two tokens there.
     """
 
     def __init__(self, state: SchedulerState, *, is_told: bool) -> None:
@@ -86,16 +86,16 @@ class Telemetry:
             self._experts = result.experts
 
     def ranks(self, report: ConnectorReport, now_s: float) -> None:
-        """Record what threads of ranks did, unless it is told by another machine's clock."""
+        """Record what ranks' threads did, unless it was timed by another machine's clock."""
         if report.clock_id == CLOCK_ID:
             for each in report.slices:
                 start_s, end_s, track = each.start_s, each.end_s, each.track
                 self._recorder.add(SliceEvent(now_s, start_s, track, each.name, each.facts, end_s))
 
     def sample(self, now_s: float) -> None:
-        """Record the counters if they have changed: every so often, and when all is quiet.
+        """Record the counters if they have changed: at intervals, and when no request is left.
 
-        To be called whenever they may have.
+        Call this whenever they may have changed.
         """
         state = self._state
         if now_s - self._sampled_s < SAMPLE_INTERVAL_S and state.requests:
@@ -147,16 +147,16 @@ class Telemetry:
         )
 
     def learned(self, now_s: float) -> LearnedTimes | None:
-        """Return what proxies are to be told of what steps take; None: nothing."""
+        """Return the times of steps to report to proxies; None: nothing to report."""
         return None if self._learner is None else self._learner.told(now_s)
 
     def requests(self, now_s: float) -> list[EngineRequest]:
-        """Return the time until now of each request that is not forgotten yet."""
+        """Return the trace, until now, of each request that is not forgotten yet."""
         return [request.traced(now_s) for request in self._state.requests.values()]
 
 
 class StepLearner:
-    """What prompts and steps take here, by fits: of every step at first, then one now and again.
+    """Fits of the times of prompts and steps: to every step at first, then to occasional ones.
 
     A request that computes one token is a stream, whatever that token is; one that computes more
     is a prompt, or a part of one.
@@ -172,14 +172,14 @@ class StepLearner:
     def step(
         self, step: Step, requests: Mapping[RequestId, Request], seconds: float, now_s: float
     ) -> None:
-        """Take a step that has come back, perhaps."""
+        """Learn from a step that has come back, if one is due."""
         after = step.num_computed_after
         is_of_streams = step.num_prefill_tokens + step.num_decode_tokens == len(after)
         fit = self._steps if is_of_streams else self._prompts
         if now_s < self._due_s and fit.num_samples >= _NUM_EACH:
             return
         if step.loading:
-            return  # it has waited for their KV
+            return  # the step has waited for its loads
         self._due_s = now_s + _EVERY_S
         if is_of_streams:
             fit.learn((1.0, float(len(after)), float(sum(after.values()))), seconds)
@@ -204,7 +204,7 @@ class StepLearner:
             fit.learn((float(num_prompts), float(num_tokens), pairs), seconds)
 
     def told(self, now_s: float) -> LearnedTimes | None:
-        """Return what is to be said now; None while nothing is known."""
+        """Return the current report; None while nothing is known."""
         num_prompts, num_steps = self._prompts.num_samples, self._steps.num_samples
         knows_more = num_prompts >= self._next_prompts or num_steps >= self._next_steps
         if knows_more or (self._told is not None and now_s - self._told_s >= _TOLD_S):

@@ -1,9 +1,9 @@
 """Calls the connector about requests, and applies its news.
 
 It does so before requests are taken, when a step is built, when they have ended, and above all when
-a load has arrived or failed, or a hold is over. What the connector raises ends the request that it
-was about, and no other. Plans nothing and sends nothing: instructions go from the connector to the
-workers.
+a load has arrived or failed, or a hold is over. An exception of the connector ends the request that
+it concerns, and no other. Plans nothing and sends nothing: instructions go from the connector to
+the workers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _UNFINISHED = (State.WAITING, State.RECEIVING, State.RUNNING)
 
 
 class Transfers:
-    """Moves requests as their transfers go."""
+    """Moves requests as their transfers progress."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -65,7 +65,7 @@ class Transfers:
     # ---- requests come and go --------------------------------------------------------
 
     def arrive(self, request: Request) -> str | None:
-        """Tell of a request that is about to be taken; return why it cannot be, or None."""
+        """Tell the connector of a new request; return why it cannot be taken, or None."""
         if not self._connector.hands_over:
             what = "handoff" if request.handoff else request.kv_transfer_params.ticket and "ticket"
             if what:
@@ -78,18 +78,18 @@ class Transfers:
         return None
 
     def leave(self, request: Request) -> None:
-        """Tell of the end of a request that has no blocks."""
+        """Tell the connector of the end of a request that has no blocks."""
         self._tell_end(request, FinishReason.ERROR)
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Take what came with the handoff of a request that now waits; that may end it."""
+        """Take the tokens in the handoff of a request that now waits, which may end it."""
         if request.handoff is not None:
             self._take_handed_over_tokens(request, request.handoff, now_s)
 
     def end(self, request: Request, now_s: float, why: str, reason: FinishReason) -> None:
         """End a request; its blocks are free as soon as nothing reads or writes them.
 
-        If the connector fails over it, those that a peer may be written from stay out of use.
+        If the connector fails, blocks from which a peer may still be written stay out of use.
         """
         hold = self._tell_end(request, reason)
         request.hold(hold)
@@ -104,9 +104,9 @@ class Transfers:
         otherwise: F,
         what: str = "take",
     ) -> T | F:
-        """Do something to a request; whatever goes wrong ends that one alone, as `end_broken` says.
+        """Call `do` on a request; an exception ends only that request, by `end_broken`.
 
-        Returns `otherwise` then, else what `do` does.
+        Returns `otherwise` after an exception, else the result of `do`.
         """
         done = guarded(do)
         if isinstance(done, Exception):
@@ -117,10 +117,10 @@ class Transfers:
     def end_broken(
         self, request_id: RequestId, error: Exception, now_s: float, *, what: str = "take"
     ) -> None:
-        """End a request over which we, or its connector, have failed; tell its story.
+        """End a request on which we, or its connector, have failed; log its story.
 
         Args:
-            what: Was being done to it.
+            what: Verb of the failed operation.
         """
         request = self._state.requests.get(request_id)
         story = f"request {request_id}" if request is None else request.story()
@@ -153,7 +153,7 @@ class Transfers:
         return self.attempt(lease, request.request_id, now_s, otherwise=False, what="hand over")
 
     def give_away(self, request: Request, now_s: float) -> None:
-        """Have a running request handed over as it stands, once no step computes it."""
+        """Hand over a running request as it is, once no step computes it."""
         request.give_away()
         is_at_rest = request.is_decoding and not request.num_pending_tokens
         if is_at_rest and self.hand_over(request, now_s):
@@ -170,9 +170,9 @@ class Transfers:
         return True
 
     def tell(self, report: ConnectorReport, now_s: float) -> None:
-        """Tell what the engine, and not a worker, knows of holds: `given_up` and `kept`."""
+        """Tell the connector of holds that the engine has `given_up` or `kept`."""
         news = guarded(partial(self._connector.update_connector_output, report))
-        if isinstance(news, Exception):  # it ends by itself, later
+        if isinstance(news, Exception):  # the lease expires later
             _log.error("the connector failed over what it was told of leases", exc_info=news)
             return
         self._apply(news, now_s)
@@ -197,14 +197,14 @@ class Transfers:
     # ---- starts ----------------------------------------------------------------------
 
     def match(self, request: Request, num_computed_tokens: int) -> Match | None:
-        """Ask what KV can be brought beyond what is here; None if that is not known yet."""
+        """Ask what KV can be loaded beyond the computed tokens; None if not known yet."""
         match = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
         if match is None or not match.num_tokens or request.may_load:
             return match
         return msgspec.structs.replace(match, num_tokens=0)
 
     def load(self, request: Request, num_tokens: int, now_s: float) -> None:
-        """Have the last so many of its computed tokens loaded beside the steps."""
+        """Load the last `num_tokens` of its computed tokens beside the steps."""
         assert request.holding is not None
         self._connector.update_state_after_alloc(request, request.holding.blocks, num_tokens)
         request.times.start(now_s)
@@ -213,7 +213,7 @@ class Transfers:
         self._state.move(request, State.RECEIVING, now_s, why)
 
     def tell_start(self, request: Request, num_tokens: int) -> None:
-        """Tell that a request starts; so many of its computed tokens are loaded in its step."""
+        """Tell the connector that a request starts, and how many tokens its step loads."""
         assert request.holding is not None
         blocks = request.holding.blocks
         generations = self._kv.pool.generations_of(blocks)
@@ -226,10 +226,10 @@ class Transfers:
     def metadata_for(
         self, scheduled: dict[RequestId, int], now_s: float
     ) -> ConnectorMetadata | None:
-        """What goes with the step that computes `scheduled`.
+        """Return the connector's message for the step that computes `scheduled`.
 
-        If the connector fails over one of them, that one is ended and taken out; if nobody can say
-        over which, all are.
+        If the connector fails on one of the requests, that one is ended and removed; if it is
+        unknown which, all are.
         """
         while True:
             step = StepView(scheduled, lambda each: self._scheduled(each, scheduled[each]))
@@ -252,7 +252,7 @@ class Transfers:
         return ScheduledRequest(request, blocks, generations, start, start + num_tokens)
 
     def load_in_step(self, request: Request, failed: Failed | None, now_s: float) -> None:
-        """End a load inside a step; what of it failed is computed from the next step on."""
+        """End a load inside a step; the part that failed is computed from the next step on."""
         num_hit, num_external = request.num_cached_tokens, request.num_external_tokens
         request.prove()
         if failed is not None:
@@ -272,17 +272,17 @@ class Transfers:
     # ---- the connector's news --------------------------------------------------------
 
     def apply_report(self, report: ConnectorReport, now_s: float) -> None:
-        """Take what the workers' connector halves saw. Unknown ids are ignored."""
+        """Take a report of the workers' connector halves. Unknown ids are ignored."""
         self._counters.kv_faults.update(report.faults)
         for fact, single in report.one_by_one():
             news = guarded(partial(self._connector.update_connector_output, single))
             if isinstance(news, Exception):
                 self._fail_over(fact, news, now_s)
-                news = ConnectorNews.of(single)  # it has happened all the same
+                news = ConnectorNews.of(single)  # it has happened nevertheless
             self._apply(news, now_s)
 
     def _fail_over(self, fact: Fact | None, error: Exception, now_s: float) -> None:
-        # Where none is named, it is one of those aside, and nobody can say which.
+        # If none is named, it is one of those aside, and which one is unknown.
         aside = (each for each, request in self._state.requests.items() if request.times.is_aside)
         broken = list(aside) if fact is None else [fact.request_id]
         for request_id in broken:
@@ -306,7 +306,7 @@ class Transfers:
             self._fail_load(failed, now_s)
 
     def _come_back(self, request_id: RequestId, why: str, now_s: float) -> None:
-        """A request is to be asked about again; it may have stood aside."""
+        """Ask about a request again, which may have stood aside."""
         request = self._state.requests.get(request_id)
         if request is not None:
             request.times.note(now_s, why)
@@ -323,7 +323,7 @@ class Transfers:
             return
         request = self._state.requests.get(settled.request_id)
         if request is None or not request.settle(settled):
-            return  # of another request under this id, or of what never began
+            return  # another request under this id, or a hold that never began
         handoff = request.handoff if request.state is State.LEASED else None
         if handoff is not None and settled.nonce in ("", handoff.nonce):
             self._counters.lease_ends[settled.end.value] += 1
@@ -361,7 +361,7 @@ class Transfers:
             self._take_handed_over_tokens(request, brought, now_s)
 
     def _go_on(self, request: Request, now_s: float) -> bool:
-        """Load what there is behind a load that has come; return whether it was the last."""
+        """Load what can follow a load that has arrived; return whether that was the last."""
         num_hit, num_external = request.num_cached_tokens, request.num_external_tokens
         match = self.match(request, num_hit + num_external)
         if match is not None and match.num_tokens and match.is_async:
@@ -389,7 +389,7 @@ class Transfers:
             self._settle_load(failed.request_id, now_s)
             return
         self._note_failure(request, failed, now_s, may_load=is_elsewhere)
-        # They were confirmed and checked, so whoever computes the rest need not begin at 0.
+        # These tokens were confirmed and checked, so that only the rest must be computed.
         num_valid = min(failed.num_valid_tokens, len(request.prompt_token_ids))
         self._state.publish_prefix(request, num_valid)
         if is_elsewhere:
@@ -407,7 +407,7 @@ class Transfers:
         request.note_failure(failed, now_s, may_load=may_load)
 
     def _end_load(self, request: Request, why: str, now_s: float) -> None:
-        """Its KV will not come, and nothing writes its blocks: take the next rung."""
+        """Take the next rung for a request whose KV will not come; nothing writes its blocks."""
         self._state.free(request)
         num_missing = self._state.num_missing(request)
         decision = self._ladder.after_failure(request, num_missing, now_s)
@@ -444,7 +444,7 @@ class Transfers:
         self._state.close(request, now_s, outcome)
 
     def _settle_load(self, request_id: RequestId, now_s: float) -> None:
-        """A load was reported that no receiving request waits for."""
+        """Settle a reported load for which no receiving request waits."""
         request = self._state.requests.get(request_id)
         if request is not None and request.state is State.CLOSING:
             self._state.stop_waiting(request, Wait.LOAD, now_s)
