@@ -1,8 +1,8 @@
 """Requests that have arrived at an engine core but are not yet in its scheduler.
 
-A prompt comes once, however many choices it has; here each of them becomes a request. A turn of
+A prompt comes once, however many choices it has; here each choice becomes a request. A turn of
 the core's loop hands on a bounded number of requests and tokens, so that a thousand choices, or
-a hundred long prompts at once, hold up nobody's stream. Knows no sockets and no steps.
+a hundred long prompts at once, delay no stream. Knows no sockets and no steps.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 MAX_REQUESTS_PER_TURN = 32
 MAX_PROMPT_TOKENS_PER_TURN = 1 << 16
-"""To look through so many takes about a millisecond."""
+"""Checking this many takes about a millisecond."""
 
 
 class Arrivals:
-    """First come, first taken. `len` counts those that the scheduler does not have yet."""
+    """First come, first served. `len` counts requests that the scheduler does not have yet."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -51,14 +51,14 @@ class Arrivals:
         return num_refused
 
     def forget(self, request_ids: Iterable[RequestId]) -> int:
-        """Drop requests that are here; return how many were."""
+        """Drop those of the requests that are here; return their number."""
         return sum(self._waiting.pop(request_id, None) is not None for request_id in request_ids)
 
     def hand_on(self, *, may_take_all: bool = False) -> int:
-        """Give the scheduler those that came first; return how many.
+        """Give the scheduler the requests that came first; return their number.
 
         Args:
-            may_take_all: Whether there is no stream left to hold up.
+            may_take_all: Whether there is no stream to delay.
         """
         num_requests = num_tokens = 0
         while self._waiting and (

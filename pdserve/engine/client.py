@@ -23,7 +23,7 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> EngineInfo | None:
-        """None until the engine is ready."""
+        """Facts about the engine; None until it is ready."""
         ...
 
     @property
@@ -33,17 +33,17 @@ class EngineClient(Protocol):
 
     @property
     def core_stats(self) -> Sequence[EngineStats | None]:
-        """The same of each engine core; their sum is `stats`."""
+        """The newest snapshot of each engine core; their sum is `stats`."""
         ...
 
     @property
     def dead_reason(self) -> str | None:
-        """Why the engine has ended, once it has."""
+        """Reason why the engine has ended; None before."""
         ...
 
     @property
     def stall_reason(self) -> str | None:
-        """Why the engine should get no requests now, although it has not ended."""
+        """Reason why the engine should get no requests now, although it has not ended."""
         ...
 
     def generate(
@@ -52,8 +52,8 @@ class EngineClient(Protocol):
         """Submit a request, with others for its prompt, and yield the outputs of all of them.
 
         The last output of each has a `finish_reason`; the generator ends when all have ended.
-        Closing it early (or cancelling the task in it) aborts those that have not. All are
-        taken, or none is.
+        Closing it early (or cancelling the task in it) aborts those that have not. Either all
+        requests are taken, or none.
 
         Raises:
             EngineDeadError: The engine ended before the requests did.
@@ -70,21 +70,21 @@ class EngineClient(Protocol):
         ...
 
     async def release_lease(self, nonce: str) -> None:
-        """Give up a lease that nobody will read. Unknown nonces are ignored."""
+        """Give up a lease that will not be read. Unknown nonces are ignored."""
         ...
 
     async def keep_leases(self, nonces: Sequence[str]) -> None:
-        """Keep leases whose handoffs nobody has yet, for another lease's time from now on.
+        """Extend leases whose handoffs are not delivered yet, by a lease time from now.
 
         Unknown nonces are ignored.
         """
         ...
 
     async def hand_over(self, request_ids: Sequence[RequestId]) -> None:
-        """Lease requests that run out, as they stand, for another engine to go on with them.
+        """Lease running requests out as they are, for another engine to continue them.
 
         The last output of each is then its handoff. Ids of requests that are unknown, or wait, or
-        whose KV is still on its way, are ignored: those go on here.
+        whose KV is still on its way, are ignored: those continue here.
         """
         ...
 
@@ -93,7 +93,7 @@ class EngineClient(Protocol):
         ...
 
     async def trace(self, seconds: float) -> list[ProcessTrace]:
-        """The last `seconds` of each engine core, as far as they are kept.
+        """Return the trace of the last `seconds` of each engine core, as far as it is kept.
 
         Raises:
             EngineDeadError: A core has ended, or ends before it has answered.
@@ -101,7 +101,7 @@ class EngineClient(Protocol):
         ...
 
     async def close(self, *, timeout_s: float) -> None:
-        """End the engine: what runs may finish within `timeout_s`."""
+        """End the engine; running requests may finish within `timeout_s`."""
         ...
 
 

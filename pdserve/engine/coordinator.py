@@ -1,10 +1,10 @@
 """The coordinator of the data-parallel engine cores of one server.
 
-It learns how busy each core is and tells the API server, which chooses by it; and it is the
-one that starts waves, so that all cores see the same ones in the same order. Started by the
-server as `python -m pdserve.engine.coordinator` with a `CoordinatorLaunch` on standard input;
-ends with it. It knows no requests and no tokens: `Coordinator` decides, `run` moves messages. A
-core's end is its `CoordinatorLink`.
+It reports the load of each core to the API server, which chooses cores by it; and only it starts
+waves, so that all cores see the same waves in the same order. The server starts it as
+`python -m pdserve.engine.coordinator` with a `CoordinatorLaunch` on standard input; it ends with
+the server. It knows no requests and no tokens: `Coordinator` decides, `run` moves messages. A
+core connects to it by a `CoordinatorLink`.
 
     cores --PUSH--> messages
     cores <--SUB--- orders     held back until every core listens, so that none misses one
@@ -38,10 +38,10 @@ _SUBSCRIBED = b"\x01"
 
 
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the coordinator listens.
+    """Addresses of the coordinator.
 
     Attributes:
-        server_key: Of all three; a secret of the engine.
+        server_key: Public key of all three; a secret of the engine.
     """
 
     messages: str
@@ -51,7 +51,7 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def beginning_with(cls, name: str, server_key: bytes) -> Addresses:
-        """Addresses that begin with `name`."""
+        """Return addresses that begin with `name`."""
         return cls(
             messages=f"{name}-messages",
             orders=f"{name}-orders",
@@ -64,7 +64,7 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The start message of the process.
 
     Attributes:
-        log: How it logs, to standard error.
+        log: Settings of its log, which goes to standard error.
     """
 
     parent_pid: int
@@ -75,12 +75,12 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, tag="counts"):
-    """How busy a core is.
+    """Load of a core.
 
     Attributes:
-        num_waiting: Requests without a place.
+        num_waiting: Requests without a place in the batch.
         num_running: Requests with one: their KV is here or on its way.
-        num_taken: Requests it was ever given; what a server sent beyond is not counted yet.
+        num_taken: Requests received since the start; the server may have sent more.
     """
 
     core: int
@@ -97,7 +97,7 @@ class Wish(msgspec.Struct, frozen=True, tag="wish"):
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """A core that shuts down has no work left, and will ask for no wave any more."""
+    """A core that shuts down has no work left, and will ask for no more waves."""
 
     core: int
 
@@ -106,13 +106,13 @@ FromCore = Counts | Wish | Drained
 
 
 class StartWave(msgspec.Struct, frozen=True, tag="start"):
-    """Begin this wave as soon as the one before is over."""
+    """Begin this wave as soon as the previous one is over."""
 
     wave: int
 
 
 class EndCores(msgspec.Struct, frozen=True, tag="end"):
-    """Every core has drained: end after the waves that were started."""
+    """Every core has drained: end after the waves already started."""
 
 
 ToCores = StartWave | EndCores
@@ -122,7 +122,7 @@ class Coordinator:
     """Decides, without sockets.
 
     Attributes:
-        counts: The newest of each core.
+        counts: The newest counts of each core.
     """
 
     def __init__(self, num_cores: int) -> None:
@@ -133,16 +133,16 @@ class Coordinator:
         self._orders: list[ToCores] = []
 
     def listening(self) -> None:
-        """Note that one more core hears orders."""
+        """Note that one more core listens to orders."""
         self._num_listening += 1
 
     def take(self, message: FromCore) -> None:
-        """Take what a core says."""
+        """Take a core's message."""
         match message:
             case Counts(core):
                 self.counts[core] = message
             case Wish(wave=wave):
-                # The others that wish for it may have said so before they heard that it began.
+                # Other cores may have wished for it before they heard that it began.
                 if wave > self._last_wave:
                     self._last_wave = wave
                     self._orders.append(StartWave(wave))
@@ -154,7 +154,7 @@ class Coordinator:
                 assert_never(message)
 
     def drain_orders(self) -> list[ToCores]:
-        """Return what to tell all cores now, in order; nothing before all of them listen."""
+        """Return the orders for all cores, in order; none before all of them listen."""
         if self._num_listening < len(self.counts):
             return []
         orders, self._orders = self._orders, []
@@ -162,7 +162,7 @@ class Coordinator:
 
 
 class CoordinatorLink:
-    """The two sockets to the coordinator of the core numbered `core`. One thread.
+    """The two sockets from core number `core` to the coordinator. For one thread.
 
     Attributes:
         socket: Readable when `orders` has some.
@@ -187,7 +187,7 @@ class CoordinatorLink:
         self._decoder: msgspec.msgpack.Decoder[ToCores] = msgspec.msgpack.Decoder(ToCores)
 
     def orders(self) -> list[ToCores]:
-        """Return what the coordinator has ordered since the last call."""
+        """Return the coordinator's orders since the last call."""
         found: list[ToCores] = []
         while True:
             try:
@@ -196,7 +196,7 @@ class CoordinatorLink:
                 return found
 
     def tell(self, stats: EngineStats, num_taken: int) -> None:
-        """Say how busy this core is, if that has changed."""
+        """Report this core's load, if it has changed."""
         counts = Counts(
             self._core,
             num_waiting=stats.num_waiting,
@@ -212,11 +212,11 @@ class CoordinatorLink:
         self._send(Wish(self._core, wave))
 
     def drained(self) -> None:
-        """Say that this core shuts down and has no work left."""
+        """Report that this core shuts down and has no work left."""
         self._send(Drained(self._core))
 
     def close(self) -> None:
-        """Let go of the sockets."""
+        """Close the sockets."""
         self._messages.close()
         self.socket.close()
 
@@ -225,12 +225,12 @@ class CoordinatorLink:
 
 
 def run(launch: CoordinatorLaunch) -> None:
-    """Serve for ever."""
+    """Serve forever."""
     context = zmq.Context()
     messages = context.socket(zmq.PULL)
     orders, counts = context.socket(zmq.XPUB), context.socket(zmq.XPUB)
     for publisher in (orders, counts):
-        publisher.set(zmq.XPUB_VERBOSE, 1)  # else only the first subscriber is told of
+        publisher.set(zmq.XPUB_VERBOSE, 1)  # else only the first subscription is reported
     places = launch.addresses
     for socket, address in (
         (messages, places.messages),
@@ -260,7 +260,7 @@ def run(launch: CoordinatorLaunch) -> None:
         for order in coordinator.drain_orders():
             orders.send(encode(order))
         if any(frame[:1] == _SUBSCRIBED for frame in _frames(counts)):
-            published = []  # a subscriber begins with what there is
+            published = []  # a new subscriber needs the current counts
         now_s = time.monotonic()
         if coordinator.counts != published and now_s >= next_counts_s:
             published = list(coordinator.counts)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class CoordinatorProcess:
-    """Starts the coordinator, watches it, and passes on what it says.
+    """Starts the coordinator, watches it, and passes on its counts.
 
     Args:
-        look_s: Between two looks at it.
-        on_counts: Told the cores' newest counts.
-        on_end: Told why, if it ends before `close`.
+        look_s: Seconds between two looks at it.
+        on_counts: Called with the cores' newest counts.
+        on_end: Called with the reason if it ends before `close`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CoordinatorProcess:
         return self._process.pid
 
     async def close(self) -> None:
-        """End it; it has nothing to lose. May be called twice."""
+        """Kill it; it has nothing to lose. May be called twice."""
         self._is_closing = True
         self._process.kill()
         await self._exited.wait()
@@ -92,7 +92,7 @@ class CoordinatorProcess:
             self._on_counts(decoder.decode(await self._socket.recv()))
 
     async def _watch(self, look_s: float) -> None:
-        """End it if it is stopped for long: no wave would begin any more."""
+        """Kill it if it is stopped for long: no wave could begin any more."""
         watch = ProcessWatch(self._process.pid)
         while watch.num_stopped < NUM_LOOKS:
             watch.look()

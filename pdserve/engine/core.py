@@ -1,10 +1,10 @@
 """The engine core: a scheduler, an executor and a connector's scheduler half, injected.
 
-`step` is the whole of it: take the connector's news and what has come back, plan and submit as
-many steps as may be in flight, and post what connectors need not wait for a step to learn. It
-never waits, so all that may happen while a step runs is looked at at once. A core whose ranks
-share experts with other cores lets `Waves` plan, which sees to it that all of them step
-together. It knows no sockets and starts no threads.
+`step` does everything: take the connector's news and the results, plan and submit as many steps as
+may be in flight, and post the instructions of connectors that need no step. It never waits, so it
+sees everything that happens while a step runs at once. A core whose ranks share experts with other
+cores lets `Waves` plan, which makes all of them step together. It knows no sockets and starts no
+threads.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 
 _LONGEST_GAP_S = 2.0
-"""Between two looks at the step in flight: the loop turns ten times a second while a request is
-unfinished. What is more was spent stopped, and is not the step's."""
+"""Maximum time between two looks at the step in flight: the loop turns ten times a second while a
+request is unfinished. In the rest the process was stopped, and it is not counted for the step."""
 
 
 class EngineCore:
     """A loaded engine.
 
     Args:
-        executor: Started; it is the core's to close.
-        connector: The scheduler half, whose worker halves are the executor's.
-        workers: What the executor's ranks said when it was started.
-        in_waves: Whether the ranks share experts with other cores'.
+        executor: A started executor, which the core closes.
+        connector: The scheduler half; the executor has its worker halves.
+        workers: Facts that the executor's ranks reported at the start.
+        in_waves: Whether the ranks share experts with those of other cores.
 
     Attributes:
-        waves: None if no other core shares this one's world.
+        waves: Waves with other cores; None if no other core shares this one's world.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class EngineCore:
         self._looked_s = clock.monotonic_s()
 
     def step(self, publish: Callable[[list[EngineOutput]], None]) -> bool:
-        """Do all that can be done now; there is more when a `wake_fds` of the executor says so.
+        """Do all the work there is now; one of the executor's `wake_fds` signals more.
 
-        To be called after requests came or went, too. Never waits.
+        Must also be called after requests came or went. Never waits.
 
         Args:
-            publish: Given outputs, as soon as there are some.
+            publish: Called with outputs, as soon as there are some.
 
         Returns:
             Whether there was news of the ranks.
 
         Raises:
-            RankDiedError: A rank ended, or does not bring a step to its end.
+            RankDiedError: A rank ended, or a step has timed out.
         """
         self._look_at_step()
         has_news = self._take_reports()
@@ -107,8 +107,8 @@ class EngineCore:
             self.scheduler.update(result)
             if self.waves is not None:
                 self.waves.collected(result)
-            # A handoff's lease is granted before it is told, and tokens do not wait for the
-            # next step to be planned. In a wave every step that comes back makes room for
+            # A handoff's lease is granted before the handoff is published, and tokens do not
+            # wait for the next step's plan. In a wave every step that comes back makes room for
             # exactly one.
             self.post()
             self._drain(publish)
@@ -119,7 +119,7 @@ class EngineCore:
         return has_news
 
     def _look_at_step(self) -> None:
-        """Count how long the step that is next to come back has been under way."""
+        """Count how long the oldest step in flight has been under way."""
         now_s = self._clock.monotonic_s()
         if self.scheduler.num_in_flight:
             self._step_age_s += min(now_s - self._looked_s, _LONGEST_GAP_S)
@@ -133,7 +133,7 @@ class EngineCore:
             )
 
     def post(self) -> None:
-        """Send the ranks' connectors what the scheduler has for them."""
+        """Send the ranks' connectors the scheduler's instructions."""
         instructions = self.scheduler.take_instructions()
         if instructions is not None:
             self.executor.post(instructions)
@@ -144,7 +144,7 @@ class EngineCore:
             publish(outputs)
 
     def _take_reports(self) -> bool:
-        """Take what connectors have reported; whether that was anything."""
+        """Take the connectors' reports; return whether there were any."""
         has_news = False
         while (report := self.executor.poll_report()) is not None:
             self.scheduler.apply_report(report)
@@ -160,7 +160,7 @@ class EngineCore:
         scheduler, executor, waves = self.scheduler, self.executor, self.waves
         has_room = scheduler.num_in_flight < executor.max_in_flight
         if not has_room or (waves is not None and waves.phase is not Phase.INSIDE):
-            # Loads need no step, so they do not wait for one.
+            # Loads need no step, so they start without one.
             scheduler.admit_loads()
         while scheduler.num_in_flight < executor.max_in_flight:
             step = self._plan()

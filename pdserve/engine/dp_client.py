@@ -1,12 +1,12 @@
 """Several engine cores and their coordinator, as one `EngineClient`.
 
-A request goes to the core with the least waiting * 4 + running, stays there, and nobody above
-knows of it. How many of a core's requests wait comes from the coordinator; what was sent to a
-core and is in no count yet waits, so that a burst spreads before the first answer. The engine is
-ready when all its cores are, and when one ends by itself, all do: cores that share experts
-cannot go on, and those that do not are still one engine to whoever watches over it.
+A request goes to the core with the least waiting * 4 + running, and stays there; the layers above
+do not know which. The number of a core's waiting requests comes from the coordinator; requests
+sent since its last count are taken as waiting, so that a burst spreads before the first answer. The
+engine is ready when all its cores are, and when one ends unasked, all do: cores that share experts
+cannot continue, and those that do not still count as one engine to its supervisor.
 
-The engine has one id and one incarnation, which proxies know it by; a handoff carries those of
+The engine has one id and one incarnation, by which proxies know it; a handoff carries those of
 the core that made it (`ID-dp0` and so on) and that core's side channels.
 """
 
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
 _HOST = "127.0.0.1"
 _WAITING_WEIGHT = 4
 _LAST_WORDS_S = 0.1
-"""When a rank dies, cores that share its world may speak before the one that knows why."""
+"""When a rank dies, cores that share its world may report before the one that knows why."""
 
 
 async def launch(config: EngineConfig, *, progress: Callable[[str], None]) -> LaunchedEngine:
     """Start an engine: one core, or several with a coordinator. They load in the background.
 
     Raises:
-        ConfigError: Experts are to be shared, and the model or the executor cannot.
+        ConfigError: The settings share experts, but the model or the executor cannot.
     """
     is_shared = shares_experts(config)
     if config.parallel.data_parallel_size == 1:
@@ -211,7 +211,7 @@ class DataParallelClient:
             while (output := await outputs.next()) is not None:
                 yield output
         except EngineDeadError as error:
-            await self._ended.wait()  # what became of the other cores is known then
+            await self._ended.wait()  # the other cores' ends are known then
             raise EngineDeadError(self._dead_reason or error.message) from error
         finally:
             for unread in await outputs.close():
@@ -221,7 +221,7 @@ class DataParallelClient:
     def _spread(
         self, choices: Sequence[GenerateRequest]
     ) -> list[tuple[int, ZmqEngineClient, list[GenerateRequest]]]:
-        """Give each choice to the core with the least to do, those before it counted."""
+        """Give each choice to the least busy core, counting the choices before it."""
         loads = [
             CoreLoad(num_answering=core.num_answering, num_sent=core.num_sent)
             for core in self._cores
@@ -301,7 +301,7 @@ class DataParallelClient:
         self._end("; ".join(stories))
 
     def _end(self, reason: str) -> None:
-        """End all cores at once, but for those that have said why they end and clean up."""
+        """End all cores at once, except those that have reported why they end and clean up."""
         if self._dead_reason is None:
             self._dead_reason = reason
         self._ended.set()
@@ -311,11 +311,11 @@ class DataParallelClient:
 
 
 class CoreLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of a core as its server knows it: exact, but not how many of its requests wait.
+    """The load of a core as its server knows it: exact, but without the number that wait.
 
     Attributes:
         num_answering: Requests sent that have not ended.
-        num_sent: Requests ever sent.
+        num_sent: Requests sent since the start.
     """
 
     num_answering: int
@@ -326,7 +326,7 @@ def least_busy(counts: Sequence[Counts], loads: Sequence[CoreLoad]) -> int:
     """Return the index of the core with the least waiting * 4 + running; the first of several.
 
     Args:
-        counts: What each core said last, a moment ago.
+        counts: The last report of each core, which may be slightly old.
     """
     scores: list[int] = []
     for core, load in zip(counts, loads, strict=True):
@@ -340,7 +340,7 @@ def least_busy(counts: Sequence[Counts], loads: Sequence[CoreLoad]) -> int:
 async def _of_core(
     index: int, outputs: AsyncGenerator[EngineOutput, None]
 ) -> AsyncGenerator[EngineOutput, None]:
-    """Yield `outputs`; the first of each request says which core it is from."""
+    """Yield `outputs`; the first output of each request names its core."""
     told: set[RequestId] = set()
     async with contextlib.aclosing(outputs):
         async for output in outputs:
@@ -353,7 +353,7 @@ async def _of_core(
 def merged_stats(cores: Sequence[EngineStats]) -> EngineStats:
     """Sum statistics over engine cores; counts by name are summed name by name.
 
-    Experts that are balanced are shared by all cores: what the first says of them is said once.
+    Balanced experts are shared by all cores, so only the first core's report of them counts.
     """
     fields: dict[str, object] = {}
     for name in EngineStats.__struct_fields__:
@@ -392,12 +392,12 @@ def _merged_info(
         max_num_seqs=sum(core.max_num_seqs for core in cores),
         endpoints=[endpoint for core in cores for endpoint in core.endpoints],
         kv_events=[endpoint for core in cores for endpoint in core.kv_events],
-        can_push=False,  # a ticket names one core, and who sends it cannot choose one
+        can_push=False,  # a ticket names one core, and its sender cannot choose one
     )
 
 
 def _core_config(config: EngineConfig, engine_id: EngineId, index: int) -> EngineConfig:
-    """A core's own settings: handoffs name the core, and side channels are beside one another."""
+    """Return a core's own settings: handoffs name it, and side channels have successive ports."""
     transfer = config.transfer
     if transfer.port:
         port = transfer.port + index * config.parallel.num_ranks

@@ -1,7 +1,7 @@
 """Judges an engine core's health by its loop's answers and its process's state. Pure.
 
 The loop never waits for a step, so a heartbeat is answered within milliseconds whatever the
-ranks do. One that is not is judged by what the core's process does meanwhile
+ranks do. An unanswered one is judged by the state of the core's process meanwhile
 (`observe/liveness`):
 
     stopped                  not ready at the second look; given up after the heartbeat time-out
@@ -9,8 +9,8 @@ ranks do. One that is not is judged by what the core's process does meanwhile
     busy, and silent         not ready after the heartbeat time-out; given up after the step
                              time-out, like a step that does not come back
 
-A core that is given up is killed. It could wake at any time, and what it would then write, to
-a client or into the KV memory of a peer, is nobody's any more.
+A core that is given up is killed. Otherwise it could wake at any time, and write to a client, or
+into the KV memory of a peer, that no longer expects it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from pdserve.config.schema import LivenessConfig
 
 _NUM_STOPPED_LOOKS = 2
-"""Before a stopped core is not ready: a look may fall into a debugger's short stop."""
+"""Looks before a stopped core counts as not ready: a debugger's stop may be short."""
 
 
 class CoreWatch:
     """Watches one core.
 
     Attributes:
-        stall_reason: Why the core should get no requests now; None if it should.
+        stall_reason: Reason why the core should get no requests now; None if it may.
     """
 
     def __init__(self, process: ProcessWatch, config: LivenessConfig) -> None:
@@ -59,7 +59,7 @@ class CoreWatch:
         self._last_answered = number
 
     def look(self) -> str | None:
-        """Look once per `look_s`, before `next`; return why the core is to be given up."""
+        """Return why to give the core up, or None; call once per `look_s`, before `next`."""
         self._process.look()
         is_silent = self._last_answered < self._last_sent
         self._num_silent = self._num_silent + 1 if is_silent else 0

@@ -1,9 +1,9 @@
 """Publishes one engine core's KV events, to pdserve's proxies and in vLLM's format.
 
-The core's loop puts down what has happened since the last time and goes on; a thread numbers, keeps
-and sends it, and answers those who missed something. The loop waits for nothing: what finds the
-queue full is lost, counted, and told. The stream of pdserve then begins a new epoch, with what is
-there; vLLM's shape leaves the numbers of the lost batches out.
+The core's loop queues its new events and continues; a thread numbers, keeps and sends them, and
+answers subscribers that missed some. The loop never waits: events that find the queue full are
+lost, and the loss is counted and reported. The stream of pdserve then begins a new epoch with the
+current contents; vLLM's format skips the numbers of the lost batches.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _LINGER_MS = 200
 
 
 class _Queue:
-    """What the loop has put down, and the thread has not taken.
+    """Events that the loop has queued and the thread has not taken.
 
-    Grains are followed here, so that what is there is known whatever is lost behind it.
+    Grains are tracked here, before any loss, so that the current ones are always known.
     """
 
     def __init__(self, max_steps: int) -> None:
@@ -67,7 +67,7 @@ class _Queue:
         return len(self._steps)
 
     def put(self, events: Sequence[KVEvent]) -> bool:
-        """Add a step's events; whether the thread has to be woken."""
+        """Add a step's events; return whether the thread must be woken."""
         with self._lock:
             grain_events = self._tracker.apply(events)
             if len(self._steps) >= self._max_steps:
@@ -78,7 +78,7 @@ class _Queue:
             return len(self._steps) == 1
 
     def take(self) -> _Taken:
-        """Everything there is."""
+        """Take and return everything queued."""
         with self._lock:
             taken = _Taken(self._steps, self._num_lost_steps, {})
             self._steps = []
@@ -89,7 +89,7 @@ class _Queue:
 
 
 class _Taken(msgspec.Struct):
-    """The steps in order, how many were lost behind them, and what is there if any were."""
+    """Steps in order, the number lost behind them, and the current grains if any were lost."""
 
     steps: list[tuple[Sequence[KVEvent], Sequence[GrainEvent]]]
     num_lost: int
@@ -100,16 +100,16 @@ class KVEventPublisher:
     """Sockets and a thread. Made where the scheduler runs.
 
     Args:
-        transfer: Says which address is announced, and the deployment's secret.
-        rank: The core's among those of its engine.
+        transfer: Settings with the announced address and the deployment's secret.
+        rank: Index of the core in its engine.
 
     Attributes:
-        endpoint: Where proxies of pdserve listen.
-        load, learned: What the core has to do, and what it has learned of its steps, for whoever
-            listens; its loop sets both.
+        endpoint: Address to which proxies of pdserve connect.
+        load, learned: The core's load, and its learned step times, for subscribers; the core's
+            loop sets both.
 
     Raises:
-        ConfigError: An address cannot be taken.
+        ConfigError: An address cannot be bound.
     """
 
     def __init__(
@@ -164,12 +164,12 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Put down what a step has changed. Never waits."""
+        """Queue a step's events. Never waits."""
         if events and self._queue.put(events):
             os.eventfd_write(self._wake_fd, 1)
 
     def counts(self) -> dict[str, int]:
-        """Events published and lost since the start, and steps that wait to be published."""
+        """Return the events published and lost since the start, and the steps still queued."""
         return {
             "published": self._num_published,
             "dropped": self._queue.num_lost_events,
@@ -177,7 +177,7 @@ class KVEventPublisher:
         }
 
     def close(self, timeout_s: float) -> None:
-        """Send what there is, and end. Nothing is published behind that. Idempotent."""
+        """Send what is queued, and end. Nothing is published after that. Idempotent."""
         if not self._is_ending:
             self._is_ending = True
             os.eventfd_write(self._wake_fd, 1)
@@ -216,7 +216,7 @@ class KVEventPublisher:
             self._close_sockets()
 
     def _learned(self, *, is_asked: bool) -> LearnedTimes | None:
-        """What the core has learned, if that is to be said now: to who asks has just come."""
+        """Return the learned times if they are due or, with `is_asked`, a subscriber is new."""
         learned, now_s = self.learned, time.monotonic()
         if learned is self._told and not is_asked and now_s - self._told_s < LEARNED_S:
             return None
@@ -224,7 +224,7 @@ class KVEventPublisher:
         return learned
 
     def _take(self) -> bool:
-        """Publish what was put down in vLLM's shape; whether there is something for proxies."""
+        """Publish what is queued in vLLM's format; return whether there is news for proxies."""
         taken = self._queue.take()
         for events, grain_events in taken.steps:
             self._num_published += len(events)
@@ -242,7 +242,7 @@ class KVEventPublisher:
         try:
             ask = msgspec.msgpack.decode(frames[-1] if frames else b"", type=Ask)
         except UNREADABLE:
-            return  # who knows the secret and sends this is not worth an answer
+            return  # a peer that knows the secret and sends this needs no answer
         for answer in self._stream.answer(ask):
             self._snapshots.send_multipart((peer, encode(answer)))
 
@@ -267,7 +267,7 @@ class KVEventPublisher:
 
 
 def _bind_port(bound: zmq.Socket[bytes], host: str, port: int) -> int:
-    """Listen at `host`; at a free port if `port` is 0. Return the port."""
+    """Listen at `host`, at a free port if `port` is 0. Return the port."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound.ipv6 = family == socket.AF_INET6
@@ -283,7 +283,7 @@ def _bind_port(bound: zmq.Socket[bytes], host: str, port: int) -> int:
 
 
 def _open(opened: zmq.Socket[bytes], endpoint: str, rank: int, *, flag: str) -> None:
-    """Bind or connect, as vLLM would; core `rank` takes the port so many behind."""
+    """Bind or connect, as vLLM would; core `rank` adds its number to the port."""
     scheme, _, address = endpoint.partition("://")
     if scheme == "tcp":
         host, _, port = address.rpartition(":")

@@ -15,13 +15,13 @@ from pdserve.parallel.place import CorePlace
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings, and where the server listens.
+    """The settings, and the server's addresses.
 
     Attributes:
-        server_key: Of both addresses; a secret of the engine.
-        log: How the core logs, to standard error.
-        core: Its place.
-        coordinator: Where the coordinator listens, if there are several cores.
+        server_key: Public key of both addresses; a secret of the engine.
+        log: Settings of the core's log, which goes to standard error.
+        core: The core's place.
+        coordinator: The coordinator's addresses, if there are several cores.
     """
 
     parent_pid: int
@@ -35,10 +35,10 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shares_experts(config: EngineConfig) -> bool:
-    """Whether the ranks of all engine cores form one world, because they share experts.
+    """Return whether the ranks of all engine cores form one world because they share experts.
 
     Raises:
-        ConfigError: Experts are to be shared and the model has none, or it cannot be read.
+        ConfigError: The settings share experts but the model has none, or it cannot be read.
     """
     parallel = config.parallel
     if not parallel.enable_expert_parallel:

@@ -35,11 +35,11 @@ def load_engine(
     """Load the engine that `config` describes.
 
     Args:
-        place: The core among those of its world.
-        progress: Told, in words, how loading goes on.
+        place: The core's place among those of its world.
+        progress: Called with messages about the progress of loading.
 
     Returns:
-        Its core, and what is told of it.
+        Its core, and the facts to announce about it.
 
     Raises:
         ConfigError: The model, the device, the memory or the connector cannot be used.
@@ -68,7 +68,7 @@ def _executor_class(backend: str) -> Callable[..., Executor]:
     Raises:
         ConfigError: It cannot be used here.
     """
-    # Each backend loads what it needs: a core without a worker in it loads no torch.
+    # Each backend imports only what it needs: a core without a worker in it imports no torch.
     if backend == "inline":
         with large_imports():
             from pdserve.executor.inline import InlineExecutor
@@ -103,7 +103,7 @@ def start_engine(
     """Start an executor and put a core over it; the executor is closed if that fails.
 
     Args:
-        connector: The executor's own, whose worker halves it has.
+        connector: The scheduler half; the executor has its worker halves.
         in_waves: See `EngineCore`.
 
     Raises:

@@ -1,11 +1,10 @@
 """Sockets between an engine's processes that no other user can open.
 
-Their addresses are abstract (unix(7)), so that nothing is left behind. Such an address is listed
-for everybody in the network namespace, other containers included, and has no permissions. So
+Their addresses are abstract (unix(7)), so that no file is left behind. Such an address is visible
+to all processes in the network namespace, other containers included, and has no permissions. So
 connections are encrypted and authenticated (CurveZMQ, rfc.zeromq.org/spec/26): the listening
-side's public key never travels over them, and whoever was not handed it, through the standard
-input of a process that was started here, cannot finish the handshake; nor can whoever listens
-without the secret one.
+side's public key never travels over them. A process that was not given it on its standard input
+cannot finish the handshake; nor can one that listens without the secret key.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class LocalKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of one listening process: those who know `public` may connect."""
+    """Keys of one listening process: processes that know `public` may connect."""
 
     public: bytes
     secret: bytes
 
     @classmethod
     def make(cls) -> LocalKeys:
-        """Draw a pair of keys.
+        """Generate a pair of keys.
 
         Raises:
             ConfigError: This ZMQ has no encryption.
@@ -47,14 +46,14 @@ def local_name() -> str:
 
 
 def bind_local(socket: zmq.Socket[Any], address: str, keys: LocalKeys) -> None:
-    """Listen at `ipc://@NAME`, to those who know the public key."""
+    """Listen at `ipc://@NAME` to processes that know the public key."""
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
     socket.bind(address)
 
 
 def connect_local(socket: zmq.Socket[Any], address: str, server_key: bytes) -> None:
-    """Connect to whoever listens at `address` and has the secret half of `server_key`."""
+    """Connect to the process that listens at `address` with the secret half of `server_key`."""
     socket.curve_serverkey = server_key
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(address)

@@ -1,7 +1,7 @@
 """The unfinished requests of an engine core, as its server tracks them.
 
-What the core says of each request, and of its trace, goes to whoever reads it, who may read several
-as one; and a queue that is full refuses more. Knows no sockets and no processes.
+Each request's outputs, and the pieces of a trace, go to their reader, which may read several as
+one; and a full queue refuses more requests. Knows no sockets and no processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Answers:
     """The outputs of a request and its siblings.
 
     Attributes:
-        num_open: Those that have not ended.
+        num_open: Requests that have not ended.
     """
 
     def __init__(self, num_open: int) -> None:
@@ -35,7 +35,7 @@ class Answers:
         self._queue: asyncio.Queue[EngineOutput | EngineDeadError | None] = asyncio.Queue()
 
     def put(self, item: EngineOutput | EngineDeadError | None) -> None:
-        """Add an output, the engine's end, or None: one of them was aborted."""
+        """Add an output, the engine's end, or None for an aborted request."""
         self._queue.put_nowait(item)
 
     async def next(self) -> EngineOutput | None:
@@ -72,7 +72,7 @@ class OpenRequests:
         return request_id in self._answers
 
     def add(self, request_ids: Collection[RequestId], num_tokens: int) -> Answers:
-        """Open requests that have a prompt of `num_tokens` tokens in common.
+        """Open requests that share a prompt of `num_tokens` tokens.
 
         Raises:
             InternalError: One of these ids is open already.
@@ -86,17 +86,17 @@ class OpenRequests:
         return answers
 
     def refuse_if_full(self, num_tokens: int, *, max_running: int, num_waiting: int) -> None:
-        """Refuse a request that would make the queue too long. An empty one takes any.
+        """Refuse a request that would make the queue too long. An empty queue takes any.
 
         Args:
-            num_tokens: Prompt tokens, of all its choices.
-            max_running: Requests that the core runs at a time.
+            num_tokens: Prompt tokens of all its choices together.
+            max_running: Maximum requests that the core runs at a time.
             num_waiting: Requests that waited there a step ago.
 
         Raises:
             OverloadedError: Too many requests, or too many prompt tokens, wait.
         """
-        # Snapshots are a step old: what was sent since then is known here alone.
+        # Snapshots are a step old: only this class knows the requests sent since then.
         num_waiting = max(len(self._answers) - max_running, num_waiting)
         if num_waiting >= self._max_waiting:
             raise OverloadedError(
@@ -136,7 +136,7 @@ class OpenRequests:
         return known
 
     def close(self, request_ids: Iterable[RequestId], answers: Answers) -> list[RequestId]:
-        """Close those of requests that are still open, as nobody reads on; return which."""
+        """Close the requests that are still open after their reader has left; return them."""
         left = [each for each in request_ids if self._answers.get(each) is answers]
         for request_id in left:
             self._close(request_id)
@@ -156,7 +156,7 @@ class TraceDump:
     """A dump of a core's trace on its way here.
 
     Args:
-        trace: Is set when the last piece has come.
+        trace: Future that is set when the last piece has come.
     """
 
     def __init__(self, trace: asyncio.Future[ProcessTrace]) -> None:
@@ -177,9 +177,9 @@ class TraceDump:
 
 
 class MergedOutputs:
-    """Hands out what several generators yield, in order of arrival.
+    """Merges the outputs of several generators, in order of arrival.
 
-    One is read directly; several have a task each. `close` must be called; it closes them.
+    A single one is read directly; several have a task each. `close` must be called; it closes them.
 
     Args:
         sources: At least one.
@@ -214,7 +214,7 @@ class MergedOutputs:
         return None
 
     async def close(self) -> list[EngineOutput]:
-        """Close the generators and return what nobody has read."""
+        """Close the generators and return the unread outputs."""
         if self._single is not None:
             await self._single.aclose()
         for task in self._tasks:

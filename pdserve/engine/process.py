@@ -1,11 +1,11 @@
 """The engine core's process: wait for news, drain messages, step, publish, until stopped.
 
-It waits in one place for all there is to wait for: messages of the server, orders of the
-coordinator, results and reports of the ranks.
+It waits in one place for everything: messages of the server, orders of the coordinator, results
+and reports of the ranks.
 
-Started by the API server as `python -m pdserve.engine.process` with an `EngineLaunch` on
-standard input; it ends with the server. One of several cores also tells the coordinator how
-busy it is; if they share a world, it asks for waves, and leaves together with the others.
+The API server starts it as `python -m pdserve.engine.process` with an `EngineLaunch` on standard
+input; it ends with the server. One of several cores also reports its load to the coordinator; if
+they share a world, it asks for waves, and ends together with the others.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _MAX_MESSAGES_PER_TURN = 64
 _UNFINISHED_POLL_MS = 100
 _CLOSE_TIMEOUT_S = 5.0
 _SLICES_S = 0.03
-"""What ranks are given to say what they did, when a trace is asked for."""
+"""Time for ranks to report their slices when a trace is requested."""
 _ASKED_POLL_MS = 5
 _STATS_MS = 10
 """How long a snapshot may wait for outputs to go with. One that goes alone wakes the server, and
@@ -134,7 +134,7 @@ class EngineProcess:
             self._tell(self._link)
 
     def _publisher_of(self, launch: EngineLaunch) -> KVEventPublisher | None:
-        """Begin to publish KV events, and announce it, if that is asked for."""
+        """Begin to publish KV events, and announce it, if the settings ask for it."""
         config = launch.config
         if not config.cache.events.enable_kv_cache_events:
             return None
@@ -196,7 +196,7 @@ class EngineProcess:
                 self._close_sockets()
 
     def _is_over(self) -> bool:
-        """Whether to end: nothing is left to do, or its time is up, and no core needs this one."""
+        """Return whether to end: no work is left, or time is up, and no core needs this one."""
         if self._shutdown_at_s is None:
             return False
         scheduler, waves = self.core.scheduler, self.core.waves
@@ -228,7 +228,7 @@ class EngineProcess:
                     assert_never(order)
 
     def _tell(self, link: CoordinatorLink) -> None:
-        """Say how busy this core is: after it has planned, when none waits who need not."""
+        """Report this core's load after planning, when no request waits needlessly."""
         link.tell(self.core.scheduler.stats(), self._num_taken)
 
     def _ask(self, link: CoordinatorLink) -> None:
@@ -239,9 +239,9 @@ class EngineProcess:
             link.wish(wave)
 
     def _drain_inputs(self) -> bool:
-        """Take some of the messages that are there; return whether one concerned the scheduler.
+        """Take some of the messages received; return whether one concerned the scheduler.
 
-        The others stay where they are, in order, until the next turn.
+        The others stay queued, in order, until the next turn.
         """
         has_input = False
         for _ in range(_MAX_MESSAGES_PER_TURN):
@@ -288,13 +288,13 @@ class EngineProcess:
                 assert_never(message)
 
     def _begin_dumps(self) -> None:
-        """Begin the dumps that were asked for, once the ranks have had time to report."""
+        """Begin the requested dumps, once the ranks have had time to report."""
         while self._asked and self._asked[0][0] <= self._clock.monotonic_s():
             _, asked = self._asked.pop(0)
             self._pieces.append(self._dump(asked.dump, asked.seconds))
 
     def _dump(self, number: int, seconds: float) -> Iterator[TracePiece]:
-        """The last seconds, a piece at a time; what they hold is fixed when they are asked for."""
+        """Return the last seconds, to be sent piece by piece; their contents are fixed now."""
         scheduler = self.core.scheduler
         dump = scheduler.recorder.dump(
             seconds,
@@ -308,14 +308,14 @@ class EngineProcess:
         return itertools.chain(pieces, [TracePiece(number, b"", dump.process)])
 
     def _publish_piece(self) -> None:
-        """Send the next piece of the dump that was asked for first."""
+        """Send the next piece of the oldest requested dump."""
         piece = next(self._pieces[0])
         if piece.process is not None:
             del self._pieces[0]
         self._publish(piece)
 
     def _refuse(self, frame: bytes, error: Exception) -> None:
-        """One message that cannot be read is no reason to end everybody's requests."""
+        """Refuse a message that cannot be read, which must not end other requests."""
         request_id = id_in_unreadable(frame)
         if request_id is None:
             _log.error("a message of the server cannot be read: %s", error)
@@ -334,7 +334,7 @@ class EngineProcess:
         self._publish(Outputs(outputs, stats))
 
     def _publish_late_stats(self, *, has_changed: bool) -> None:
-        """Send a snapshot alone if nothing came that it could have gone with."""
+        """Send a snapshot alone if there was no output to send it with."""
         now_s = time.monotonic()
         if self._stats_due_s is not None and now_s >= self._stats_due_s:
             self._publish_outputs([])
@@ -353,11 +353,11 @@ class EngineProcess:
 
 
 class _ToldError(Exception):
-    """The core ends, and the server knows why: it tells."""
+    """The core ends, and has told the server why."""
 
 
 def _story(error: Exception) -> str:
-    """Why the core ends: a rank that died has said all there is to say."""
+    """Return why the core ends; a dead rank's error already has the whole story."""
     return str(error) if isinstance(error, RankDiedError) else traceback.format_exc()
 
 

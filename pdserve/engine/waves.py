@@ -8,10 +8,10 @@ cores step together, in *waves*:
 
 Inside, every core has its executor's `max_in_flight` steps submitted whenever it waits for
 one: steps without tokens where it has no work. Each step says whether its core needs more,
-and its answer, equal on all cores, whether any does. What each core had submitted when that
-answer came is equal too, so all run equally many steps of a wave, and none has to be told.
+and its answer, equal on all cores, whether any does. The number of steps that each core had
+submitted before that answer is equal too, so all run equally many steps of a wave.
 
-Outside, steps say at most which requests are gone; a core with work asks for the next wave and
+Outside, steps name only the requests that are gone; a core with work asks for the next wave and
 waits until it is started. Knows no sockets; the coordinator's side is
 `pdserve.engine.coordinator`.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class StepSource(Protocol):
-    """What waves need of a scheduler."""
+    """The part of a scheduler that waves need."""
 
     @property
     def num_runnable(self) -> int:
@@ -44,12 +44,12 @@ class StepSource(Protocol):
         ...
 
     def empty_step(self) -> SchedulerOutput:
-        """A step without tokens."""
+        """Return a step without tokens."""
         ...
 
 
 class Phase(enum.Enum):
-    """Where a core stands."""
+    """A core's phase in the waves."""
 
     OUTSIDE = "outside"
     INSIDE = "inside"
@@ -60,8 +60,8 @@ class Waves:
     """One core's part in the waves.
 
     Attributes:
-        wave: The current one, or the last; they are numbered from 1.
-        phase: Where this core stands in it.
+        wave: The current wave, or the last; they are numbered from 1.
+        phase: This core's phase in it.
     """
 
     def __init__(self, source: StepSource) -> None:
@@ -75,14 +75,14 @@ class Waves:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no wave is under way here, nor about to be."""
+        """Whether this core is outside all waves, with no step in flight."""
         return self.phase is Phase.OUTSIDE and not self._in_flight
 
     def start(self, wave: int) -> None:
-        """Take the start of `wave`; it begins here when the one before has drained.
+        """Take the start of `wave`; it begins here when the previous one has drained.
 
         Raises:
-            InternalError: It is not the next one.
+            InternalError: It is not the next wave.
         """
         if wave != self.wave + 1 or self._is_next_started:
             raise InternalError(f"wave {wave} was started in wave {self.wave}, {self.phase.value}")
@@ -90,11 +90,11 @@ class Waves:
         self._begin_if_ready()
 
     def news(self) -> None:
-        """Note that something happened: requests that could not run may be able to."""
+        """Note news, after which requests that could not run may be able to."""
         self._is_stuck = False
 
     def wish(self) -> int | None:
-        """The wave to ask the coordinator for, if this core needs one; told once."""
+        """Return, once, the wave to ask the coordinator for; None if this core needs none."""
         is_needed = self.phase is Phase.OUTSIDE and self._source.num_runnable > 0
         if not is_needed or self._is_stuck or self._last_asked > self.wave:
             return None
@@ -114,7 +114,7 @@ class Waves:
                     return None
             case Phase.INSIDE:
                 planned = source.schedule()
-                # If no step can change that, stepping on would only keep all cores busy.
+                # If no step can change that, more steps would only keep all cores busy.
                 self._is_stuck = planned is None and not any(self._in_flight)
                 is_unfinished = source.num_runnable > 0 and not self._is_stuck
                 step = msgspec.structs.replace(

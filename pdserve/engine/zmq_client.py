@@ -70,7 +70,7 @@ _log = logging.getLogger(__name__)
 
 _KILL_AFTER_S = 8.0
 _LEAVE_AFTER_S = 10.0
-"""A process that was killed ends at once, unless it is stuck inside the kernel."""
+"""Time for a killed process to end: it ends at once unless it is stuck inside the kernel."""
 
 
 async def launch_engine(
@@ -86,8 +86,8 @@ async def launch_engine(
     Args:
         core: Its place, if it is one of several; the listening socket of its rendezvous is
             passed on to it.
-        coordinator: Of the cores, if there are several.
-        on_dead: Called when the core has ended without having been told to.
+        coordinator: Addresses of the cores' coordinator, if there are several cores.
+        on_dead: Called when the core has ended unasked.
     """
     core = core or CorePlace()
     name, keys = local_name(), LocalKeys.make()
@@ -205,12 +205,12 @@ class ZmqEngineClient:
 
     @property
     def num_sent(self) -> int:
-        """Requests that the core was ever sent."""
+        """Requests sent to the core since the start."""
         return self._num_sent
 
     @property
     def exit_code(self) -> int | None:
-        """Of the core's process, as soon as it has ended."""
+        """Exit code of the core's process; None before it has ended."""
         return self._process.poll()
 
     @property
@@ -335,7 +335,7 @@ class ZmqEngineClient:
         self._context.term()
 
     async def _watch(self) -> None:
-        """See that the core goes on, until it ends; give it up if it does not."""
+        """Watch the core until it ends, and give it up if it makes no progress."""
         heartbeat = self._heartbeat
         while not self._is_closing and not self._exited.is_set():
             reason = heartbeat.look()
@@ -350,8 +350,8 @@ class ZmqEngineClient:
     def _send(self, message: ToEngine) -> None:
         """Send without waiting: the caller may be a cancelled task.
 
-        With no high-water mark a send fails only when the engine's side is gone, and its
-        end is noticed by itself.
+        Without a high-water mark a send fails only when the engine's side is gone, and its
+        end is noticed separately.
         """
         if self._inputs.closed:
             return
@@ -359,10 +359,10 @@ class ZmqEngineClient:
             self._inputs.send(self._encode.encode(message), zmq.NOBLOCK)
 
     def _read(self) -> None:
-        """Take every message that is there.
+        """Take every message received.
 
-        ZMQ says once that there is something, and again only after it has said that there is
-        nothing (zmq_getsockopt(3), ZMQ_FD).
+        ZMQ signals once that there are messages, and again only after it has reported that there
+        are none (zmq_getsockopt(3), ZMQ_FD).
         """
         try:
             while True:
@@ -381,7 +381,7 @@ class ZmqEngineClient:
                 for output in outputs:
                     is_read = self._requests.deliver(output)
                     if not is_read and output.finish_reason is FinishReason.HANDOFF:
-                        # The client left in the same moment: nobody else knows of this lease.
+                        # The client left in the same moment, so this lease will not be read.
                         self._send(AbortRequests([output.request_id]))
             case CoreProgress(text):
                 self._progress(text)
@@ -396,7 +396,7 @@ class ZmqEngineClient:
             case Pong(number):
                 self._heartbeat.answered(number)
             case TracePiece(number):
-                dump = self._dumps.get(number)  # None: who asked for it has left
+                dump = self._dumps.get(number)  # None: its requester has left
                 if dump is not None:
                     dump.take(message)
             case _:
@@ -417,7 +417,7 @@ class ZmqEngineClient:
         asyncio.get_running_loop().remove_reader(self._pid_fd)
         os.close(self._pid_fd)
         code = self._process.wait()
-        # Its last words may still be on the way through the socket, if anybody waits for them.
+        # Its last messages may still be on the way: leave time for them if they are awaited.
         is_awaited = code or not self._is_closing or self._requests or self._dumps
         asyncio.get_running_loop().call_later(0.2 if is_awaited else 0.0, self._on_silence, code)
 
