@@ -1,6 +1,6 @@
 """Reference-counted pool of fixed-size KV blocks, findable by the prefix they hold.
 
-What it gains and loses is noted for who listens. Knows ids, references and hashes. Does not know
+Logs which prefixes become findable or are lost. Knows ids, references and hashes, but not
 requests, tokens or memory.
 """
 
@@ -24,7 +24,7 @@ class OutOfBlocksError(Exception):
 
 
 class EventLog:
-    """What can be found since the last `drain`, and what no more, in order. One thread, no I/O."""
+    """Blocks that became findable or were lost since `drain`, in order. One thread, no I/O."""
 
     def __init__(self) -> None:
         self._events: list[KVEvent] = []
@@ -36,7 +36,7 @@ class EventLog:
         self._removed = None
 
     def removed(self, name: BlockHash) -> None:
-        """Note a block that cannot be found any more. Those in a row are one event."""
+        """Note a block that cannot be found any more. Successive ones are one event."""
         if self._removed is None:
             self._removed = []
             self._events.append(BlocksRemoved(self._removed))
@@ -48,7 +48,7 @@ class EventLog:
         self._removed = None
 
     def drain(self) -> list[KVEvent]:
-        """Return what was noted, and begin again."""
+        """Return the events noted since the last call."""
         events, self._events = self._events, []
         self._removed = None
         return events
@@ -61,12 +61,12 @@ class BlockPool:
     (references == 0, in eviction order). A free block may still carry the hash of its
     last contents, so a later prefix can take it back without recomputing. The free list
     is first in, first out: the window between a block's release and its reuse is as
-    long as it can be. Contents can be found as long as one block has them, however many
-    were given them: so who holds a whole prefix is never found without its beginning.
+    long as it can be. Contents can be found as long as any block has them, even if several
+    blocks had them: so the beginning of a prefix that is held whole can always be found.
 
     Args:
         num_blocks: Number of blocks, > 0.
-        events: Told of each hash that can be found no more; who publishes says what came.
+        events: Log of hashes that cannot be found any more; publishers log the new ones.
     """
 
     def __init__(self, num_blocks: int, events: EventLog | None = None) -> None:
@@ -95,7 +95,7 @@ class BlockPool:
 
     @property
     def num_free_cached(self) -> int:
-        """The part of `num_free` that is still findable by hash."""
+        """Number of free blocks that are still findable by hash."""
         return self._num_free_cached
 
     def take(self, n: int) -> list[BlockId]:
@@ -119,7 +119,7 @@ class BlockPool:
         return sorted(taken)
 
     def generations_of(self, blocks: Iterable[BlockId]) -> list[int]:
-        """How often each of `blocks` has been handed out: what it held before is not in it now."""
+        """Return how often each block was handed out; a new number means new contents."""
         return [self._generations[block] for block in blocks]
 
     def find(self, prefix: Iterable[BlockHash]) -> list[BlockId]:
@@ -136,11 +136,11 @@ class BlockPool:
         return found
 
     def num_free_among(self, blocks: Iterable[BlockId]) -> int:
-        """How many of `blocks` are free, so that `hold` would shrink the free list."""
+        """Count those of `blocks` that are free, so that `hold` would shrink the free list."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def num_exclusive_among(self, blocks: Iterable[BlockId]) -> int:
-        """How many of `blocks` have one reference, so that `release` would free them."""
+        """Count those of `blocks` with one reference, which `release` would free."""
         return sum(self._refs[block] == 1 for block in blocks)
 
     def hold(self, blocks: Sequence[BlockId]) -> None:
@@ -152,10 +152,10 @@ class BlockPool:
             self._refs[block] += 1
 
     def publish(self, block: BlockId, name: BlockHash) -> bool:
-        """Make a full, held block findable by its hash; behind others that have the same.
+        """Make a full, held block findable by its hash, behind others with the same hash.
 
         Returns:
-            Whether nothing could be found by it before.
+            Whether no block could be found by that hash before.
         """
         if self._refs[block] == 0:
             raise InternalError(f"block {block} is free; only a held block can be published")
@@ -170,7 +170,7 @@ class BlockPool:
         return True
 
     def can_find(self, name: BlockHash) -> bool:
-        """Whether some block is found by `name`."""
+        """Return whether any block can be found by `name`."""
         return name in self._by_hash
 
     def release(self, blocks: Sequence[BlockId]) -> None:
@@ -191,7 +191,7 @@ class BlockPool:
                 self._num_free_cached += self._hash[block] is not None
 
     def forget(self, blocks: Iterable[BlockId]) -> None:
-        """Let nobody find these blocks, which are held, any more."""
+        """Make these blocks, which are held, unfindable."""
         for block in blocks:
             assert self._refs[block], "a free block would have to be counted"
             self._forget(block)

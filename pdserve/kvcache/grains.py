@@ -1,6 +1,6 @@
 """Turns events of blocks into those of grains, which mean the same at every block size.
 
-Knows names only. A grain is there while all of its blocks are; it is forgotten with its last one,
+Knows names only. A grain exists while all of its blocks do; it is forgotten with its last block,
 which is the first that a cache evicts.
 """
 
@@ -32,7 +32,7 @@ class GrainTracker:
         self._media: dict[str, _Medium] = {}
 
     def apply(self, events: Iterable[KVEvent]) -> list[GrainEvent]:
-        """Take events of blocks, in order; return what they change of grains."""
+        """Take events of blocks, in order; return the resulting events of grains."""
         changes: list[GrainEvent] = []
         for event in events:
             match event:
@@ -58,7 +58,7 @@ class GrainTracker:
         return medium
 
     def grains(self) -> dict[str, set[int]]:
-        """A copy of those that are there, by medium."""
+        """Return a copy of the current grains, by medium."""
         return {name: medium.present.copy() for name, medium in self._media.items()}
 
 
@@ -66,7 +66,7 @@ class _Medium:
     """The blocks and grains of one medium.
 
     Attributes:
-        present: Grains of which every block is here.
+        present: Grains whose blocks are all here.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Medium:
         self._grains_with: dict[BlockHash, list[Grain]] = {}
 
     def store(self, event: BlocksStored) -> list[int]:
-        """Note blocks, and the grains that end with some; return those that are whole now."""
+        """Note blocks, and the grains that end with them; return the grains now complete."""
         self._blocks.update(event.blocks)
         touched: list[Grain] = []
         grains_with = self._grains_with

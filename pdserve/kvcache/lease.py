@@ -1,9 +1,9 @@
 """The one owner of a set of blocks, from the moment they are taken until they are free.
 
 Every block that is not free belongs to a `Holding`, and every holding ends exactly once.
-What may still touch the blocks is its `BlockUser`: a request that computes, a load that a
-peer's memory is read into, a peer that writes them or reads them. Only the scheduler moves a
-holding from one to the next.
+Its `BlockUser` says what may still touch the blocks: a request that computes, a load that reads
+a peer's memory into them, or a peer that writes or reads them. Only the scheduler moves a holding
+from one user to the next.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class BlockUser(enum.Enum):
-    """Who may touch the blocks.
+    """Kind of user that may touch the blocks.
 
     REQUEST: steps of its request. RECEIVING: a load, or a peer that pushes, writes them; no
-    step may read them yet. LEASED: a peer may read them. QUARANTINED: its request is over, and
-    a transfer from or into them has not settled: nobody may use them, nor have them back.
+    step may read them yet. LEASED: a peer may read them. QUARANTINED: its request is over, but
+    a transfer from or into them has not settled: they can neither be used nor freed.
     """
 
     REQUEST = "held"
@@ -34,7 +34,7 @@ class BlockUser(enum.Enum):
     QUARANTINED = "quarantined"
 
 
-# Asked for every few milliseconds: the value of an enum's member is a property.
+# Used every few milliseconds, while the value of an enum's member is a slow property.
 _HELD, _LEASED = BlockUser.REQUEST.value, BlockUser.LEASED.value
 _RECEIVING, _QUARANTINED = BlockUser.RECEIVING.value, BlockUser.QUARANTINED.value
 
@@ -43,10 +43,10 @@ class Holding:
     """A request's block table, and the right to it. Append-only until it ends.
 
     Attributes:
-        user: Who may touch the blocks now.
-        num_cached: Leading blocks that were complete when it was opened: nothing that
-            happens to this request writes them.
-        num_published: Leading blocks that were made findable, unless the cache was told to forget.
+        user: Kind of user that may touch the blocks now.
+        num_cached: Leading blocks that were complete when it was opened: this request
+            never writes them.
+        num_published: Leading blocks that were made findable, unless the cache was made to forget.
     """
 
     def __init__(self, ledger: Ledger, blocks: list[BlockId], num_cached: int) -> None:
@@ -64,7 +64,7 @@ class Holding:
 
     @property
     def touched(self) -> Sequence[BlockId]:
-        """Those that its user, if it is a peer, writes or reads."""
+        """The blocks that its user, if it is a peer, writes or reads."""
         return self._blocks[self._num_untouched :]
 
     def grow(self, num_blocks: int) -> list[BlockId]:
@@ -82,10 +82,10 @@ class Holding:
     def publish(self, hashes: Sequence[BlockHash], num_full_blocks: int) -> list[int]:
         """Make the first `num_full_blocks` blocks findable; they are complete in memory.
 
-        Those behind a block that the cache was made to forget are of no use, and stay unfindable.
+        Blocks behind one that the cache was made to forget are useless, and stay unfindable.
 
         Returns:
-            The indices of those whose contents nobody could find before, ascending.
+            The indices of blocks whose contents could not be found before, ascending.
         """
         start, pool, blocks = self.num_published, self._ledger.pool, self._blocks
         self.num_published = max(start, num_full_blocks)
@@ -97,15 +97,15 @@ class Holding:
     def become(self, user: BlockUser) -> None:
         """Hand the same blocks to another kind of user. O(blocks)."""
         self._ledger.leave(self)
-        if user is not BlockUser.QUARANTINED:  # that is for what the user before began
-            # A load begins behind what was complete; whoever reads may read all.
+        if user is not BlockUser.QUARANTINED:  # quarantine is for the previous user's transfers
+            # A load begins behind the complete blocks; a reader may read all.
             is_load = user is BlockUser.RECEIVING
             self._num_untouched = max(self.num_cached, self.num_published) if is_load else 0
         self.user = user
         self._ledger.enter(self)
 
     def end(self) -> None:
-        """Give every block back. A second call is our own mistake."""
+        """Give every block back. A second call is an internal error."""
         if self not in self._ledger.holdings:
             raise InternalError("a holding ended twice")
         self._ledger.holdings.discard(self)
@@ -141,11 +141,11 @@ class Ledger:
         return holding
 
     def blocks_by_state(self) -> dict[str, int]:
-        """Blocks by state; each is counted once, as the most restricted of its users has it.
+        """Return the number of blocks by state; each counts once, for its most restricted user.
 
-        A block in several leases is one leased block, one that is quarantined as well is
-        quarantined. The cached blocks in front of a load are not written by it: they are
-        neither receiving nor, if it is given up, quarantined.
+        A block in several leases is one leased block; one that is also quarantined is
+        quarantined. A load does not write the cached blocks in front of it: they are neither
+        receiving nor, if the load is given up, quarantined.
         """
         pool = self.pool
         num_quarantined, num_receiving = len(self._quarantines), self._num_receiving
@@ -162,7 +162,7 @@ class Ledger:
         }
 
     def check(self) -> None:
-        """Raise AssertionError if the counts are not those of the holdings. O(blocks held)."""
+        """Raise AssertionError if the counts do not match the holdings. O(blocks held)."""
         by_user: dict[BlockUser, set[BlockId]] = {user: set() for user in BlockUser}
         for holding in self.holdings:
             by_user[holding.user].update(holding.touched)
@@ -177,7 +177,7 @@ class Ledger:
         assert sum(by_state.values()) == self.pool.num_blocks, by_state
 
     def enter(self, holding: Holding) -> None:
-        """Count `holding` among its kind."""
+        """Count the blocks of `holding` for its user."""
         match holding.user:
             case BlockUser.REQUEST:
                 return
@@ -191,7 +191,7 @@ class Ledger:
                 assert_never(holding.user)
 
     def leave(self, holding: Holding) -> None:
-        """Take back what `enter` counted."""
+        """Undo the counts of `enter`."""
         match holding.user:
             case BlockUser.REQUEST:
                 return

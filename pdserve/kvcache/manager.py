@@ -31,13 +31,13 @@ class PrefixHit(msgspec.Struct, frozen=True):
 
 
 class SharedPrompt:
-    """What the requests for one prompt's choices share.
+    """Data shared by the requests for one prompt's choices.
 
     Attributes:
-        hashes: Of the blocks that the prompt fills, as far as one of them needed them.
-        num_cached_tokens: What a prefix cache had of the prompt when the first of them was
-            prefilled, at whichever engine; None before that. What it left to the others in the
-            cache does not count.
+        hashes: Hashes of the blocks that the prompt fills, as far as a request needed them.
+        num_cached_tokens: Prompt tokens that a prefix cache had when the first of the requests
+            was prefilled, at any engine; None before that. Blocks that it then left in the cache
+            for the others do not count.
     """
 
     def __init__(self, num_cached_tokens: int | None = None) -> None:
@@ -49,7 +49,7 @@ class HashChain:
     """The block hashes of one request's tokens, extended as tokens come. O(new tokens).
 
     Args:
-        shared: Of the prompt that the tokens begin with.
+        shared: Data of the prompt with which the tokens begin.
     """
 
     def __init__(self, block_size: int, salt: str, shared: SharedPrompt | None = None) -> None:
@@ -61,7 +61,7 @@ class HashChain:
         self._grains: list[int] = []
 
     def of_prompt(self, prompt: Sequence[int]) -> Sequence[BlockHash]:
-        """Of the blocks that the prompt fills."""
+        """Return the hashes of the blocks that the prompt fills."""
         num_blocks = len(prompt) // self._block_size
         self.extend_to(prompt, (), num_blocks)
         return self.hashes[:num_blocks]
@@ -102,7 +102,7 @@ class HashChain:
 
 
 def _tokens(prompt: Sequence[int], output: Sequence[int], start: int, stop: int) -> Sequence[int]:
-    """Those from `start` to `stop` of a prompt and the output behind it."""
+    """Return tokens `start` to `stop` of a prompt and the output behind it."""
     num_prompt = len(prompt)
     tokens = prompt[start:stop]
     if stop <= num_prompt:
@@ -116,11 +116,11 @@ class KVCacheManager:
     Args:
         num_blocks: Size of the pool.
         block_size: Tokens per block.
-        enable_prefix_caching: If not, `match` finds nothing and nothing is published.
-        log_events: Somebody drains `events`.
+        enable_prefix_caching: Whether blocks are published, so that `match` can find them.
+        log_events: Whether to log `events`, which the caller must drain.
 
     Attributes:
-        events: What can be found since they were drained, and what no more; None: nobody listens.
+        events: Log of blocks that became findable or were lost; None: nothing is logged.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class KVCacheManager:
         self.ledger = Ledger(self.pool)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens`."""
+        """Return the number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     def chain(self, salt: str, shared: SharedPrompt | None = None) -> HashChain:
-        """An empty hash chain for one request."""
+        """Return an empty hash chain for one request."""
         return HashChain(self.block_size, salt, shared)
 
     def match(
@@ -153,7 +153,7 @@ class KVCacheManager:
         *,
         max_tokens: int,
     ) -> PrefixHit:
-        """The longest cached prefix of at most `max_tokens` tokens."""
+        """Return the longest cached prefix of at most `max_tokens` tokens."""
         if not self.enable_prefix_caching:
             return PrefixHit((), 0, 0)
         num_blocks = max_tokens // self.block_size
