@@ -1,11 +1,11 @@
 """The interfaces of an executor: to the engine core, and to what carries frames to its ranks.
 
-The core submits steps, and their results come back in the same order. What connectors say to
-one another goes beside the steps and waits for none. How many ranks there are, and where, is
-the executor's own matter.
+The core submits steps, and their results come back in the same order. Messages between the
+halves of connectors travel beside the steps and wait for none. Only the executor knows how many
+ranks there are, and where.
 
-A `Hub` is the engine core's end, a `Link` is one rank's. Both carry bytes and know nothing of
-what they say. Who starts a rank, and who notices that it has ended, is another seam:
+A `Hub` is the engine core's end, a `Link` is one rank's. Both carry bytes without knowing their
+meaning. Starting ranks, and noticing that one has ended, is another interface:
 `pdserve.executor.ranked.Ranks`.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RankDiedError(InternalError):
-    """A rank has failed or ended; the message says which, how, and what it was doing."""
+    """A rank has failed or ended; the message names the rank, the cause and the current work."""
 
 
 class Executor(Protocol):
@@ -33,7 +33,7 @@ class Executor(Protocol):
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be submitted before the oldest has come back; may change with each."""
+        """Steps that may be submitted before the oldest has come back; may vary between steps."""
         ...
 
     @property
@@ -42,16 +42,16 @@ class Executor(Protocol):
         ...
 
     def start(self) -> list[WorkerInfo]:
-        """Load the model on every rank and return what each says of itself, in rank order.
+        """Load the model on every rank and return the ranks' infos, in rank order.
 
         Raises:
-            ConfigError: The model, the device or the memory cannot be used as asked.
+            ConfigError: The model, the device or the memory cannot be used as configured.
             RankDiedError: A rank ended for another reason.
         """
         ...
 
     def submit(self, step: SchedulerOutput) -> None:
-        """Hand a step to the ranks. Work that its answer need not wait for is done after it.
+        """Hand a step to the ranks. Work that need not delay its answer is done after it.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.
@@ -61,7 +61,7 @@ class Executor(Protocol):
     def post(self, metadata: ConnectorMetadata) -> None:
         """Give every rank's connector instructions at once, also while steps run.
 
-        A step that is submitted later does not begin before they were taken.
+        A step submitted later does not begin before they have been taken.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.
@@ -69,10 +69,10 @@ class Executor(Protocol):
         ...
 
     def ask_for_slices(self) -> bool:
-        """Have the ranks report soon what they did, for a trace.
+        """Ask the ranks to report their recent work soon, for a trace.
 
         Returns:
-            Whether they have anything to say: one rank alone has not.
+            Whether they will report: a single rank in the core's process does not.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.
@@ -88,7 +88,7 @@ class Executor(Protocol):
         ...
 
     def poll_report(self) -> ConnectorReport | None:
-        """Return what the connectors of all ranks have reported, if anything. Never blocks.
+        """Return a report of the connectors of all ranks, if there is one. Never blocks.
 
         Raises:
             RankDiedError: A rank ended; nothing more will come.
@@ -96,7 +96,7 @@ class Executor(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """End every rank within `timeout_s`; what is left then is killed. Idempotent."""
+        """End every rank within `timeout_s`; kill those left after that. Idempotent."""
         ...
 
 
@@ -104,28 +104,28 @@ class Hub(Protocol):
     """The core's end of the links to all ranks of an engine."""
 
     def wake_on(self, waiter: Waiter) -> None:
-        """Let `waiter` wake when `receive` or `lost` has something."""
+        """Make `waiter` wake when `receive` or `lost` has something."""
         ...
 
     def broadcast(self, frame: bytes, *, on_full: Callable[[], None]) -> None:
         """Send a frame to every rank.
 
         Args:
-            on_full: Called again and again while a rank has no room; it must `receive`, and
+            on_full: Called repeatedly while a rank has no room; it must `receive`, and
                 may raise to give up.
         """
         ...
 
     def receive(self) -> tuple[int, bytes] | None:
-        """The next frame of any rank, and whose it is. Never blocks."""
+        """Return the next frame of any rank, with that rank. Never blocks."""
         ...
 
     def lost(self) -> dict[int, str]:
-        """Ranks that can no longer be reached, as far as the transport knows, and why."""
+        """Return ranks that the transport can no longer reach, with the reasons."""
         ...
 
     def has_heard_out(self, rank: int) -> bool:
-        """Whether everything that a rank sent before it ended can be received by now."""
+        """Return whether everything that a rank sent before it ended can be received now."""
         ...
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Hub(Protocol):
 
 
 class Link(Protocol):
-    """A rank's end. One thread calls it, but for `interrupt`."""
+    """A rank's end. One thread calls it, except for `interrupt`."""
 
     def recv(self) -> bytes | None:
         """Wait for the next frame. None = `interrupt` was called, and no frame was there.
@@ -149,9 +149,9 @@ class Link(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Let `recv` return. From any thread, also after `close`."""
+        """Make `recv` return. From any thread, also after `close`."""
         ...
 
     def close(self) -> None:
-        """Let go of everything once what was sent is on its way."""
+        """Release everything once all sent frames are on their way."""
         ...

@@ -7,12 +7,12 @@ the writer waits for the slowest reader.
 
 Memory: a cache line with the writer's position, one for each reader's, then the data.
 Positions only grow, are multiples of 8, and are each written by one side, after the bytes
-they cover were written or read. On x86-64 that is also the order in which others see it (total
-store order); elsewhere there is a fence between the two, and one behind the look at a position.
+they cover were written or read. On x86-64 others see both in that order (total store order);
+elsewhere there is a fence between the two, and one after each read of a position.
 
-One eventfd serves all readers of a ring: nobody reads it, every reader waits for its edges
-by an epoll of its own (epoll(7), EPOLLET). So a broadcast is one system call however many
-readers there are, and waking up takes one too.
+One eventfd serves all readers of a ring: it is never read, and every reader waits for its edges
+by an epoll of its own (epoll(7), EPOLLET). So a broadcast is one system call for any number of
+readers, and a wake-up takes one too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RingWriter:
     """The writing side.
 
     Args:
-        memory_fd: As made by `create`; closed by `close`, as `event_fd` is.
+        memory_fd: Memory made by `create`; closed by `close`, like `event_fd`.
     """
 
     def __init__(self, memory_fd: int, event_fd: int, *, num_readers: int = 1) -> None:
@@ -71,8 +71,8 @@ class RingWriter:
         """Make a ring.
 
         Args:
-            capacity_bytes: A multiple of 8.
-            event_fd: An eventfd to write to; it becomes this writer's. None makes one.
+            capacity_bytes: Size of the data; a multiple of 8.
+            event_fd: An eventfd to write to, which this writer then owns. None makes one.
         """
         memory_fd = os.memfd_create("pdserve-ring")
         os.ftruncate(memory_fd, _LINE_BYTES * (1 + num_readers) + capacity_bytes)
@@ -86,9 +86,9 @@ class RingWriter:
         """Write one frame; waits while the ring is full.
 
         Args:
-            on_full: Called again and again meanwhile. Who is also the reader of a ring the
-                other way must read it then: the other side may be waiting for room there.
-                It may raise, to give up; the ring is unusable then.
+            on_full: Called repeatedly meanwhile. A writer that also reads a ring in the other
+                direction must read it then: the other side may be waiting for room there.
+                It may raise to give up, after which the ring is unusable.
         """
         memory, at, size = self._memory, self._written, len(frame)
         start = memory.first + at % memory.capacity
@@ -149,8 +149,8 @@ class RingReader:
     """One reading side.
 
     Args:
-        memory_fd: Of a ring made by `RingWriter.create`; closed by `close`.
-        reader: Which of the ring's `num_readers` this is.
+        memory_fd: Memory of a ring made by `RingWriter.create`; closed by `close`.
+        reader: Index of this reader among the ring's `num_readers`.
     """
 
     def __init__(self, memory_fd: int, *, reader: int = 0, num_readers: int = 1) -> None:
@@ -162,7 +162,7 @@ class RingReader:
         self._missing = 0
 
     def take(self) -> bytes | None:
-        """Read one frame, or None if none is there as a whole. Never blocks."""
+        """Read and return one frame; None if no complete one has arrived. Never blocks."""
         memory, at = self._memory, self._read
         available = memory.words[0] - at
         if not available:
@@ -231,11 +231,11 @@ class Waiter:
         self._epoll.unregister(fd)
 
     def fileno(self) -> int:
-        """Readable while there is something that `poll` would consume."""
+        """Return a descriptor that is readable while `poll` has something to consume."""
         return self._epoll.fileno()
 
     def poll(self) -> bool:
-        """Consume wake-ups; look for frames after it, not before.
+        """Consume wake-ups; look for frames afterwards, not before.
 
         Returns:
             Whether a watched descriptor is readable.
@@ -243,10 +243,10 @@ class Waiter:
         return self._is_watched(self._epoll.poll(0.0))
 
     def wait(self, take: Callable[[], _T | None], timeout_s: float | None = None) -> _T | None:
-        """Call `take` until it gives something, and sleep between.
+        """Call `take` until it returns something, and sleep in between.
 
-        None = `timeout_s` passed, or a watched descriptor became readable, and there was
-        nothing to take.
+        Returns None if `timeout_s` passed, or a watched descriptor became readable, and there
+        was nothing to take.
         """
         found = take()
         if found is None and self._spin_s:
@@ -266,7 +266,7 @@ class Waiter:
         return found
 
     def close(self) -> None:
-        """Stop watching; the descriptors stay their owners'."""
+        """Stop watching; the descriptors stay open."""
         self._epoll.close()
 
     def _is_watched(self, events: list[tuple[int, int]]) -> bool:
@@ -274,7 +274,7 @@ class Waiter:
 
 
 class WakeEvent:
-    """Wakes a waiter of this process; any thread may set it, also after it was closed."""
+    """Wakes a waiter of this process; any thread may set it, even after `close`."""
 
     def __init__(self) -> None:
         self.fd = make_eventfd()
@@ -311,8 +311,8 @@ class _Memory:
     """A ring's memory, mapped.
 
     Attributes:
-        words: All of it; positions and frames' lengths are words.
-        bytes: All of it; the ring is from `first` to `end`.
+        words: The memory in words, for positions and frames' lengths.
+        bytes: The memory in bytes; the ring is from `first` to `end`.
     """
 
     def __init__(self, memory_fd: int, num_readers: int) -> None:
@@ -326,9 +326,9 @@ class _Memory:
         self._lock.acquire()
 
     def fence(self) -> None:
-        """Let others see what this thread did before in front of what it does after.
+        """Make this thread's earlier accesses visible to others before its later ones.
 
-        No access moves behind a release or in front of an acquire, and these two stay in order.
+        No access moves past a release or ahead of an acquire, and these two stay in order.
         """
         self._lock.release()
         self._lock.acquire()

@@ -1,8 +1,8 @@
 """The worker inside the engine core's process, with a thread of its own for steps.
 
-The core's thread goes on while a step runs: the kernels let go of the interpreter. It talks to
-the worker's connector itself; all else that the worker does, from its start to its end,
-happens on the step thread.
+The core's thread continues while a step runs: the kernels release the interpreter's lock. It calls
+the worker's connector itself; all the worker's other work, from its start to its end, happens on
+the step thread.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _log = logging.getLogger(__name__)
 
 _EXIT_S = 1.0
 _LOOK_S = 0.0001
-"""Between two looks at the device, while the core plans the step behind the one that it has."""
+"""Time between two looks at the device while the core plans the step after the current one."""
 
 
 class InlineExecutor:
     """One rank, called directly.
 
-    One step at a time, where the host computes: whatever becomes ready while a step runs joins the
-    next one. A second step in the queue would hide the planning (under a millisecond), and let
-    that wait for a whole step more. Where a device computes by itself, one step of decode more is
-    planned and launched while it is busy with another, which it would else wait for.
+    Where the host computes, one step at a time: requests that become ready while a step runs join
+    the next one. A second step in the queue would hide the planning (under a millisecond), but make
+    them wait for another whole step. Where a device computes, one more decode step is planned and
+    launched while the device is busy with another, so that it does not wait.
 
     Args:
-        core: Where this engine core sits. In a world of several cores its rank meets the
+        core: Place of this engine core. In a world of several cores its rank meets the
             others', so `core.rendezvous` must be given then.
     """
 
@@ -90,8 +90,8 @@ class InlineExecutor:
     def max_in_flight(self) -> int:
         """See `Executor`.
 
-        Behind a prompt nothing is planned: what arrives would wait for it. Nor behind drafts: how
-        far they bring a request decides what it computes next.
+        No step is planned behind a prompt, since new requests would have to wait for it; nor behind
+        drafts, since the number accepted decides what a request computes next.
         """
         return 2 if self._runs_ahead and self._is_decode else 1
 
@@ -137,7 +137,7 @@ class InlineExecutor:
         self._refuse_if_broken()
         if not self._news.clear():
             return None
-        # Of one rank: what it says twice counts once here, too.
+        # Also for a single rank: a repeated report counts once.
         return self._quorum.add(0, self._worker.poll()) or None
 
     def close(self, timeout_s: float) -> None:
@@ -194,19 +194,19 @@ class InlineExecutor:
                 self._answered.set()
 
     def _next_behind(self, launched: LaunchedStep) -> SchedulerOutput | None:
-        """Return the next step, if one comes before the device is through with the last one."""
+        """Return the next step if one comes before the device has finished the last one."""
         while not launched.is_over:
             with contextlib.suppress(queue.Empty):
                 step = self._submitted.get(timeout=_LOOK_S)
                 if step is None:
-                    self._submitted.put(None)  # closing comes behind what is launched
+                    self._submitted.put(None)  # close after the launched steps
                 return step
         return None
 
     def _turn(
         self, step: SchedulerOutput | None, before: LaunchedStep | None
     ) -> LaunchedStep | None:
-        """Launch a step and answer the one before it, in the order that they allow."""
+        """Launch a step and answer the one before it, in whichever order they allow."""
         launched: LaunchedStep | None = None
         if step is not None and (before is None or self._worker.may_follow(step)):
             launched, step = self._worker.launch(step), None

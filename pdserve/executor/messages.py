@@ -21,11 +21,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The start message of a rank.
 
     Attributes:
-        log: How the rank logs, to standard error.
-        ends: How it reaches the engine core with steps and answers.
-        post_ends: How it does with what connectors say, which waits for no step.
-        parent_pid: The process that it ends with; None for a rank that something else ends.
-        worker: What runs its steps, as "module:name" of something called as `Worker` is.
+        log: Settings of the rank's log, which goes to standard error.
+        ends: Link to the engine core for steps and answers.
+        post_ends: Link to the engine core for connectors' messages, which wait for no step.
+        parent_pid: The process with which it ends; None for a rank that something else ends.
+        worker: Factory of its worker as "module:name", called like `Worker`.
     """
 
     log: LogConfig
@@ -43,7 +43,7 @@ class RunStep(msgspec.Struct, frozen=True, tag="step"):
     """Run one step.
 
     Attributes:
-        num_posts: Posts that were sent before it; it runs once they have been taken.
+        num_posts: Number of posts sent before it; it runs once they have been taken.
     """
 
     step: SchedulerOutput
@@ -66,7 +66,7 @@ class Post(msgspec.Struct, frozen=True, tag="post"):
 
 
 class Tell(msgspec.Struct, frozen=True, tag="tell"):
-    """Report now what was done, for a trace."""
+    """Report recent work now, for a trace."""
 
 
 ToPostThread = Post | Tell
@@ -79,7 +79,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """How far the start-up has come."""
+    """Progress of the start."""
 
     text: str
 
@@ -91,17 +91,17 @@ class StepDone(msgspec.Struct, frozen=True, tag="done"):
 
 
 class News(msgspec.Struct, frozen=True, tag="news"):
-    """What the rank's connector saw."""
+    """A report of the rank's connector."""
 
     report: ConnectorReport
 
 
 class Listening(msgspec.Struct, frozen=True, tag="listening"):
-    """The rank takes posts: the first word on their link."""
+    """The rank takes posts: the first message on their link."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The rank ends; `is_config` tells a wrong setting from our own mistake."""
+    """The rank ends; `is_config` distinguishes a wrong setting from an internal error."""
 
     reason: str
     is_config: bool

@@ -45,8 +45,8 @@ class MultiprocessExecutor(RankedExecutor):
     """See `Executor`.
 
     Args:
-        core: Where this engine core sits; its rendezvous, if it has one, must have been
-            inherited where rank 0 of the world is among its ranks.
+        core: Place of this engine core; its rendezvous, if it has one, must have been
+            inherited if rank 0 of the world is among its ranks.
         worker: As in `Launch`.
     """
 
@@ -133,7 +133,7 @@ class RankProcesses:
             self._pid_fds.append(os.pidfd_open(process.pid))
             self._watches.append(ProcessWatch(process.pid))
         self._close_listener()
-        # Interpreters start side by side, and only then are they told what to be.
+        # Interpreters start in parallel; only then do they get their start messages.
         for process, launch in zip(self._processes, self._launches, strict=True):
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended, and that is noticed

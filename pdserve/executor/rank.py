@@ -1,9 +1,9 @@
 """The loop of a rank: receive a step, run it, answer; a second thread serves the connector.
 
 `serve` is the loop, over any link. A second link and a second thread (`PostThread`) take posts to
-the worker's connector and its news back, so that neither waits for a step. As a process,
-started as `python -m pdserve.executor.rank` with a `Launch` on standard input, a rank ends with
-the process that started it.
+the worker's connector and its news back, so that neither waits for a step. A rank started as
+the process `python -m pdserve.executor.rank`, with a `Launch` on standard input, ends with the
+process that started it.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ _DECODE_POST = msgspec.msgpack.Decoder(ToPostThread).decode
 
 
 class StepRunner(Protocol):
-    """What `serve` asks of a worker (`pdserve.worker.worker.Worker`).
+    """The part of a worker (`pdserve.worker.worker.Worker`) that `serve` needs.
 
-    One thread calls it, but for `post` and `poll`, which belong to another.
+    One thread calls it, except for `post` and `poll`, which another one calls.
     """
 
     def start(self) -> WorkerInfo:
@@ -78,7 +78,7 @@ class StepRunner(Protocol):
         ...
 
     def finish_step(self) -> None:
-        """Do what the answer to the step need not wait for."""
+        """Do the work that need not delay the answer to the step."""
         ...
 
     def post(self, metadata: ConnectorMetadata) -> None:
@@ -86,7 +86,7 @@ class StepRunner(Protocol):
         ...
 
     def poll(self) -> ConnectorReport:
-        """Return what its connector saw, and what it did, since the last call.
+        """Return its connector's report, and its own work, since the last call.
 
         May be called while a step runs.
         """
@@ -101,7 +101,7 @@ def run(launch: Launch) -> int:
     """Run the rank that `launch` describes until told to close.
 
     Returns:
-        What a process exits with: 0 after `Close`, 3 for a wrong setting, else 1. The core
+        Exit code of the process: 0 after `Close`, 3 for a wrong setting, else 1. The core
         has been told why.
     """
     with contextlib.ExitStack() as stack:
@@ -117,7 +117,7 @@ def run(launch: Launch) -> int:
 
 
 def open_link(ends: RingEnds | ZmqEnds) -> Link:
-    """The rank's end of a link.
+    """Open the rank's end of a link.
 
     Raises:
         ChannelClosedError: The core cannot be reached.
@@ -151,7 +151,7 @@ def serve(link: Link, post_link: Link, launch: Launch) -> int:
         while True:
             frame = link.recv()
             if frame is None:
-                return 1  # that thread has said why
+                return 1  # that thread has reported why
             message: ToRank = _DECODE(frame)
             match message:
                 case RunStep(step, num_posts):
@@ -168,7 +168,7 @@ def serve(link: Link, post_link: Link, launch: Launch) -> int:
                 case _:
                     assert_never(message)
     except ChannelClosedError:
-        return 1  # nobody is left to be told
+        return 1  # the core is gone and cannot be told
     except ConfigError as error:
         reply(RankFailed(error.message, is_config=True))
         return 3
@@ -187,7 +187,7 @@ class PostThread:
     """Takes posts to a worker and its news back, on a thread of its own.
 
     Args:
-        link: Used by that thread alone from now on, until `close` has returned.
+        link: Used only by that thread until `close` has returned.
         on_death: Called from the thread if it must end before `close`; the core has been told.
     """
 

@@ -1,12 +1,12 @@
 """What all executors of several ranks have in common.
 
 Steps go to all ranks at once, results come from the output rank alone, in order. Posts go to
-all ranks beside the steps, and what the ranks' connectors report comes back that way; it goes
-on once all ranks have reported it. A rank that fails or ends takes the engine along: the others
-are killed, and the error tells the story.
+all ranks beside the steps, and the reports of the ranks' connectors come back that way; each is
+passed on once all ranks have made it. A rank that fails or ends also ends the engine: the others
+are killed, and the error says what happened.
 
-It works over two seams: a `Hub` carries frames (`pdserve.executor.base`), `Ranks` starts
-and ends whoever is behind it, and notices when one has ended.
+It has two interfaces below it: a `Hub` carries frames (`pdserve.executor.base`), `Ranks` starts
+and ends the ranks behind it, and notices when one has ended.
 """
 
 from __future__ import annotations
@@ -52,37 +52,37 @@ _log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _QUIET_S = 2.0
-# A rank's error is often only the echo of another's end, which is noticed a moment later.
+# A rank's error often only follows from another's end, which is noticed a moment later.
 _ECHO_S = 0.2
 _EXIT_S = 1.0
 _CLOSE_POLL_S = 0.002
 
 
 class Ranks(Protocol):
-    """Whatever runs the ranks: processes, actors. Numbered from 0 within their engine."""
+    """The ranks as processes or actors, numbered from 0 within their engine."""
 
     def start(self) -> None:
         """Start all of them; does not wait until they are ready."""
         ...
 
     def wake_on(self, waiter: Waiter) -> None:
-        """Let `waiter` watch what becomes readable, and stays so, when a rank has ended."""
+        """Make `waiter` watch descriptors that stay readable once a rank has ended."""
         ...
 
     def ended(self) -> dict[int, str]:
-        """Return ranks that have ended, and how ("pid 12 was killed by SIGKILL"). Never blocks."""
+        """Return ended ranks with causes ("pid 12 was killed by SIGKILL"). Never blocks."""
         ...
 
     def look(self) -> dict[int, str]:
-        """Look once, and return ranks to be given up, and why ("pid 12 was stopped for 5 s")."""
+        """Look once; return ranks to give up, with reasons ("pid 12 was stopped for 5 s")."""
         ...
 
     def kill(self) -> None:
-        """End at once what has not ended, and wait for it. May be called at any time."""
+        """Kill the ranks that have not ended, and wait for them. May be called at any time."""
         ...
 
     def close(self) -> None:
-        """Let go of everything; called once, when all have ended."""
+        """Release everything; called once, when all have ended."""
         ...
 
 
@@ -92,10 +92,10 @@ class RankedExecutor:
     Args:
         hub: For steps and answers.
         posts: For posts and news.
-        places: Of the ranks, in their order.
+        places: Places of the ranks, in their order.
         max_in_flight: See `Executor`.
-        look_s: Between two looks at the ranks.
-        progress: Told, in words, how the start goes on.
+        look_s: Seconds between two looks at the ranks.
+        progress: Called with messages about the progress of the start.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class RankedExecutor:
         if not self._done:
             self._look()
             if self._reports:
-                # Taken just now, or while a frame waited for room: who asks for results next may
-                # ask for reports no more before it sleeps, and what announced them is consumed.
+                # Taken just now, or while a frame waited for room: the caller may ask for results
+                # and then sleep without asking for reports, whose wake-up has been consumed.
                 os.eventfd_write(self._again_fd, 1)
         return self._done.popleft() if self._done else None
 
@@ -212,7 +212,7 @@ class RankedExecutor:
         deadline = time.monotonic() + timeout_s + _EXIT_S
 
         def drain() -> None:
-            # What a rank still says is of no use, but it may be waiting for room to say it.
+            # A rank's remaining frames are useless, but it may be waiting for room to send them.
             while self._next() is not None:
                 pass
             if time.monotonic() > deadline:
@@ -233,13 +233,13 @@ class RankedExecutor:
         return self._hub.receive() or self._posts.receive()
 
     def _receive(self, timeout_s: float) -> None:
-        """Wait for a frame and take it; or until a rank may have ended."""
+        """Wait for a frame and take it, or until a rank may have ended."""
         found = self._waiter.wait(self._next, timeout_s)
         if found is not None:
             self._take(*found)
 
     def _look(self) -> None:
-        """Take what is there, and raise if a rank has ended. Never blocks."""
+        """Take all frames received, and raise if a rank has ended. Never blocks."""
         may_have_ended = self._waiter.poll()
         self._drain()
         if may_have_ended or self._is_look_due():
@@ -285,7 +285,7 @@ class RankedExecutor:
             self._reports.append(complete)
 
     def _check(self) -> None:
-        """Raise if a rank has failed, ended, is out of reach or does not go on."""
+        """Raise if a rank has failed or ended, is out of reach or must be given up."""
         if self._is_look_due():
             self._next_look_s = self._clock.monotonic_s() + self._look_s
             self._given_up = self._ranks.look()
@@ -299,7 +299,7 @@ class RankedExecutor:
         return {**self._posts.lost(), **self._hub.lost()}
 
     def _end(self) -> NoReturn:
-        """Find out why the engine cannot go on, kill every rank, and raise it."""
+        """Find out why the engine cannot continue, kill every rank, and raise the error."""
         deadline = time.monotonic() + _ECHO_S
         while True:
             ended = self._ranks.ended()
@@ -349,7 +349,7 @@ class RankedExecutor:
         ranks_of: dict[str, list[int]] = {}
         for rank, failed in self._failed.items():
             reason = failed.reason.strip()
-            # Beside a silent end a traceback is but its echo, which the last line names.
+            # Beside a silent end, a traceback only follows from it: its last line is enough.
             ranks_of.setdefault(reason.splitlines()[-1] if causes else reason, []).append(rank)
         words = [
             f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} failed: {reason}"
@@ -372,13 +372,13 @@ class RankedExecutor:
 
 
 class StartProgress:
-    """Merges what ranks say as they start.
+    """Merges the messages of ranks as they start.
 
-    Passes a line on when every rank has said it, or when nothing was passed on for a while. So
-    ranks that load at one speed read as one, and one that lags behind is seen.
+    Passes a line on when every rank has sent it, or when nothing was passed on for a while. So
+    ranks that load at the same speed read as one, and one that lags behind is visible.
 
     Args:
-        tell: Gets the lines; those of one rank begin with "rank 1: ".
+        tell: Called with each line; those of a single rank begin with "rank 1: ".
     """
 
     def __init__(self, num_ranks: int, *, clock: Clock, tell: Callable[[str], None]) -> None:
@@ -407,14 +407,14 @@ class StartProgress:
         self._pass_on(f"all {self._num_ranks} ranks: {text}")
 
     def tick(self) -> None:
-        """Pass on what has waited for too long."""
+        """Pass on lines that have waited too long."""
         if self._held and self._clock.monotonic_s() - self._told_at_s >= _QUIET_S:
             for rank in sorted(self._held):
                 self._pass_on(f"rank {rank}: {self._held[rank]}")
             self._held.clear()
 
     def last(self, rank: int) -> str | None:
-        """Return what a rank said last."""
+        """Return a rank's last message."""
         return self._last.get(rank)
 
     def _pass_on(self, line: str) -> None:

@@ -1,7 +1,7 @@
 """Ranks as Ray actors, over the nodes of a cluster that runs already.
 
 Ray finds the places and starts the actors; steps and answers travel over our own encrypted
-links, because a call of Ray's costs more than a step may wait. Ranks on the engine core's own
+links, because a Ray call takes longer than a step may wait. Ranks on the engine core's own
 node come first, so that a pipeline's first stage is near it, and the ranks of a node are
 neighbours in the mesh.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pdserve.parallel.place import CorePlace
     from pdserve.wire.ids import EngineId, Incarnation
 
-# Somebody who uses the room may be about to leave; that more nodes join is another matter.
+# Room in use may soon become free; nodes are less likely to join soon.
 _PLACE_TIMEOUT_S = 60.0
 _GROW_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 3.0
@@ -51,7 +51,7 @@ _FLAG = "distributed-executor-backend"
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where an actor is.
+    """The place of an actor.
 
     Attributes:
         node_id: Ray's name of the node; a machine may have several in a test.
@@ -69,7 +69,7 @@ class RankActor:
     """One rank's process, as Ray's actor."""
 
     def place(self) -> bytes:
-        """Where it is: an encoded `Place`."""
+        """Return its place: an encoded `Place`."""
         address = ray.util.get_node_ip_address()
         return msgspec.msgpack.encode(
             Place(
@@ -81,13 +81,13 @@ class RankActor:
         )
 
     def listen(self, host: str) -> bytes:
-        """Bind the port where the world of this rank 0 shall meet: an encoded `Rendezvous`."""
+        """Bind the port where this rank 0's world will meet; return an encoded `Rendezvous`."""
         listener, rendezvous = listen(host)
-        listener.detach()  # whoever joins the world takes it over
+        listener.detach()  # joining the world takes it over
         return msgspec.msgpack.encode(rendezvous)
 
     def run(self, launch: bytes) -> int:
-        """Be the rank that an encoded `Launch` describes, until told to close."""
+        """Run as the rank that an encoded `Launch` describes, until told to close."""
         from pdserve.executor import rank
 
         told = msgspec.msgpack.decode(launch, type=Launch)
@@ -99,12 +99,12 @@ class RayExecutor(RankedExecutor):
     """See `Executor`. Needs a running cluster: `RAY_ADDRESS`, or one started on this machine.
 
     Args:
-        core: Where this engine core sits. Cores that share a world are not placed by Ray.
+        core: Place of this engine core. Cores that share a world are not placed by Ray.
         worker: As in `Launch`.
 
     Raises:
         ConfigError: There is no cluster, or it has no room.
-        RankDiedError: It has room, and cannot start a rank there.
+        RankDiedError: It has room, but cannot start a rank there.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class RayExecutor(RankedExecutor):
             raise
         of_ranks = rank_places(config.parallel, core, rendezvous)
         if ranks.has_gpus:
-            # Ray shows each actor its own device alone.
+            # Ray shows each actor only its own device.
             of_ranks = [
                 msgspec.structs.replace(place, local_index=0, num_local=1) for place in of_ranks
             ]
@@ -167,7 +167,7 @@ class RayExecutor(RankedExecutor):
 
 
 class RayRanks:
-    """See `Ranks`: actors in one placement group, packed onto as few nodes as hold them.
+    """See `Ranks`: actors in one placement group, packed onto as few nodes as possible.
 
     Args:
         device: As in `EngineConfig`; auto takes GPUs if the cluster has enough of them.
@@ -199,7 +199,7 @@ class RayRanks:
         self._is_closing = threading.Event()
 
     def place(self, progress: Callable[[str], None]) -> list[Place]:
-        """Find room and start the actors, which wait there to be told what to be.
+        """Find room and start the actors, which wait there for their `Launch`.
 
         Returns:
             Their places, in rank order.
@@ -248,7 +248,7 @@ class RayRanks:
         return self._places
 
     def meet(self, places: list[Place]) -> Rendezvous | None:
-        """Let rank 0 bind the address where the ranks will meet; None for one rank.
+        """Make rank 0 bind the address where the ranks will meet; None for one rank.
 
         Raises:
             RankDiedError: Rank 0 has died.
@@ -303,7 +303,7 @@ class RayRanks:
         self._wake_event.close()
 
     def _watch(self) -> None:
-        """Note each rank's end as Ray tells it: a return, or an actor or node that died."""
+        """Note each rank's end as Ray reports it: a return, or an actor or node that died."""
         left = {run: rank for rank, run in enumerate(self._runs)}
         while left and not self._is_closing.is_set():
             done, _ = ray.wait(list(left), num_returns=1, timeout=0.5)
@@ -315,7 +315,7 @@ class RayRanks:
 
 
 def _hubs(num_ranks: int) -> tuple[ZmqHub, ZmqHub]:
-    """For steps and for posts, at the address that Ray knows this node by."""
+    """Return hubs for steps and for posts, at the address by which Ray knows this node."""
     host = ray.util.get_node_ip_address()
     hub = ZmqHub(num_ranks, host=host)
     try:
@@ -347,7 +347,7 @@ def _connect() -> None:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Undo that Ray lets SIGTERM end this process, when it comes and when it goes."""
+    """Restore the SIGTERM handler, which Ray replaces when it starts and when it stops."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -357,10 +357,10 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 def _require_listener(address: str) -> None:
-    """Refuse at once what Ray would try for a minute or more.
+    """Refuse at once an address that Ray would try for a minute or more.
 
     Raises:
-        OSError: Nobody listens at `address`, if it is of the form "host:port".
+        OSError: No process listens at `address`, if it is of the form "host:port".
     """
     host, _, port = address.rpartition(":")
     if port.isdecimal():
@@ -368,7 +368,7 @@ def _require_listener(address: str) -> None:
 
 
 def _by_machine(places: Sequence[RankPlace], machines: Sequence[str]) -> list[RankPlace]:
-    """Number each machine's ranks on their own."""
+    """Return the places with each machine's ranks numbered separately."""
     num_local, seen = Counter(machines), Counter[str]()
     found: list[RankPlace] = []
     for place, machine in zip(places, machines, strict=True):
@@ -380,7 +380,7 @@ def _by_machine(places: Sequence[RankPlace], machines: Sequence[str]) -> list[Ra
 
 
 def _answers(calls: Sequence[Any]) -> list[bytes]:
-    """Return the first answers of actors that were just placed.
+    """Return the first answers of newly placed actors.
 
     Raises:
         RankDiedError: One of them has died, or does not answer.
@@ -400,6 +400,6 @@ def _how(run: Any) -> str:
 
 
 def _story(error: Exception) -> str:
-    """Shorten what Ray says in many lines to one, without what is always the same."""
+    """Shorten Ray's error of many lines to one, without the constant parts."""
     text = " ".join(str(error).split()).partition(" Some common causes")[0]
     return text[max(0, text.rfind("The actor ")) :][:_MAX_STORY]

@@ -20,11 +20,11 @@ _REPLY_BYTES = 256 << 10
 
 
 class RingEnds(msgspec.Struct, frozen=True, kw_only=True, tag="rings"):
-    """Ends of the rings that a rank inherits, to open its `RingLink` with.
+    """Ends of the rings that a rank inherits to open its `RingLink`.
 
     Attributes:
-        rank: Within its engine, of `num_ranks`.
-        spin_s: How long it looks for a step before it sleeps.
+        rank: Number of the rank within its engine, below `num_ranks`.
+        spin_s: Seconds that it polls for a step before it sleeps.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class RingEnds(msgspec.Struct, frozen=True, kw_only=True, tag="rings"):
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What to inherit."""
+        """Descriptors to inherit."""
         return (
             self.steps_memory_fd,
             self.steps_event_fd,
@@ -68,7 +68,7 @@ class RingHub:
             writer.close()
 
     def ends(self, rank: int, *, spin_s: float) -> RingEnds:
-        """What `rank` opens its link with."""
+        """Return the ends with which `rank` opens its link."""
         return RingEnds(
             rank=rank,
             num_ranks=len(self._replies),

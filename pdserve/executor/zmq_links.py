@@ -1,9 +1,9 @@
 """Links over TCP, for ranks that may be on other machines.
 
 One socket at the core, one connection per rank. Connections are encrypted and authenticated
-(CurveZMQ, rfc.zeromq.org/spec/26): the core's public key never travels over them, so only who
-was handed a `ZmqEnds` can finish the handshake, and its token is what names a rank. A message
-of anybody else never gets here.
+(CurveZMQ, rfc.zeromq.org/spec/26): the core's public key never travels over them, so only a
+holder of a `ZmqEnds` can finish the handshake, and its token identifies the rank. Messages of
+others never arrive.
 
 A connection that ends is not made again, because a step or an answer may have been lost with
 it: the rank counts as lost at the core, and the rank ends. That takes a millisecond when a
@@ -40,7 +40,7 @@ _BROKEN = (
 
 
 class ZmqEnds(msgspec.Struct, frozen=True, kw_only=True, tag="zmq"):
-    """What a rank opens its `ZmqLink` with. A secret of the engine: who has it is the rank.
+    """Data with which a rank opens its `ZmqLink`. A secret: its holder counts as the rank.
 
     Attributes:
         server_key: The core's public key.
@@ -58,7 +58,7 @@ class ZmqHub:
         host: An address of this machine that every rank can reach.
 
     Raises:
-        ConfigError: `host` is no address of this machine, or this ZMQ has no encryption.
+        ConfigError: `host` is not an address of this machine, or this ZMQ has no encryption.
     """
 
     def __init__(self, num_ranks: int, *, host: str) -> None:
@@ -69,8 +69,8 @@ class ZmqHub:
             )
         self._tokens = [b"rank-" + secrets.token_hex(16).encode() for _ in range(num_ranks)]
         self._rank_of = {token: rank for rank, token in enumerate(self._tokens)}
-        # File descriptors of connections that live, and the ranks behind them, so that the end
-        # of a connection names its rank; numbers are used again.
+        # File descriptors of live connections, and the ranks behind them, so that the end of a
+        # connection identifies its rank; numbers are reused.
         self._live_fds: set[int] = set()
         self._rank_of_fd: dict[int, int] = {}
         self._seen: set[int] = set()
@@ -94,7 +94,7 @@ class ZmqHub:
         self._address = f"tcp://{host}:{port}"
 
     def ends(self, rank: int) -> ZmqEnds:
-        """What `rank` opens its link with."""
+        """Return the data with which `rank` opens its link."""
         return ZmqEnds(address=self._address, server_key=self._server_key, token=self._tokens[rank])
 
     def wake_on(self, waiter: Waiter) -> None:
@@ -238,7 +238,7 @@ class ZmqLink:
 
 
 def _tune(socket: zmq.Socket[bytes]) -> None:
-    # Without limits: the steps in flight bound what waits in a queue.
+    # Without limits: the steps in flight bound the queues.
     socket.set_hwm(0)
     socket.linger = 0
     socket.heartbeat_ivl = _HEARTBEAT_MS
@@ -246,7 +246,7 @@ def _tune(socket: zmq.Socket[bytes]) -> None:
 
 
 def _next_event(monitor: zmq.Socket[bytes]) -> tuple[int, int] | None:
-    """The next event of a monitor and its value (a file descriptor, mostly)."""
+    """Return a monitor's next event and its value (usually a file descriptor)."""
     try:
         head, _address = monitor.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
