@@ -70,8 +70,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
             that only load KV are absent.
         gone_request_ids: Finished or preempted since the last step: forget them.
         loading_request_ids: Those whose first tokens the connector loads inside this step.
-        num_draft_rows: For requests whose drafts may be verified in this step, how many tokens of
-            one: there are blocks for them. The others are absent.
+        num_draft_rows: Maximum draft tokens to verify in this step, which have blocks, by request;
+            requests without any are absent.
         wave: Not None: the ranks run the layers that they share with other engines, even if
             there is no token here.
     """
@@ -104,7 +104,7 @@ class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         num_moved: Copies of experts that were moved, on all ranks.
         moved_bytes: Their weights.
         rebalancing_s: Seconds this rank spent on it.
-        longest_s: The most of them after one step.
+        longest_s: Maximum of these seconds after one step.
     """
 
     balance_ratio: float = 1.0
@@ -125,8 +125,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         num_drafted: Tokens of each draft that was computed, for requests that had one.
         non_finite_ids: Requests whose states or logits of this step are NaN or infinite. Nothing
             else that is said of them means anything, nor does the KV that they have written.
-        unready_ids: Requests without a token because it is not known yet which their grammars
-            allow: they compute their last token again in the next step.
+        unready_ids: Requests without a token because their grammars' masks are not ready: they
+            compute their last token again in the next step.
         dead_ends: Requests without a token because none may follow, and why.
         rejected_ids: Requests without a token because their grammars do not allow those they have.
         failed_loads: Of the step's `loading_request_ids`, on whichever rank. What else is said of

@@ -63,7 +63,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=
         at_s: Nothing of it was left; of one that still runs, the time of the dump.
         request_id: The engine's own.
         source_id: The same at the engine its KV came from; empty if it came from none.
-        outcome: How its last move was explained; empty while it runs.
+        outcome: Explanation of its last move; empty while it runs.
         spans: In order, without a gap from its arrival on, and without overlap.
         notes: What happened to it, for people: (time, text).
         facts: Counts to show beside it.
@@ -219,7 +219,7 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         offset_s: To be added to its times.
-        uncertainty_s: The offset is right within so much; 0 where the clock is the same one.
+        uncertainty_s: Maximum error of the offset; 0 where the clock is the same one.
         measured_offset_s: By the midpoint of the quickest round trip: what `offset_s` is where
             the clocks differ, and a check of it where they are one. None if nobody measured.
         round_trip_s: That round trip; None if nobody measured.

@@ -69,7 +69,7 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides how an engine rounds, beside its model: its numerics id.
+    """Facts besides the model that determine an engine's rounding: its numerics id.
 
     Engines of exact numerics whose ids are equal write the same text for a request, whichever of
     them has computed what of its KV. Others may exchange KV all the same.
@@ -77,7 +77,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         device: Its kind, and what it multiplies with, as in "cuda sm_90".
         kernels: The kernel backend, and a hash of its sources.
-        compiler: What has compiled them, and what they call of others, with versions.
+        compiler: Their compiler and the libraries that they call, with versions.
         tp_size: Ranks that share a layer: each sums a part.
     """
 
