@@ -1,10 +1,9 @@
 """The engine core: a scheduler, an executor and a connector's scheduler half, injected.
 
 `step` does everything: take the connector's news and the results, plan and submit as many steps as
-may be in flight, and post the instructions of connectors that need no step. It never waits, so it
-sees everything that happens while a step runs at once. A core whose ranks share experts with other
-cores lets `Waves` plan, which makes all of them step together. It knows no sockets and starts no
-threads.
+may be in flight, and post the instructions of connectors that need no step. It never waits, so that
+it notices at once what happens while a step runs. A core whose ranks share experts with other cores
+lets `Waves` plan, which makes all of them step together. It knows no sockets and starts no threads.
 """
 
 from __future__ import annotations

@@ -369,7 +369,7 @@ class ZmqEngineClient:
                 self._take(self._decode.decode(self._outputs.recv(zmq.NOBLOCK)))
         except zmq.Again:
             pass
-        except Exception as error:  # noqa: BLE001 - the top of a callback: who waits must be told
+        except Exception as error:  # noqa: BLE001 - the top of a callback: waiters must be told
             self._loop.remove_reader(self._outputs)
             self._die(f"the engine core's messages cannot be read: {error!r}", is_config=False)
             self._process.kill()

@@ -296,7 +296,7 @@ class WakeEvent:
         return True
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it."""
         with self._lock:
             self._is_closed = True
             os.close(self.fd)

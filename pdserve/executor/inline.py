@@ -174,7 +174,7 @@ class InlineExecutor:
         self._run_steps()
         try:
             self._worker.close(max(0.0, self._close_by_s - time.monotonic()))
-        except Exception:  # noqa: BLE001 - the top of a thread: nobody is left to be told
+        except Exception:  # noqa: BLE001 - the top of a thread: its owner is closing
             _log.exception("the worker did not close")
 
     def _run_steps(self) -> None:

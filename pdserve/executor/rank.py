@@ -93,7 +93,7 @@ class StepRunner(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Let go of everything."""
+        """Release everything."""
         ...
 
 

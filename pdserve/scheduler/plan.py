@@ -135,7 +135,7 @@ def plan_running(
                 if i not in preempted and not candidates[i].is_pinned
             ]
             if not victims or victims == [index]:
-                break  # the missing blocks are held for others, and come back without our doing
+                break  # the missing blocks are held for others, and will be freed in time
             victim = max(victims, key=lambda i: candidates[i].rank)
             free += freed_by(victim) + new_blocks.pop(victim, 0)
             if victim in tokens:

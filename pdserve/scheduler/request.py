@@ -249,7 +249,7 @@ class Request:
         self.is_loading = self.is_unproven = in_step
 
     def expect_more(self, num_tokens: int, now_s: float) -> None:
-        """Note that another load brings tokens behind those that a load has brought."""
+        """Note another load, which brings tokens behind those already loaded."""
         self.num_external_tokens += num_tokens
         self.num_computed_tokens = self.num_cached_tokens + self.num_external_tokens
         self.times.begin_load_again(now_s)

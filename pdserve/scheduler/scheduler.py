@@ -170,7 +170,7 @@ class Scheduler:
         self._transfers.tell(ConnectorReport(kept=nonces), self._clock.monotonic_s())
 
     def hand_over(self, request_ids: Iterable[RequestId]) -> None:
-        """Lease running requests out; ids of others, and unknown ones, are ignored."""
+        """Lease running requests out; ids of other requests, and unknown ids, are ignored."""
         for request_id in request_ids:
             request = self.state.running.get(request_id)
             if request is not None and self.state.connector.hands_over:

@@ -242,7 +242,7 @@ class SchedulerState:
         return max(0, len(request.prompt_token_ids) - self.match_prefix(request).num_tokens)
 
     def publish_prefix(self, request: Request, num_tokens: int) -> None:
-        """Let others find the blocks that the first `num_tokens` tokens of `request` fill."""
+        """Make the blocks filled by the first `num_tokens` tokens of `request` findable."""
         holding = request.holding
         assert holding is not None
         # Most steps fill no block of a request: this runs for each request in each step.
