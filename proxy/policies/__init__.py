@@ -5,8 +5,8 @@ one of them. It keeps no state, reads no clock and draws no random numbers, so t
 question has the same answer here, in a test and in a simulation of thousands of engines.
 What makes an engine fit is not a policy's concern: it is shown no other.
 
-Adding one: a function in this folder and its line in `config/policies.py`. The command line and the
-property suite take all from there.
+To add one, write a function in this folder and add its line to `config/policies.py`, from which the
+command line and the property suite take all of them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RouteRequest:
     """A request as routing sees it.
 
     Attributes:
-        sequence: Counts up by one per choice made by this proxy.
+        sequence: Number that increases by one with each choice of this proxy.
         body_bytes: Size of the request's body, a cheap stand-in for its prompt's length.
-        prompt_tokens: Of its prompt; 0 unless the policy is one that looks at prefixes.
+        prompt_tokens: Length of its prompt; 0 unless the policy looks at prefixes.
     """
 
     sequence: int
@@ -37,18 +37,18 @@ class RouteRequest:
 
 @dataclass(frozen=True, slots=True)
 class BackendView:
-    """One engine as of now.
+    """The current state of one engine.
 
     Attributes:
-        url: Names the engine.
-        in_flight: Requests this proxy has running there; exact.
-        num_foreign: Requests others have there, by the engine's newest snapshot.
-        kv_usage: Share of the engine's KV blocks in use, 0 to 1, by the same snapshot.
+        url: The engine's base URL, which identifies it.
+        in_flight: Exact number of this proxy's requests running there.
+        num_foreign: Requests from other sources, according to the engine's newest snapshot.
+        kv_usage: Share of the engine's KV blocks in use, 0 to 1, from the same snapshot.
         age_s: Age of that snapshot; infinite before the first.
-        hit_tokens: Leading tokens of the request's prompt whose KV it has; like the next, 0 unless
-            the policy is one that looks at prefixes.
+        hit_tokens: Leading tokens of the request's prompt whose KV it has; like `pending_tokens`,
+            0 unless the policy looks at prefixes.
         pending_tokens: Prompt tokens of this proxy's requests there that the engine did not have
-            already: to be computed where it prefills, to be kept where it decodes.
+            already: still to compute on a prefill engine, held on a decode engine.
     """
 
     url: str
@@ -61,30 +61,30 @@ class BackendView:
 
 
 Policy = Callable[[RouteRequest, Sequence[BackendView]], BackendView]
-"""Picks one of the views, which are never empty."""
+"""Picks one of the views, of which there is at least one."""
 
 
 SplitPolicy = Callable[[RouteRequest, BackendView, BackendView], str]
-"""Says why a request is not to be split between the first and the second engine, but served whole
-by the second; empty: it is split."""
+"""Returns the reason to serve a request entirely on the second engine, or an empty string to split
+it between the first and the second."""
 
 
 def policy_named(name: str, *, flag: str) -> Policy:
     """Return the policy called `name`.
 
     Raises:
-        ConfigError: There is none; the message lists those there are.
+        ConfigError: No such policy exists; the message lists those that do.
     """
     return cast("Policy", _named(POLICIES, name, flag))
 
 
 def split_policy_named(name: str, *, flag: str) -> SplitPolicy:
-    """Return the split policy called `name`; of `predicted`, the one until enough is known.
+    """Return the split policy called `name`.
 
-    Of `shadow` it is the one that is obeyed.
+    For `predicted` this is the policy used until enough is known, for `shadow` the one obeyed.
 
     Raises:
-        ConfigError: There is none; the message lists those there are.
+        ConfigError: No such policy exists; the message lists those that do.
     """
     always = SPLIT_POLICIES["always"]
     known = {**SPLIT_POLICIES, PREDICTED: always, SHADOW: always}

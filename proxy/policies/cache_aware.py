@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from pdserve.proxy.policies import BackendView, RouteRequest
 
 _MATCH: Final = 0.3
-"""Share of a prompt that is worth following."""
+"""Share of a prompt that an engine must exceed for its match to count."""
 _MAX_LEAD: Final = 64
 _MAX_RATIO: Final = 1.5
-"""The load is balanced unless the busiest engine is ahead of the idlest by both, in requests."""
+"""The load is unbalanced when the busiest engine leads the idlest by both, in requests."""
 
 
 def cache_aware(request: RouteRequest, candidates: Sequence[BackendView]) -> BackendView:
     """Return the candidate that has most of the prompt, or the least loaded one.
 
-    The latter where none has enough of it, or one has far more requests than another.
+    The latter applies if none has enough of it, or one has far more requests than another.
     """
     busiest = max(view.in_flight for view in candidates)
     idlest = min(view.in_flight for view in candidates)

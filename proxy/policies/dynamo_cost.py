@@ -15,9 +15,9 @@ _BLOCK_TOKENS: Final = 16
 
 
 def dynamo_cost(request: RouteRequest, candidates: Sequence[BackendView]) -> BackendView:
-    """Return the candidate with the fewest blocks: new ones of the prompt and those in use there.
+    """Return the candidate with the fewest blocks, the prompt's new ones plus those in use there.
 
-    Its defaults: all weights 1, no temperature; ties to the least loaded.
+    Uses Dynamo's defaults: all weights 1, no temperature. Ties go to the least loaded.
     """
 
     def cost(view: BackendView) -> int:

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from pdserve.proxy.policies import BackendView, RouteRequest
 
 STALE_AFTER_S = 10.0
-"""Beyond this age a snapshot says nothing about an engine's load from others."""
+"""Age beyond which a snapshot's count of others' requests is ignored."""
 
 
 def least_loaded(request: RouteRequest, candidates: Sequence[BackendView]) -> BackendView:
     """Return the candidate with the fewest requests, ours and others'.
 
     Ours are counted exactly; others' come from a snapshot and count while it is fresh. Ties
-    go to the engine with more free KV, in steps of a tenth, and then in turn, so that idle
-    engines share the work.
+    go to the engine with more free KV, in steps of a tenth, and then to each engine in turn,
+    so that idle engines share the work.
     """
     turn = request.sequence % len(candidates)
 

@@ -16,9 +16,9 @@ _PRECISION: Final = 9
 
 
 def llmd_blend(request: RouteRequest, candidates: Sequence[BackendView]) -> BackendView:
-    """Return the candidate that is best by prefix (3), requests (2) and free KV (2), each 0 to 1.
+    """Return the best candidate by prefix (weight 3), requests (2) and free KV (2), each 0 to 1.
 
-    Without its score for engines that were not used lately, which needs a memory.
+    Omits llm-d's score for engines not used lately, which would need state.
     """
     most = max(view.in_flight for view in candidates)
 

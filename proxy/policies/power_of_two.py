@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def power_of_two(request: RouteRequest, candidates: Sequence[BackendView]) -> BackendView:
-    """Return the less loaded of two candidates, another two for each request.
+    """Return the less loaded of two candidates; the pair changes with each request.
 
-    Several proxies that see the same idle engine do not all choose it (Mitzenmacher, "The power of
-    two choices in randomized load balancing", 2001; the pairs here follow from the sequence).
+    This keeps several proxies from all choosing the same idle engine (Mitzenmacher, "The power of
+    two choices in randomized load balancing", 2001). The sequence number determines the pair.
     """
     number = len(candidates)
     first = request.sequence % number

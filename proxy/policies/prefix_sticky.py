@@ -12,17 +12,16 @@ if TYPE_CHECKING:
     from pdserve.proxy.policies import BackendView, RouteRequest
 
 _WARM: Final = 0.8
-"""Share of a prompt that makes an engine the one to stay with."""
+"""Share of a prompt an engine must have to be preferred over all others."""
 _MAX_LEAD_TOKENS: Final = 16_384
-"""By how much it may have more to do: a second or two of prefill on one accelerator."""
+"""How far its backlog may exceed the smallest one: 1 or 2 s of prefill on one accelerator."""
 
 
 def prefix_sticky(request: RouteRequest, candidates: Sequence[BackendView]) -> BackendView:
-    """Return the candidate that will have computed the prompt first, counted in tokens.
+    """Return the candidate that will finish computing the prompt first, counted in tokens.
 
-    Those that have most of the prompt come before all others while they are not saturated, so that
-    one prefix does not come to lie on every engine (llm-d's "sticky until saturated"). Among equals
-    it is the least loaded one.
+    Engines that have most of the prompt take precedence until they are saturated, so that a prefix
+    does not spread to every engine (llm-d's "sticky until saturated"). Ties go to the least loaded.
     """
     least_pending = min(view.pending_tokens for view in candidates)
     warm = [

@@ -1,7 +1,7 @@
 """Split policies: one pure function each, which decides whether to disaggregate a request.
 
-Each sees the prefill engine that would compute the prompt and the decode engine that would do all
-of it, and returns why it is to be done there, or nothing: the request is split.
+Each sees the prefill engine that would compute the prompt and the decode engine that would serve
+the whole request. It returns the reason to serve it whole, or an empty string to split it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ def always(request: RouteRequest, prefill: BackendView, local: BackendView) -> s
 
 
 def never(request: RouteRequest, prefill: BackendView, local: BackendView) -> str:
-    """Split none."""
+    """Split no request."""
     return "never_split"
 
 
 def llmd(request: RouteRequest, prefill: BackendView, local: BackendView) -> str:
-    """Split what lacks 16 tokens of KV at the decode engine, as llm-d does."""
+    """Split requests that lack 16 tokens of KV at the decode engine, as llm-d does."""
     return SPLIT if _missing(request, local) >= _LLMD_TOKENS else MOSTLY_CACHED
 
 
 def ppd(request: RouteRequest, prefill: BackendView, local: BackendView) -> str:
-    """Split what lacks 512 tokens there: fewer hardly disturb it (PPD, arXiv:2603.13358)."""
+    """Split requests that lack 512 tokens; fewer hardly disturb it (PPD, arXiv:2603.13358)."""
     return SPLIT if _missing(request, local) >= _PPD_TOKENS else MOSTLY_CACHED
 
 
 def isl_bounding(request: RouteRequest, prefill: BackendView, local: BackendView) -> str:
-    """Split what lacks 2048 tokens there, or 70 % of its prompt, as Dynamo does."""
+    """Split requests that lack 2048 tokens there or 70 % of the prompt, as Dynamo does."""
     missing = _missing(request, local)
     is_small = missing < min(_ISL_TOKENS, _ISL_RATIO * request.prompt_tokens)
     return MOSTLY_CACHED if is_small else SPLIT
