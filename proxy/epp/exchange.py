@@ -1,8 +1,8 @@
 """One request's exchange with a gateway: its events in, answers to them out.
 
-The request's headers are answered when its body is there, for the body says what is asked; then
-the body goes back to the gateway as it came. Of the answer only its beginning matters: the prompt
-has been computed. Knows neither gRPC nor sockets.
+The request's headers are answered once its body has arrived, since the body contains the question;
+then the body goes back to the gateway unchanged. Only the start of the answer matters: it shows
+that the prompt has been computed. Knows neither gRPC nor sockets.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GatewayExchange:
     """See the module.
 
     Args:
-        metrics: Told of what was picked.
+        metrics: Counts what was picked.
     """
 
     def __init__(self, services: Services, picker: Picker, metrics: EppMetrics) -> None:
@@ -71,7 +71,7 @@ class GatewayExchange:
         self._pick: Pick | None = None
 
     async def replies(self, events: AsyncIterator[ProcessingEvent]) -> AsyncGenerator[bytes, None]:
-        """Yield the answers to a stream's events; the last one refuses what cannot be served."""
+        """Yield the answers to a stream's events; ends with a refusal if it cannot be served."""
         async with self._held:
             count_body = self._held.enter_context(self._services.bodies.counted())
             try:
@@ -108,10 +108,10 @@ class GatewayExchange:
                 return [go_on(event.part)]
 
     async def _begin(self, event: ProcessingEvent) -> list[bytes]:
-        """Take a request's headers; answer them if nothing is to follow.
+        """Take a request's headers; answer them if nothing follows.
 
         Raises:
-            PdserveError: The gateway does not show bodies as it has to.
+            PdserveError: The gateway does not pass bodies on in the required mode.
         """
         self._begun = event
         mode = self._mode(is_request=True)
@@ -125,7 +125,7 @@ class GatewayExchange:
         return []
 
     def _mode(self, *, is_request: bool) -> BodyMode:
-        """How bodies are shown; a gateway that does not say so keeps to the protocol."""
+        """Return how bodies are passed on; by default, as the protocol requires."""
         begun = self._begun
         mode = None
         if begun is not None:
@@ -136,7 +136,7 @@ class GatewayExchange:
         """Pick engines; return the answer to the headers, and the body's.
 
         Raises:
-            PdserveError: There are none, or the request is at fault.
+            PdserveError: No engine is available, or the request is invalid.
         """
         if self._begun is None:
             raise PdserveError("the gateway shows no request headers: its ext_proc filter has to")
@@ -173,7 +173,7 @@ class GatewayExchange:
         )
 
     def _refusal(self, error: PdserveError) -> bytes:
-        """Answer in place of an engine, as clients of the path expect it."""
+        """Return an error answer in the form that clients of the path expect."""
         self._metrics.refused(error)
         headers = {} if self._begun is None else self._begun.headers
         path = headers.get(":path", "").partition("?")[0]
@@ -193,7 +193,7 @@ class GatewayExchange:
 
 
 class EppMetrics:
-    """Series that exist where gateways are answered."""
+    """Metrics that exist only where gateways are answered."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         picks = Counter(
@@ -212,11 +212,11 @@ class EppMetrics:
         )
 
     def picked(self, pick: Pick, seconds: float) -> None:
-        """A request got its engines."""
+        """Count a request that got its engines."""
         self._picks["one" if pick.prefill is None else "pair"].inc()
         self._seconds.observe(seconds)
 
     def refused(self, error: PdserveError) -> None:
-        """A request got none."""
+        """Count a request that was refused."""
         other = "error" if error.status >= 500 else "client_error"
         self._picks[_OF_STATUS.get(error.status, other)].inc()

@@ -1,7 +1,7 @@
 """The gRPC server for gateways: external processing, and health.
 
-Health has the services that the endpoint picker's protocol names: `liveness` is this process,
-`readiness` and the processor itself are whether more requests are wanted.
+Health has the services that the endpoint picker's protocol names: `liveness` reports this process,
+`readiness` and the processor's own service report whether more requests are accepted.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _OPTIONS: Final = (
 
 
 class ServingStatus(enum.Enum):
-    """What `grpc.health.v1` calls it."""
+    """The serving statuses of `grpc.health.v1`."""
 
     SERVING = 1
     NOT_SERVING = 2
 
 
 class EppListener:
-    """Answers gateways. Make it where the event loop runs.
+    """Answers gateways. Create it inside a running event loop.
 
     Attributes:
-        address: `host:port`, once it has been started.
+        address: `host:port`, once the server has started.
     """
 
     def __init__(self, services: Services) -> None:
@@ -78,7 +78,7 @@ class EppListener:
         """Accept connections.
 
         Raises:
-            ConfigError: The address or a file of TLS cannot be used.
+            ConfigError: The address or a TLS file cannot be used.
         """
         config = self._services.config
         host = f"[{config.host}]" if ":" in config.host else config.host or "0.0.0.0"
@@ -95,10 +95,10 @@ class EppListener:
         log_event(log, "gateways are answered", address=self.address)
 
     async def stop(self, cut: asyncio.Event, timeout_s: float) -> None:
-        """Take no more requests; those that are under way may end.
+        """Accept no more requests, and let those under way finish.
 
         Args:
-            cut: Once set, they may not.
+            cut: Once set, ends them at once.
             timeout_s: How long they may take.
         """
         ending = asyncio.create_task(self._server.stop(timeout_s))

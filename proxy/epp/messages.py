@@ -1,7 +1,7 @@
 """Envoy's external processing messages (envoy.service.ext_proc.v3), as far as used.
 
-Field numbers are those of `external_processor.proto`, and of the messages that it imports. What is
-not used is skipped, so that what a later Envoy adds does no harm. Knows no gRPC.
+Field numbers are those of `external_processor.proto` and of the messages it imports. Unused fields
+are skipped, so additions in later versions of Envoy do no harm. Knows no gRPC.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ METADATA: Final = "envoy.lb"
 _SUBSET: Final = "x-gateway-destination-endpoint-subset"
 _SUBSET_METADATA: Final = "envoy.lb.subset_hint"
 MAX_CHUNK_BYTES: Final = 62_000
-"""Of a body, in one message: Envoy's documentation recommends at most 64 KiB."""
+"""Bytes of a body in one message: Envoy's documentation recommends at most 64 KiB."""
 _OVERWRITE: Final = 2
 _MAX_NESTING: Final = 8
 
 
 class MessagePart(enum.Enum):
-    """What of a request or its answer an event is about; the value is its field's number."""
+    """The part of a request or answer an event is about; the value is its field number."""
 
     REQUEST_HEADERS = 2
     RESPONSE_HEADERS = 3
@@ -38,12 +38,12 @@ class MessagePart(enum.Enum):
 
     @property
     def reply(self) -> int:
-        """The number of the field that answers it."""
+        """Number of the field that answers this part."""
         return self.value - 1
 
 
 class BodyMode(enum.Enum):
-    """How a gateway shows bodies."""
+    """How a gateway passes bodies on."""
 
     NONE = 0
     STREAMED = 1
@@ -59,9 +59,9 @@ class ProcessingEvent:
     Attributes:
         headers: Names in lower case; empty unless the part is headers.
         body: The chunk, if the part is a body.
-        is_end: Nothing of the request (the answer) follows but, maybe, trailers.
-        subset: Endpoints (`ip:port`) of which one is to be picked; None: of all.
-        request_body_mode, response_body_mode: Only the first event of a stream says so.
+        is_end: Whether nothing more of the request (or answer) follows, except perhaps trailers.
+        subset: Endpoints (`ip:port`) to pick from; None means all.
+        request_body_mode, response_body_mode: Given only in the first event of a stream.
     """
 
     part: MessagePart
@@ -77,7 +77,7 @@ def event_of(data: bytes) -> ProcessingEvent:
     """Return the event in a `ProcessingRequest`.
 
     Raises:
-        WireFormatError: It is none.
+        WireFormatError: The bytes are not such a message.
     """
     part: MessagePart | None = None
     content, metadata, config = b"", b"", None
@@ -100,7 +100,7 @@ def event_of(data: bytes) -> ProcessingEvent:
 
 
 def _content(data: bytes, number_of_end: int) -> tuple[bytes, bool]:
-    """Return what is in `HttpHeaders`, `HttpBody` or `HttpTrailers`, and whether it is the end."""
+    """Return the content of `HttpHeaders`, `HttpBody` or `HttpTrailers`, and whether it ends."""
     content, is_end = b"", False
     for number, value in fields_of(data):
         if number == 1:
@@ -111,7 +111,7 @@ def _content(data: bytes, number_of_end: int) -> tuple[bytes, bool]:
 
 
 def _headers(data: bytes) -> dict[str, str]:
-    """Return a `HeaderMap`; of several headers of one name, the last."""
+    """Return a `HeaderMap`'s headers; the last one wins if a name occurs several times."""
     headers: dict[str, str] = {}
     for number, value in fields_of(data):
         if number == 1:
@@ -130,7 +130,7 @@ def _modes(data: bytes) -> tuple[BodyMode, BodyMode]:
 
 
 def _subset(metadata: bytes) -> frozenset[str] | None:
-    """Return the endpoints in a `Metadata` that are to be picked from; None if it names none."""
+    """Return the endpoints in a `Metadata` to pick from; None if it names none."""
     for number, entry in fields_of(metadata):
         if number != 1:
             continue
@@ -180,12 +180,12 @@ def _text(value: int | bytes) -> str:
 def go_to(
     endpoints: Sequence[str], headers: Mapping[str, str], without: Sequence[str] = ()
 ) -> bytes:
-    """Return the answer to a request's headers that names where it is to go.
+    """Return the answer to a request's headers that names its destinations.
 
     Args:
         endpoints: `ip:port`, the best first.
-        headers: Further ones of the request, in place of those of the same names.
-        without: Headers to take away.
+        headers: Headers to set on the request, replacing those of the same names.
+        without: Headers to remove.
     """
     destination = ",".join(endpoints)
     mutation = [
@@ -207,7 +207,7 @@ def go_on(part: MessagePart) -> bytes:
 
 
 def body_chunks(part: MessagePart, body: bytes, *, is_end: bool) -> list[bytes]:
-    """Return the answers that pass on a body, or a piece of it, of a full duplex stream."""
+    """Return the answers that pass on a body, or a piece of it, in a full duplex stream."""
     starts = range(0, max(len(body), 1), MAX_CHUNK_BYTES)
     return [
         _chunk(part, body[at : at + MAX_CHUNK_BYTES], is_end=is_end and at == starts[-1])
@@ -237,7 +237,7 @@ def refuse(status: int, headers: Mapping[str, str], body: bytes, details: str) -
 
 
 def _header(name: str, value: str) -> bytes:
-    """Return a `set_headers` that replaces what there is of that name."""
+    """Return a `set_headers` entry that replaces any header of that name."""
     header = bytes_field(1, name.encode()), bytes_field(3, value.encode())
     return bytes_field(1, bytes_field(1, *header), varint_field(3, _OVERWRITE))
 

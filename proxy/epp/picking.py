@@ -1,9 +1,9 @@
 """Picks the engines for a gateway's request by the same policies as the proxy.
 
-The gateway sends the request to a decode engine, always: prefill engines are no destinations. Where
-the prompt is to be prefilled elsewhere, a sealed order to the decode engine says where. What a
-gateway may try when the first destination cannot be reached are further engines that can pair with
-the same prefill engine. Knows no gRPC.
+The gateway always sends the request to a decode engine; prefill engines are not destinations. If
+another engine prefills the prompt, a sealed order tells the decode engine which one. The fallbacks
+for an unreachable destination are engines that can pair with the same prefill engine. Knows no
+gRPC.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 GENERATED: Final = frozenset(
     {"/v1/completions", paths.CHAT, paths.RESPONSES, paths.MESSAGES, *POOLING}
 )
-"""Paths whose requests are computed: any engine that is there answers the others."""
+"""Paths whose requests are computed; any available engine answers the others."""
 NUM_FALLBACKS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayRequest:
-    """A request as a gateway shows it.
+    """A request as a gateway presents it.
 
     Attributes:
-        headers: Whatever their names' case; those that begin with a colon are HTTP/2's.
-        body: Whole; empty if it is not shown.
-        subset: Endpoints (`ip:port`) that may be picked; None: all.
+        headers: Names in any case; those that begin with a colon are HTTP/2's.
+        body: The whole body; empty if the gateway does not pass it on.
+        subset: Endpoints (`ip:port`) that may be picked; None means all.
     """
 
     headers: Mapping[str, str]
@@ -54,7 +54,7 @@ class GatewayRequest:
 
     @property
     def path(self) -> str:
-        """Without a query."""
+        """The path without its query."""
         return self.headers.get(":path", "").partition("?")[0]
 
     @property
@@ -65,12 +65,12 @@ class GatewayRequest:
 
 @dataclass(slots=True)
 class Pick:
-    """The engines that a request goes to; to be closed when it is over.
+    """The engines that a request goes to; close it when the request is over.
 
     Attributes:
         engines: Destinations, the best first.
-        prefill: Computes the prompt for the destination; None: nobody does.
-        reason: Why there is none; `default` if there is one.
+        prefill: Engine that computes the prompt for the destination; None if there is none.
+        reason: Why there is no prefill engine; `default` if there is one.
         prefilling, running: Count the request as work of the engines until they are closed.
     """
 
@@ -86,7 +86,7 @@ class Pick:
         return [endpoint_of(engine.url) for engine in self.engines]
 
     def close(self) -> None:
-        """Forget the request; may be repeated."""
+        """Stop counting the request; may be called repeatedly."""
         self.prefilling.close()
         self.running.close()
 
@@ -101,10 +101,10 @@ class Picker:
         """Return the engines for a request, which count it until the pick is closed.
 
         Args:
-            held: Gets the place that the request has, until it is over.
+            held: Takes over the request's place in admission, until the request is over.
 
         Raises:
-            BadRequestError: Its body cannot be read.
+            BadRequestError: The request's body cannot be read.
             OverloadedError: There is no place for it, or it would miss its objectives.
             UnavailableError: No engine can take it now.
         """
@@ -124,7 +124,7 @@ class Picker:
         return await self._again(lambda: self._picked(prompt, request.subset, is_whole=is_whole))
 
     async def _again(self, choose: Callable[[], Pick]) -> Pick:
-        """Choose; where there is no engine look at those that are away, and choose again."""
+        """Choose; if no engine is available, check the absent ones and choose again."""
         try:
             return choose()
         except UnavailableError:
@@ -132,7 +132,7 @@ class Picker:
             return choose()
 
     def _any(self, subset: frozenset[str] | None) -> Pick:
-        """Pick an engine for a question that every engine answers alike."""
+        """Pick an engine for a request that every engine answers alike."""
         return Pick([self._alone(self._named(subset))], reason="any")
 
     def _picked(
@@ -141,7 +141,7 @@ class Picker:
         """Pick engines for a prompt.
 
         Args:
-            is_whole: One engine is to do everything.
+            is_whole: Whether one engine has to do everything.
         """
         among = self._named(subset)
         if is_whole:
@@ -154,17 +154,17 @@ class Picker:
         """Return the engine with the least to do.
 
         Raises:
-            UnavailableError: None that decodes is ready.
+            UnavailableError: No engine that decodes is ready.
         """
         engines = [each for each in among or self._services.backends if each.available]
         decodes = [each for each in engines if each.decodes()]
         return _destination(min(decodes, key=lambda each: each.in_flight, default=None), among)
 
     def _named(self, subset: frozenset[str] | None) -> list[Backend] | None:
-        """Return the engines of a subset that decode; None: there is none to keep to.
+        """Return the engines of a subset that decode; None if no subset is given.
 
         Raises:
-            UnavailableError: There are no such engines.
+            UnavailableError: The subset has no such engines.
         """
         if subset is None:
             return None
@@ -180,10 +180,10 @@ class Picker:
         return named
 
     def _body_of(self, request: GatewayRequest) -> ClientBody:
-        """Read a body, in the engines' protocol.
+        """Return a request's body in the engines' protocol.
 
         Raises:
-            BadRequestError: It cannot be read.
+            BadRequestError: The body cannot be read.
         """
         dialect = paths.dialect_of(request.path, request.body, "")
         data = request.body if dialect is None else dialect.chat_body()
@@ -252,7 +252,7 @@ def _destination(engine: Backend | None, among: Collection[Backend] | None) -> B
     """Return an engine that a request may be sent to.
 
     Raises:
-        UnavailableError: There is none, or it is a prefill engine: gateways know none.
+        UnavailableError: There is none, or it does not decode or is not among those allowed.
     """
     if engine is not None and engine.decodes() and (among is None or engine in among):
         return engine

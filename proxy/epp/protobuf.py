@@ -1,7 +1,7 @@
 """Protocol Buffers' wire format, as far as the endpoint picker needs it.
 
 Fields in, fields out (https://protobuf.dev/programming-guides/encoding): no schema, no groups, and
-of numbers only varints. Knows no message.
+varints as the only numbers. Knows no particular message.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _MAX_VARINT_BYTES: Final = 10
 
 
 class WireFormatError(ValueError):
-    """Bytes that are no message."""
+    """The bytes are not a valid message."""
 
 
 def fields_of(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield a message's fields: their numbers, and an int for a varint, else bytes.
 
     Raises:
-        WireFormatError: It is none.
+        WireFormatError: The data is not a valid message.
     """
     at, end = 0, len(data)
     while at < end:
