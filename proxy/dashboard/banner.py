@@ -1,7 +1,7 @@
 """What users of a deployment experience now, in one sentence, and why.
 
-Not how the page is, nor how each engine is: whether requests are answered, and how fast, by what
-the counters of `/metrics` have grown by in the last minute. They are remembered once a second.
+It says whether requests are answered and how fast, not how the page or each engine is. It judges by
+how much the counters of `/metrics`, recorded once a second, grew in the last minute.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 SPAN_S: Final = 60.0
 MANY_FAILED: Final = 0.05
-"""Share of the requests of a minute above which it is no mishap."""
+"""Share of a minute's requests whose failure makes the tone bad, not a warning."""
 _SERVED: Final = ("ok", "disconnected")
 _SPLIT: Final = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """A histogram: how many waited no longer than each bound.
+    """A histogram of waiting times.
 
     Attributes:
         bounds: Seconds, ascending; the last one is infinite.
-        cumulative: How many waited no longer than the bound at the same place.
+        cumulative: Number of waits no longer than the bound at the same index.
     """
 
     bounds: tuple[float, ...]
@@ -44,7 +44,7 @@ class Waits:
 
     @staticmethod
     def of(histogram: Histogram | HistogramFamily) -> Waits:
-        """Return what a histogram has now, over all its labels."""
+        """Return a histogram's current counts, summed over all its labels."""
         counts: dict[float, float] = {}
         for family in histogram.collect():
             for sample in family.samples:
@@ -55,19 +55,20 @@ class Waits:
         return Waits(bounds, tuple(counts[bound] for bound in bounds))
 
     def since(self, before: Waits) -> Waits:
-        """Return what has come after `before`."""
+        """Return the waits added since `before`."""
         pairs = zip(self.cumulative, before.cumulative, strict=True)
         return Waits(self.bounds, tuple(now - then for now, then in pairs))
 
     @property
     def count(self) -> int:
-        """How many waited at all."""
+        """Number of all waits."""
         return int(self.cumulative[-1]) if self.cumulative else 0
 
     def quantile(self, q: float) -> float | None:
-        """Return an estimate in seconds, as Prometheus' `histogram_quantile` makes it.
+        """Return an estimate in seconds, computed like Prometheus' `histogram_quantile`.
 
-        None where a single further wait could move it at will: fewer than one lie beyond it.
+        None if fewer than one wait lies beyond it: a single further wait could then change it
+        arbitrarily.
         """
         if self.count * (1.0 - q) < 1.0 - 1e-9:
             return None
@@ -82,11 +83,11 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a proxy has counted at a moment, or between two.
+    """A proxy's counts at one moment, or between two.
 
     Attributes:
-        outcomes: Requests by how they ended.
-        ttft, gaps: Waits for the first token, and for each after the second.
+        outcomes: Number of requests by outcome.
+        ttft, gaps: Waits for the first token, and for each one after the second.
     """
 
     outcomes: Mapping[str, int]
@@ -94,35 +95,35 @@ class Tally:
     gaps: Waits
 
     def since(self, before: Tally) -> Tally:
-        """Return what has come after `before`."""
+        """Return the counts added since `before`."""
         grown = {name: n - before.outcomes.get(name, 0) for name, n in self.outcomes.items()}
         return Tally(grown, self.ttft.since(before.ttft), self.gaps.since(before.gaps))
 
     def ended(self, outcomes: Iterable[str]) -> int:
-        """Return how many requests ended in one of these ways."""
+        """Return how many requests ended with one of these outcomes."""
         return sum(self.outcomes.get(each, 0) for each in outcomes)
 
 
 class Minute:
-    """The counts of the last `SPAN_S`, remembered once a second."""
+    """The counts of the last `SPAN_S` seconds, recorded once a second."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, Tally]] = deque()
 
     def note(self, tally: Tally, now_s: float) -> None:
-        """Remember what is counted at `now_s`, monotonic."""
+        """Record the counts at `now_s`, in monotonic seconds."""
         self._kept.append((now_s, tally))
         while len(self._kept) > 1 and now_s - self._kept[1][0] >= SPAN_S:
             self._kept.popleft()
 
     @property
     def span_s(self) -> float:
-        """For how long there are counts; at most about `SPAN_S`."""
+        """Seconds that the counts cover; at most about `SPAN_S`."""
         return self._kept[-1][0] - self._kept[0][0] if self._kept else 0.0
 
     @property
     def grown(self) -> Tally | None:
-        """What has come in that time; None before the first counts."""
+        """Counts added in that time; None before the first counts."""
         return self._kept[-1][1].since(self._kept[0][1]) if self._kept else None
 
 
@@ -137,12 +138,12 @@ def by_labels(counter: Counter) -> dict[tuple[str, ...], int]:
 
 
 class Banner(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands above everything else.
+    """The line at the top of the page.
 
     Attributes:
-        tone: One of the journal's.
-        headline: What users feel.
-        details: Why, and how fast; may be empty.
+        tone: One of the journal's tones.
+        headline: What users experience.
+        details: Reasons and speeds; may be empty.
     """
 
     tone: str
@@ -152,14 +153,14 @@ class Banner(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Felt:
-    """What it is judged by.
+    """The facts that determine the banner.
 
     Attributes:
-        unserved: Why nobody can be served now; None if somebody can.
-        ready, known: Engines by role.
-        unwell: Of each engine that is not ready: which it is, and why.
+        unserved: Why no request can be served now; None if requests can be served.
+        ready, known: Number of engines by role.
+        unwell: The name of each unavailable engine, and why it is unavailable.
         num_waiting: Requests that wait for a place at the proxy.
-        minute: What came in the last `span_s`.
+        minute: Counts of the last `span_s` seconds.
     """
 
     unserved: str | None
@@ -172,7 +173,7 @@ class Felt:
 
 
 def banner(felt: Felt) -> Banner:
-    """Return what to say; the gravest comes first."""
+    """Return the banner for the most serious condition that applies."""
     if felt.unserved is not None:
         return _said(BAD, "Nobody is served", felt.unserved, *felt.unwell)
     details = [*_failures(felt), *_queue(felt), *felt.unwell, *_waits(felt)]
@@ -197,7 +198,7 @@ def _said(tone: str, headline: str, *details: str) -> Banner:
 
 
 def _alone(felt: Felt) -> str | None:
-    """What is said where one side of a split deployment does everything."""
+    """Return the headline if one side of a split deployment does everything, else None."""
     for role, other in (_SPLIT, _SPLIT[::-1]):
         if felt.ready.get(role) and not felt.ready.get(other) and not felt.ready.get("both"):
             missing = "is ready" if felt.known.get(other) else "is here"
@@ -218,7 +219,7 @@ def _queue(felt: Felt) -> list[str]:
 
 
 def _waits(felt: Felt) -> list[str]:
-    """How fast it is, as far as there is enough to tell."""
+    """Return the request rate and latencies, as far as there are enough data."""
     rate = felt.minute.ended(_SERVED) / felt.span_s if felt.span_s else 0.0
     parts = [f"{rate:.1f} requests/s" if rate else ""]
     parts += [_quantiles("first token", felt.minute.ttft), _quantiles("gap", felt.minute.gaps)]

@@ -1,12 +1,12 @@
 """`/dashboard` and `/dashboard/data`.
 
-The figures are those of `/metrics`, the proxy's own and the engines', word for word: nothing is
-counted here. Beside them the answer says what users feel, which engines there are, what has
-happened since the proxy began, and which requests were slow.
+The figures are exactly those of `/metrics`, the proxy's own and the engines': nothing is counted
+here. The answer also says what users experience, which engines there are, what has happened since
+the proxy started, and which requests were slow.
 
 The page is one document: markup, style and script in one answer that loads nothing else. Its policy
-lets exactly this style and this script in, by their digests, and lets the page ask nobody but the
-proxy that it came from.
+admits only this style and this script, by their digests, and lets the page connect only to the
+proxy that served it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HERE = Path(__file__).parent
 
 
 def _source(text: str) -> str:
-    """Return what a policy calls an inline element of this text (CSP 3, section 2.3.1)."""
+    """Return the CSP source of an inline element with this text (CSP 3, section 2.3.1)."""
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"
 
@@ -77,7 +77,7 @@ _COMMON_HEADERS = {
 
 
 class ProxyShown(msgspec.Struct, frozen=True, kw_only=True):
-    """The proxy itself; `series` are those of its `/metrics` that are shown."""
+    """The proxy itself; `series` are the shown ones of its `/metrics`."""
 
     version: str
     kv_mode: str
@@ -94,13 +94,13 @@ class EngineShown(msgspec.Struct, frozen=True, kw_only=True):
     """One engine.
 
     Attributes:
-        health, reason: As of the last health check.
-        is_refused: Nobody listens there any more, seen since.
+        health, reason: Result of the last health check.
+        is_refused: Whether connections have been refused since that check.
         failure: Why its `/metrics` cannot be read now; empty if it can.
-        age_s: Since `series` were read; None if never.
-        in_flight: Exchanges of this proxy.
+        age_s: Seconds since `series` were read; None if never.
+        in_flight: This proxy's exchanges with the engine.
         num_foreign: Requests that are not this proxy's.
-        series: Those of its `/metrics` that are shown.
+        series: The shown ones of its `/metrics`.
     """
 
     url: str
@@ -134,16 +134,16 @@ class EdgeShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page draws, once a second.
+    """The data that the page draws, once a second.
 
     Attributes:
-        at_s: Monotonic seconds; what rates are taken over.
+        at_s: Monotonic time in seconds, from which rates are computed.
         wall_s: Unix time.
-        began_s: Monotonic seconds at which this proxy began; it tells proxies apart.
-        banner: What users feel now.
+        began_s: Monotonic seconds at which this proxy started; distinguishes proxies.
+        banner: What users experience now.
         events: Newest first, from `events_since_s` (Unix time) on.
-        routes: Why requests went where they did; None where no pairs are chosen.
-        slowest: Requests of the last `slowest_since_s`, longest to their first token first.
+        routes: Why requests went where they did; None if the proxy does not choose pairs.
+        slowest: Requests of the last `slowest_since_s`, the longest time to first token first.
     """
 
     at_s: float
@@ -161,11 +161,11 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dashboard:
-    """Serves the page and what it asks for.
+    """Serves the page and its data.
 
     Args:
-        exposition: Returns what the proxy's `/metrics` would.
-        headers: For questions to engines.
+        exposition: Returns the text of the proxy's `/metrics`.
+        headers: Headers of requests to engines.
     """
 
     def __init__(
@@ -182,15 +182,15 @@ class Dashboard:
         self.lookout = Lookout(services)
 
     def routes(self) -> list[web.RouteDef]:
-        """Its paths; all of them are to be under the key."""
+        """Return the dashboard's routes; all of them need the API key."""
         return [web.get("/dashboard", self._page), web.get("/dashboard/data", self._data)]
 
     def start(self) -> None:
-        """Begin to remember what happens, whether somebody looks or not."""
+        """Start recording events, whether or not the dashboard is open."""
         self.lookout.start()
 
     async def stop(self) -> None:
-        """End what runs in the background."""
+        """Stop the background tasks."""
         await self.lookout.stop()
         await self.watch.stop()
 
@@ -212,7 +212,7 @@ class Dashboard:
         )
 
     def data(self) -> Data:
-        """Return what is known now."""
+        """Return the current data."""
         now_s = self._clock.monotonic_s()
         config = self._config
         return Data(

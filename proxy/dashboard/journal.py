@@ -1,8 +1,8 @@
 """The events of a deployment since this proxy started, as sentences.
 
-A second's sight of the deployment is compared with the one before: engines that came, left, died or
-began another life, breakers that opened and closed, requests that failed or took a rung of the
-ladder. Pure: it asks nobody, and reads no clock.
+Each second's view of the deployment is compared with the one before: engines that came, left, died
+or restarted, breakers that opened and closed, requests that failed or took a rung of the ladder.
+Pure: it does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_EVENTS: Final = 100
 
 GOOD, WARN, BAD, PLAIN = "good", "warn", "bad", ""
-"""Tones: whether an event is one to be glad of, to look at, to act on, or to know of."""
+"""Tones of events: good news, worth a look, needs action, or for information only."""
 
 RUNGS: Final[Mapping[str, str]] = {
     "retry_decode": "asked the same decode engine again",
@@ -33,20 +33,20 @@ RUNGS: Final[Mapping[str, str]] = {
     "local": "one engine did everything",
     "shed": "sent the client away",
 }
-"""What is said of each rung of the ladder."""
+"""Description of each rung of the ladder."""
 
 FAILED: Final[Mapping[str, str]] = {"error": "failed", "shed": "sent away (429 or 503)"}
-"""What is said of requests that ended so."""
+"""Description of each failed outcome of a request."""
 
 _BREAKER_TONES: Final = {"open": BAD, "closed": GOOD, "half_open": WARN}
 
 
 class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that has happened.
+    """One event.
 
     Attributes:
-        seq: From 1 on, without gaps.
-        wall_s: Unix time at which it was seen.
+        seq: Number of the event, from 1, without gaps.
+        wall_s: Unix time at which the event was seen.
         tone: One of the module's tones.
     """
 
@@ -58,13 +58,13 @@ class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class EngineSight:
-    """One engine as it is seen at a moment.
+    """The state of one engine at one moment.
 
     Attributes:
-        health, reason: As of the last check.
-        incarnation: Of its life; empty if it does not say.
-        breaker: Its state.
-        stats: What this life of it said last; None before it has.
+        health, reason: Result of the last health check.
+        incarnation: Id of the engine's current life; empty if unknown.
+        breaker: State of the engine's breaker.
+        stats: The last stats reported in this life; None before the first.
     """
 
     role: str
@@ -76,19 +76,19 @@ class EngineSight:
 
     @property
     def is_dead(self) -> bool:
-        """Whether nobody answers there."""
+        """Whether the engine does not answer."""
         return self.health == "unreachable"
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """A deployment as it is seen at a moment.
+    """The state of a deployment at one moment.
 
     Attributes:
-        engines: By URL.
-        pairs: State of the breaker of (prefill URL, decode URL, mode).
-        rungs: Requests so far that took a rung for a reason, by (rung, reason).
-        outcomes: Requests so far, by how they ended.
+        engines: Engines by URL.
+        pairs: Breaker states by (prefill URL, decode URL, mode).
+        rungs: Number of requests so far that took a rung, by (rung, reason).
+        outcomes: Number of requests so far, by outcome.
     """
 
     engines: Mapping[str, EngineSight]
@@ -112,11 +112,11 @@ class Journal:
 
     @property
     def events(self) -> list[JournalEntry]:
-        """Newest first."""
+        """The events, newest first."""
         return list(reversed(self._events))
 
     def see(self, sight: Sight, wall_s: float) -> None:
-        """Note what has changed since the last sight."""
+        """Record the changes since the last sight."""
         if self._last is None:
             self.since_s = wall_s
         else:
@@ -187,7 +187,7 @@ def _of_stats(name: str, was: EngineStats, stats: EngineStats) -> Iterator[tuple
 
 
 def _setbacks_of(stats: EngineStats) -> Mapping[str, int]:
-    """What an engine has counted of which more is an event, by what is said of it."""
+    """Return the counts whose growth is an event, by the text that describes them."""
     store = stats.kv_store or KVStoreStats()
     return {
         "leases that nobody read in time": stats.lease_ends.get(LeaseEnd.EXPIRED.value, 0),

@@ -1,7 +1,7 @@
 """Samples the deployment's state once a second, whether or not the dashboard is open.
 
-What has changed since the last sight goes into the journal, and what the proxy has counted into the
-minute that the banner is judged by.
+Changes since the last sample go into the journal, and the proxy's counts go into the minute that
+the banner judges.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class Lookout:
-    """What one proxy remembers of its deployment.
+    """One proxy's record of its deployment.
 
     Attributes:
-        journal: What has happened.
-        began_s: Monotonic seconds at which this proxy began.
+        journal: Events so far.
+        began_s: Monotonic seconds at which this proxy started.
     """
 
     def __init__(self, services: Services) -> None:
@@ -50,12 +50,12 @@ class Lookout:
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to see."""
+        """Take the first sample, and go on in the background."""
         self.see()
         self._looking = asyncio.create_task(self._look())
 
     async def stop(self) -> None:
-        """End at once."""
+        """Stop at once."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
@@ -69,7 +69,7 @@ class Lookout:
                 log.exception("the dashboard cannot see the deployment")
 
     def see(self) -> None:
-        """Remember how things stand now."""
+        """Record the current state."""
         metrics = self._services.metrics
         requests = {outcome: number for (outcome,), number in by_labels(metrics.requests).items()}
         tally = Tally(requests, Waits.of(metrics.ttft), Waits.of(metrics.inter_token))
@@ -90,7 +90,7 @@ class Lookout:
         self.journal.see(sight, self._clock.wall_s())
 
     def banner(self) -> Banner:
-        """Return what users feel now."""
+        """Return what users experience now."""
         try:
             self._services.router.check_ready()
             unserved = None
@@ -127,7 +127,7 @@ def _sight_of(backend: Backend) -> EngineSight:
 
 
 def _ailing(backend: Backend) -> str:
-    """Which engine is not available, and why."""
+    """Return which engine is unavailable, and why."""
     name = f"{backend.role.value} engine {backend.url.partition('://')[2]}"
     if backend.health is not Health.READY:
         return f"{name} is {backend.health.value.replace('_', ' ')}: {backend.reason}"

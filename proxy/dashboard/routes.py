@@ -19,7 +19,7 @@ _MAX_ENGINES: Final = 32
 
 
 class RouteShown(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision; `measured_ms` is its first token's time, if the request ended well."""
+    """One decision; `measured_ms` is the time to first token, if the request ended well."""
 
     seq: int
     request_id: str
@@ -31,13 +31,13 @@ class RouteShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkShown(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has to do for this proxy, in the time that it will take.
+    """An engine's work for this proxy, as predicted times.
 
     Attributes:
-        home: The role that one that does both takes first, if that is said; else empty.
-        backlog_ms: Until its prompts are computed.
-        itl_ms: Between two tokens of each stream; 0 without streams.
-        lag_ms: Since its KV events were heard; None if it does not tell of its KV.
+        home: Preferred role of an engine that does both, if configured; else empty.
+        backlog_ms: Time until its prompts are computed.
+        itl_ms: Time between two tokens of each stream; 0 without streams.
+        lag_ms: Time since its last KV event batch; None if it publishes no KV events.
     """
 
     url: str
@@ -60,7 +60,7 @@ class RoutesShown(msgspec.Struct, frozen=True, kw_only=True):
 def routes_shown(
     pairing: Pairing | None, prefixes: Prefixes | None, engines: Iterable[Backend]
 ) -> RoutesShown | None:
-    """Return what is known now; None where no pairs are chosen."""
+    """Return the current decisions and work; None if the proxy does not choose pairs."""
     if pairing is None or prefixes is None:
         return None
     lags_s = prefixes.lags_s()

@@ -1,8 +1,8 @@
 """Reads the engines' `/metrics` once a second while the dashboard is open.
 
-While no dashboard is open, nothing is asked and nothing is kept. Knows how to ask, and when it was
-answered, and reads Prometheus' text format, the one source of every figure that the dashboard
-shows; what the series mean is the page's business.
+While no dashboard is open, nothing is read and nothing is kept. This module fetches and parses
+Prometheus' text format, the only source of every figure that the dashboard shows; the page gives
+the series their meaning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 READ_TIMEOUT_S = 0.8
 WATCHED_S = 5.0
-"""How long after the last question somebody counts as looking."""
+"""How long after its last request a dashboard counts as open."""
 _FIRST_ROUND_S = 1.0
 
 
@@ -58,21 +58,21 @@ SHOWN_OF_ENGINES = frozenset(
         "pdserve_kv_tier_server_up",
     }
 )
-"""Names; an engine has several hundred series, of which its card draws these."""
+"""Names of the series that an engine's card draws, out of several hundred."""
 
 
 SHOWN_OF_PROXY = re.compile(r"pdserve_|vllm:(?:prompt|generation)_tokens_total")
-"""How names begin; what else it says of HTTP, itself and under vLLM's names is for Prometheus."""
+"""Starts of the names shown; its other series (HTTP, process, vLLM's) are for Prometheus."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """What an engine said last.
+    """The last series read from an engine.
 
     Attributes:
-        at_s: Monotonic; when it did. None before it ever has.
+        at_s: Monotonic seconds at which they were read; None if never.
         failure: Why the newest attempt failed; empty if it did not.
-        is_refused: Nobody listens there.
+        is_refused: Whether the newest attempt could not connect.
     """
 
     series: dict[str, float] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class EngineWatch:
     """Readings of all engines, as long as `look` is called.
 
     Args:
-        headers: Sent with every question.
+        headers: Sent with every request.
     """
 
     def __init__(self, services: Services, headers: Mapping[str, str]) -> None:
@@ -100,15 +100,15 @@ class EngineWatch:
 
     @property
     def is_on(self) -> bool:
-        """Whether engines are being asked."""
+        """Whether engines are being read."""
         return self._task is not None
 
     def reading(self, backend: Backend) -> Reading:
-        """Return what an engine said last."""
+        """Return an engine's last reading."""
         return self._readings.get(backend.url) or Reading()
 
     async def look(self) -> None:
-        """Somebody looks: go on reading. The first look waits for the first answers."""
+        """Keep reading for `WATCHED_S` more. The first call waits for the first answers."""
         self._looked_s = self._clock.monotonic_s()
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -116,10 +116,10 @@ class EngineWatch:
             async with asyncio.timeout(_FIRST_ROUND_S):
                 await self._has_read.wait()
         except TimeoutError:
-            pass  # an engine hangs: what is known by now is shown
+            pass  # an engine hangs: show what has been read so far
 
     async def stop(self) -> None:
-        """End at once."""
+        """Stop at once."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -163,12 +163,12 @@ class EngineWatch:
 
 
 def series_in(text: str, names: frozenset[str] | re.Pattern[str]) -> dict[str, float]:
-    """Return the value of every series by its name with its labels, as they stand in `text`.
+    """Return the value of every series in `text`, by its name with labels as written there.
 
-    Left out are those that have no finite value, which JSON cannot carry.
+    Series without a finite value are left out, since JSON cannot represent it.
 
     Args:
-        names: Only series of these names, labels apart, or whose names begin so.
+        names: The series names to return, without labels, or a pattern for their start.
     """
     found = {}
     for line in text.splitlines():
@@ -182,7 +182,7 @@ def series_in(text: str, names: frozenset[str] | re.Pattern[str]) -> dict[str, f
         try:
             number = float(value)
         except ValueError:
-            continue  # an engine of another make may say more than we read
+            continue  # other makes of engine may write what we cannot read
         if math.isfinite(number):
             found[series] = number
     return found
