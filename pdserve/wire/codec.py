@@ -1,7 +1,7 @@
 """msgpack encoders and decoders for the messages between a server and its engine core.
 
-Adding a field: give it a default, put it last, raise `MINOR`, extend the recorded-bytes
-test. A different `MAJOR` is refused when the processes meet.
+To add a field, give it a default, put it last, raise `MINOR` and extend the recorded-bytes
+test. A peer with a different `MAJOR` is refused when the processes connect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Take a request, and those for further choices of its prompt."""
+    """Take a request, and the requests for further choices of its prompt."""
 
     request: GenerateRequest
     siblings: list[Sibling] = []
@@ -35,19 +35,19 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class ReleaseLease(msgspec.Struct, frozen=True, tag="release"):
-    """Nobody will read this lease; unknown nonces are ignored."""
+    """Release a lease that will not be read; unknown nonces are ignored."""
 
     nonce: str
 
 
 class KeepLeases(msgspec.Struct, frozen=True, tag="keep"):
-    """Their reader is not known yet: they do not end for want of it; unknown nonces are ignored."""
+    """Keep leases alive while their reader is not known yet; unknown nonces are ignored."""
 
     nonces: list[str]
 
 
 class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
-    """Lease requests that run out, as they stand; ids of others are ignored."""
+    """Lease out running requests in their current state; ids of others are ignored."""
 
     request_ids: list[RequestId]
 
@@ -57,20 +57,20 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Finish what runs within `timeout_s`, then end."""
+    """Finish running requests within `timeout_s`, then exit."""
 
     timeout_s: float
 
 
 class DumpTrace(msgspec.Struct, frozen=True, tag="dump_trace"):
-    """Send the last `seconds` as `TracePiece`s, under this number."""
+    """Send the trace of the last `seconds` as `TracePiece`s with this number."""
 
     dump: int
     seconds: float
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Answer with a `Pong` of the same number: asked at an interval, answered by the loop."""
+    """Answer with a `Pong` of the same number: sent at an interval, answered by the loop."""
 
     number: int
 
@@ -97,7 +97,7 @@ class CoreReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class CoreProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """Where a start-up stands, for people to read."""
+    """Progress of a start-up, in human-readable form."""
 
     text: str
 
@@ -112,7 +112,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 class Died(msgspec.Struct, frozen=True, tag="died"):
     """The engine has ended; `reason` is for the log and the error message.
 
-    `is_config` tells a setting or file that cannot be used from a failure.
+    `is_config` distinguishes an unusable setting or file from a failure.
     """
 
     reason: str
@@ -120,11 +120,11 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
 
 
 class TracePiece(msgspec.Struct, frozen=True, tag="trace_piece"):
-    """Part of a dump, between the outputs of steps, so that it holds up none of them.
+    """Part of a dump, sent between the outputs of steps so that it delays none of them.
 
     Attributes:
-        events: Some of its events, as JSON without the brackets around all of them.
-        process: With the last piece: whose events they are.
+        events: Some of the dump's events, as a JSON array without its brackets.
+        process: The process that recorded the events; only in the last piece.
     """
 
     dump: int
@@ -133,7 +133,7 @@ class TracePiece(msgspec.Struct, frozen=True, tag="trace_piece"):
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """The core's loop goes on."""
+    """The core's loop is running."""
 
     number: int
 
@@ -173,17 +173,17 @@ class Codec(Generic[T]):
 
 
 def to_engine() -> Codec[ToEngine]:
-    """Codec of the messages from a server to its engine core."""
+    """Return the codec of the messages from a server to its engine core."""
     return Codec(msgspec.msgpack.Decoder(ToEngine))
 
 
 def from_engine() -> Codec[FromEngine]:
-    """Codec of the messages from an engine core to its server."""
+    """Return the codec of the messages from an engine core to its server."""
     return Codec(msgspec.msgpack.Decoder(FromEngine))
 
 
 def id_in_unreadable(data: bytes | memoryview) -> RequestId | None:
-    """The id of the request in an `Add` that does not decode, if that much can be read."""
+    """Return the request id in an `Add` that does not decode, if it can be read, else None."""
     try:
         return _envelope.decode(data).request.request_id
     except UNREADABLE:

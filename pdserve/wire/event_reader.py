@@ -1,11 +1,11 @@
 """The reader's side of the KV events' wire, for one engine core: a state machine without I/O.
 
     LIVE    every batch so far was applied
-    RESYNC  some are missing, or it has just begun: asks, and keeps what comes meanwhile
-    STALE   as LIVE, but nothing has come for a while; the next batch ends it
+    RESYNC  some are missing, or it has just started: asks, and buffers what arrives meanwhile
+    STALE   as LIVE, but nothing has arrived for a while; the next batch ends it
 
-A late answer is never applied, for it would restore grains removed since. Lost, duplicated or
-reordered batches are repaired: once all is quiet, the index matches the engine.
+A late answer is never applied, because it would restore grains removed since. Lost, duplicated or
+reordered batches are repaired: once traffic stops, the index matches the engine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 STALE_S: Final = 1.0
 """Silence of four heartbeats."""
 GONE_S: Final = 3.0
-"""Silence after which the index says nothing of the engine any more."""
+"""Silence after which the index no longer describes the engine."""
 _ANSWER_S: Final = 1.0
 _FIRST_BACKOFF_S: Final = 0.2
 _LONGEST_BACKOFF_S: Final = 5.0
 _MAX_BUFFERED: Final = 1024
-"""Batches that come while an answer is waited for: more than a publisher keeps is of no use."""
+"""Batches buffered while waiting for an answer: more than a publisher keeps is of no use."""
 _UNKNOWN: Final = -1
 """The epoch of a reader that needs a snapshot."""
 
@@ -40,14 +40,14 @@ class GrainIndex(Protocol):
         """Forget all grains."""
 
     def apply(self, event: GrainEvent) -> None:
-        """Change them as the event says."""
+        """Change the grains as the event says."""
 
 
 class GrainSet:
     """An index of one engine core alone.
 
     Attributes:
-        grains: By medium.
+        grains: Grains by medium.
     """
 
     def __init__(self) -> None:
@@ -74,12 +74,12 @@ class EventReader:
     """Keeps an index in step with one engine core.
 
     Args:
-        now_s: Monotonic seconds, here and wherever they are asked for.
+        now_s: Monotonic seconds, here and in every method.
 
     Attributes:
         num_resyncs: Number of resyncs, including the first.
         load: The core's last reported load; None if not reported yet.
-        learned: The step times that it last reported, likewise.
+        learned: The core's last reported step times; None if not reported yet.
     """
 
     def __init__(self, index: GrainIndex, *, now_s: float) -> None:
@@ -98,21 +98,21 @@ class EventReader:
         self.learned: LearnedTimes | None = None
 
     def state(self, now_s: float) -> ReaderState:
-        """Whether the index is in step."""
+        """Return the state at `now_s`."""
         if self._state is ReaderState.LIVE and now_s - self._heard_s >= STALE_S:
             return ReaderState.STALE
         return self._state
 
     def silent_s(self, now_s: float) -> float:
-        """Seconds since the engine was heard last."""
+        """Return the seconds since the engine was last heard from."""
         return max(0.0, now_s - self._heard_s)
 
     def is_exact(self, now_s: float) -> bool:
-        """Whether to believe the index; if not, treat the engine as one without events."""
+        """Return whether to trust the index; if not, treat the engine as one without events."""
         return self._state is ReaderState.LIVE and now_s - self._heard_s < GONE_S
 
     def heard(self, batch: Batch, now_s: float) -> None:
-        """Take a batch of the stream, whichever it is."""
+        """Take any batch of the stream."""
         self._heard_s = now_s
         self.load = batch.load or self.load
         self.learned = batch.learned or self.learned
@@ -125,11 +125,11 @@ class EventReader:
                 self._resync(batch, now_s)
         elif is_later_epoch(batch.epoch, self._epoch):
             self._index.retire()
-            self._epoch, self._next_seq = _UNKNOWN, 0  # it need not have begun with nothing
+            self._epoch, self._next_seq = _UNKNOWN, 0  # it need not have started empty
             self._resync(batch, now_s)
 
     def due(self, now_s: float) -> Ask | None:
-        """Return the question to be sent now, if there is one. Ask often."""
+        """Return the question to send now, if there is one. Call this often."""
         if self._state is not ReaderState.RESYNC or now_s < self._ask_at_s:
             return None
         self._ask += 1
@@ -139,7 +139,7 @@ class EventReader:
         return Ask(self._ask, self._epoch, self._next_seq)
 
     def answered(self, answer: Answer, now_s: float) -> None:
-        """Take an answer, or a part of one; that to another question than the last is ignored."""
+        """Take an answer or a part of one; answers to earlier questions are ignored."""
         if self._state is not ReaderState.RESYNC or answer.ask != self._ask:
             return
         self._heard_s = now_s
@@ -159,7 +159,7 @@ class EventReader:
         self._catch_up(now_s)
 
     def _load(self, last: SnapshotPart) -> None:
-        """Put a whole snapshot in the place of the index."""
+        """Replace the index with a whole snapshot."""
         self._index.retire()
         for part in self._parts.values():
             for event in part.stored:
@@ -168,7 +168,7 @@ class EventReader:
         self._epoch, self._next_seq = last.epoch, last.resume_seq
 
     def _catch_up(self, now_s: float) -> None:
-        """Apply what came meanwhile; ask again if that has a gap."""
+        """Apply the buffered batches; ask again if they have a gap."""
         buffered, self._buffered = self._buffered, []
         for batch in sorted(buffered, key=lambda each: each.seq):
             if batch.epoch == self._epoch and batch.seq >= self._next_seq:

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from pdserve.wire.learned import LearnedTimes
 
 _NUM_KEPT: Final = 1024
-"""Batches: some seconds of a busy engine. Who lacks more gets a snapshot."""
+"""Batches kept: some seconds of a busy engine. A reader that lacks more gets a snapshot."""
 PART_GRAINS: Final = 1 << 16
-"""In one part of a snapshot at most: about half a megabyte."""
+"""Maximum grains in one part of a snapshot: about half a megabyte."""
 
 
 class GrainStream:
-    """One engine core's stream, and what its readers know once they have all of it.
+    """One engine core's stream, and the state of a reader that has received all of it.
 
     Args:
-        epoch: Of the first batch.
+        epoch: Epoch of the first batch.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -54,10 +54,10 @@ class GrainStream:
             self.num_pending += 1 if isinstance(event, GrainsCleared) else len(event.grains)
 
     def batch(self, load: RoutingLoad | None = None, learned: LearnedTimes | None = None) -> Batch:
-        """Return what has come since the last one: nothing, if it is a heartbeat.
+        """Return a batch of the events added since the last one; a heartbeat has none.
 
         Args:
-            load, learned: What this one says besides.
+            load, learned: Further contents of this batch.
         """
         batch = Batch(self._epoch, self._next_seq, self._pending)
         self._pending, self.num_pending = [], 0
@@ -66,7 +66,7 @@ class GrainStream:
         return msgspec.structs.replace(batch, load=load, learned=learned)
 
     def restart(self, grains: Mapping[str, set[int]]) -> None:
-        """Begin a new epoch, of which all that is known is what is there now."""
+        """Begin a new epoch that starts from the current `grains`."""
         self._epoch += 1
         self._next_seq = 0
         self._kept.clear()

@@ -1,18 +1,18 @@
 """KV events: what an engine's caches gain and lose, and the wire that tells proxies of it.
 
-Caches speak of blocks, whose size is the engine's own; the wire speaks of *grains*, prefixes of
-`hashing.GRAIN_TOKENS` tokens more each, which have the same names at every engine. A grain is there
+Caches deal in blocks, whose size each engine chooses. The wire deals in *grains*: prefixes that
+each add `hashing.GRAIN_TOKENS` tokens and have the same names at every engine. A grain is present
 while all its blocks can be found.
 
     PUB     `Batch`, msgpack: numbered without gaps within an epoch; an empty one is a heartbeat.
-            Each says how much the core has to do, beside what has happened to its KV; some say
-            what it has learned of its steps
+            Besides the KV events, each has the core's load, and some have the step times that
+            it has learned
     ROUTER  `Ask` in; out `MissingBatches`, or a snapshot in `SnapshotPart`s, of that `ask`
 
-An epoch is one uninterrupted stream of one life of an engine: it ends with the engine, and when
-more happens than the publisher takes. Both sockets are encrypted (CurveZMQ,
-rfc.zeromq.org/spec/26) with keys that follow from the deployment's secret: who does not know it can
-neither read nor forge.
+An epoch is one uninterrupted stream of one life of an engine. It ends with the engine, or when the
+publisher cannot keep up with the events. Both sockets are encrypted (CurveZMQ,
+rfc.zeromq.org/spec/26) with keys derived from the deployment's secret: a process that does not
+know it can neither read nor forge.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import Incarnation
 
 HASH_VERSION: Final = 1
-"""Of `hashing.grain_hashes`: readers that name grains otherwise find none."""
+"""Version of `hashing.grain_hashes`: readers that name grains otherwise find none."""
 HEARTBEAT_S: Final = 0.25
-"""At least so often there is a batch."""
+"""Longest interval between two batches, in seconds."""
 LEARNED_S: Final = 1.0
-"""So often a core says what it has learned, for readers that have come since."""
+"""Interval at which a core repeats what it has learned, for new readers, in seconds."""
 DEVICE: Final = "GPU"
 """The medium of an engine's own blocks, whatever its device: readers of vLLM's events expect it."""
 
@@ -44,21 +44,21 @@ _INCARNATION_BITS: Final = 47
 
 
 class Grain(msgspec.Struct, frozen=True):
-    """A grain, and the blocks that it consists of, in token order."""
+    """A grain and its blocks, in token order."""
 
     grain_hash: int
     blocks: tuple[BlockHash, ...]
 
 
 class BlocksStored(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that follow one another in a prefix can be found, and could not be before.
+    """Consecutive blocks of a prefix have become findable.
 
     Attributes:
-        parent: Of the first one; None: they begin the prefix.
-        token_ids: Theirs, `block_size` for each.
-        salt: Prefixes are shared within it.
-        medium: Where they lie.
-        grains: Those that end with one of the blocks.
+        parent: Parent of the first block; None if the blocks begin the prefix.
+        token_ids: Tokens of the blocks, `block_size` for each.
+        salt: Salt within which prefixes are shared.
+        medium: Where the blocks are stored.
+        grains: The grains that end with one of the blocks.
     """
 
     blocks: Sequence[BlockHash]
@@ -71,48 +71,48 @@ class BlocksStored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True):
-    """The last copies of these are gone from the medium."""
+    """The last copies of these blocks are gone from the medium."""
 
     blocks: list[BlockHash]
     medium: str = DEVICE
 
 
 class BlocksCleared(msgspec.Struct, frozen=True):
-    """Nothing can be found in the engine's own blocks any more. A tier names what it loses."""
+    """The engine's own blocks no longer hold any prefix. Tiers name the blocks they lose."""
 
 
 KVEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class GrainsStored(msgspec.Struct, frozen=True, array_like=True, tag="s"):
-    """These can be found in the medium, too."""
+    """These grains can now be found in the medium, too."""
 
     grains: list[int]
     medium: str = DEVICE
 
 
 class GrainsRemoved(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """These cannot be found in the medium any more."""
+    """These grains can no longer be found in the medium."""
 
     grains: list[int]
     medium: str = DEVICE
 
 
 class GrainsCleared(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """The engine's own blocks have none any more."""
+    """The engine's own blocks no longer hold any grains."""
 
 
 GrainEvent: TypeAlias = GrainsStored | GrainsRemoved | GrainsCleared
 
 
 class RoutingLoad(msgspec.Struct, frozen=True, array_like=True):
-    """How much engine cores have to do: what of it routing is to know soon.
+    """The part of engine cores' load that routing needs promptly.
 
     Attributes:
-        num_requests: That run, wait or receive KV.
-        num_prompts: Of these, as of `EngineLoad`.
-        num_used_blocks: Of KV, that are neither free nor only cached.
-        num_blocks: All there are.
+        num_requests: Requests that run, wait or receive KV.
+        num_prompts: The number of these that `EngineLoad.num_prompts` counts.
+        num_used_blocks: KV blocks that are neither free nor only cached.
+        num_blocks: All KV blocks.
     """
 
     num_requests: int = 0
@@ -126,7 +126,7 @@ class RoutingLoad(msgspec.Struct, frozen=True, array_like=True):
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
     def plus(self, other: RoutingLoad) -> RoutingLoad:
-        """Return what both have to do."""
+        """Return the sum of both loads."""
         return RoutingLoad(
             self.num_requests + other.num_requests,
             self.num_prompts + other.num_prompts,
@@ -136,12 +136,12 @@ class RoutingLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """What happened since the batch before.
+    """The events since the previous batch.
 
     Attributes:
-        seq: From 0 in each epoch.
-        load: What the core has to do as the batch is sent; None in one that is sent again.
-        learned: What its steps take, as far as it knows; None: it does not, or said so before.
+        seq: Sequence number, from 0 in each epoch.
+        load: The core's load when the batch is sent; None in a batch that is sent again.
+        learned: The core's step times; None if unknown or already sent.
     """
 
     epoch: int
@@ -152,11 +152,11 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """A reader lacks batches.
+    """The question of a reader that lacks batches.
 
     Attributes:
-        ask: Its own number for this question.
-        next_seq: The first that it lacks of this epoch; of another epoch it knows nothing.
+        ask: The reader's own number for this question.
+        next_seq: The first batch it lacks of this epoch; it has nothing of other epochs.
     """
 
     ask: int
@@ -165,14 +165,14 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MissingBatches(msgspec.Struct, frozen=True, array_like=True, tag="missing"):
-    """What was asked for, in order and without a gap, up to the newest."""
+    """The batches asked for, in order and without a gap, up to the newest."""
 
     ask: int
     batches: list[Batch]
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
-    """A share of all grains, as they were when the batch before `resume_seq` had been sent."""
+    """Part of all grains, as of the sending of the batch before `resume_seq`."""
 
     ask: int
     epoch: int
@@ -186,10 +186,10 @@ Answer: TypeAlias = MissingBatches | SnapshotPart
 
 
 class EventEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one engine core tells of its KV.
+    """Where one engine core publishes its KV events.
 
     Attributes:
-        port, snapshot_port: Of the PUB and of the ROUTER socket.
+        port, snapshot_port: Ports of the PUB and the ROUTER socket.
         grain_tokens, hash_version: How its grains are named.
     """
 
@@ -201,17 +201,17 @@ class EventEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_epoch(incarnation: Incarnation) -> int:
-    """The epoch that an engine's life begins with; those of the same life follow it."""
+    """Return an engine life's first epoch; the later ones of that life follow it."""
     return (int(incarnation, 16) & (1 << _INCARNATION_BITS) - 1) << _RESTART_BITS
 
 
 def is_later_epoch(epoch: int, than: int) -> bool:
-    """Whether an epoch that is heard of follows another one: of another life, it may."""
+    """Return whether an epoch may follow another one; epochs of different lives may."""
     return epoch > than or epoch >> _RESTART_BITS != than >> _RESTART_BITS
 
 
 def curve_secret(secret: str) -> bytes:
-    """The secret key of the sockets that listen, in Z85; the public one is what it implies."""
+    """Return the listening sockets' secret key, in Z85; the public key follows from it."""
     import zmq.utils.z85
 
     return zmq.utils.z85.encode(key_for(secret, Purpose.EVENTS))

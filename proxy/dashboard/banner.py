@@ -67,8 +67,7 @@ class Waits:
     def quantile(self, q: float) -> float | None:
         """Return an estimate in seconds, computed like Prometheus' `histogram_quantile`.
 
-        None if fewer than one wait lies beyond it: a single further wait could then change it
-        arbitrarily.
+        None if less than one wait lies beyond it: one further wait could change it arbitrarily.
         """
         if self.count * (1.0 - q) < 1.0 - 1e-9:
             return None

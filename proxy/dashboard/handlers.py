@@ -95,7 +95,7 @@ class EngineShown(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         health, reason: Result of the last health check.
-        is_refused: Whether connections have been refused since that check.
+        is_refused: Whether the newest read of its `/metrics` could not connect.
         failure: Why its `/metrics` cannot be read now; empty if it can.
         age_s: Seconds since `series` were read; None if never.
         in_flight: This proxy's exchanges with the engine.

@@ -34,7 +34,7 @@ class WorkShown(msgspec.Struct, frozen=True, kw_only=True):
     """An engine's work for this proxy, as predicted times.
 
     Attributes:
-        home: Preferred role of an engine that does both, if configured; else empty.
+        home: Preferred role, under this load, of an engine that does both; empty if none.
         backlog_ms: Time until its prompts are computed.
         itl_ms: Time between two tokens of each stream; 0 without streams.
         lag_ms: Time since its last KV event batch; None if it publishes no KV events.
