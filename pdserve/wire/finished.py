@@ -1,7 +1,7 @@
 """Requests that have ended, as `/debug/requests` shows them at proxies and at engines alike.
 
-Each is kept as the JSON that is served, so that it costs no more than its bytes and thousands of
-them are served without work.
+Each is kept as the JSON to serve, so that it costs no more memory than its bytes and thousands can
+be served without further work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 NUM_KEPT = 4096
-"""How many of them a process keeps."""
+"""Finished requests that a process keeps."""
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,39 +33,39 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """One finished request. Its fields are the keys of its JSON; ms are milliseconds.
 
     Attributes:
-        seq: Counts the finished requests of this process's life, from 1.
+        seq: Number of the finished request in this process's life, from 1.
         outcome: ok, client_error (4xx), shed (429, 503), error or disconnected; at an engine also
             handed_over.
-        status: Of the answer; 499 if the client left.
+        status: HTTP status of the answer; 499 if the client left.
         reason: The error's code; empty if it ended well.
-        stage: Where it was when it ended, if not well.
-        path: Of the endpoint.
-        model: As the client called it; else the name that serves it.
+        stage: The stage at which it failed, if it did not end well.
+        path: Path of the endpoint.
+        model: Name that the client used, or else the name it is served under.
         mode: Whether the prompt and the rest were computed apart ("disaggregated") or on one
             engine ("local", as always at an engine).
         arrived_wall_s: Unix time of its arrival; `arrived_s` is the same in monotonic seconds.
         total_ms: From its arrival to its end.
         ttft_ms, ttft_terms: Time to the first token (at an engine: the first computed here),
-            and its parts, which add up to it; None and empty if none came. Where a proxy's
-            answer came in one piece (`streamed` is false): until the first token had come to it.
+            and its parts, which add up to it; None and empty if none came. If a proxy's answer
+            is not streamed (`streamed` is false): until the proxy received the first token.
         second_token_ms, second_token_terms: From the first to the second token, likewise; None
             and empty at an engine, which no other one follows.
-        itl_p50_ms, itl_max_ms, num_gaps: Of the gaps between output tokens; at a proxy between
-            chunks from the decode engine on.
-        tokens_per_step: Where drafts were verified, which is at engines.
+        itl_p50_ms, itl_max_ms, num_gaps: Statistics of the gaps between output tokens; at a proxy,
+            between chunks from the decode engine on.
+        tokens_per_step: Reported where drafts are verified, which is at engines.
         kv_mode, kv_bytes: Who moved the KV, if anyone did, and how much.
-        kv_path: How its KV came to where it was used: push, pull or local, with `+store` behind it
-            if a store had some; empty if no engine was asked.
-        cached_tokens: What a prefix cache had of the prompt.
-        store_tokens: What a store had of it beyond that.
-        rungs, rung_reasons: Of the ladder, which is a proxy's, and why each was taken.
+        kv_path: How its KV reached the engine that used it: push, pull or local, followed by
+            `+store` if a store had some; empty if no engine was asked.
+        cached_tokens: Prompt tokens that a prefix cache had.
+        store_tokens: Further prompt tokens that a store had.
+        rungs, rung_reasons: Rungs of the proxy's ladder, and why each was taken.
         prefill, decode: Base URLs of the engines of the last attempt; where `prefill` is
             empty, `decode` did everything. Both are empty at an engine.
         times_ms: When it was queued, admitted, first sent to an engine, sent to the engine that
             gave the first token, and when the first and second token were written; since
-            arrival. Steps that it did not come to are left out.
-        line: Its line of the log.
-        story: Empty at an engine, whose core's is in its trace.
+            arrival. Steps that it did not reach are left out.
+        line: Its line in the log.
+        story: Events of the request; empty at an engine, whose core records them in its trace.
     """
 
     seq: int = 0
@@ -129,7 +129,7 @@ class FinishedRequests:
     def add(self, finished: Finished) -> None:
         """Keep a request that has just ended as number `next_seq`; the oldest one makes room."""
         self.next_seq = finished.seq + 1
-        # What was slow to its first token is what people look for; without one, all of it was.
+        # People look for slow first tokens; without a first token, the whole time counts.
         rank_ms = finished.ttft_ms if finished.ttft_ms is not None else finished.total_ms
         if len(self._kept) == self._kept.maxlen:
             self._complete_since_s = self._kept[0].ended_s
@@ -146,7 +146,7 @@ class FinishedRequests:
         """Return the same for a query of `finished=N` and `after=SEQ`, each 0 if it is left out.
 
         Raises:
-            BadRequestError: One of them is no whole number, or below 0.
+            BadRequestError: One of them is not a whole number, or is negative.
         """
         number = min(number_in(query, "finished"), NUM_KEPT)
         return self.as_json(number, after_seq=number_in(query, "after"))
@@ -160,11 +160,11 @@ class FinishedRequests:
         return [kept.json for kept in self._since(monotonic_s)][::-1]
 
     def complete_since_s(self, monotonic_s: float) -> float:
-        """Return from when on, at `monotonic_s` or later, nothing is missing."""
+        """Return the earliest time, `monotonic_s` or later, from which nothing is missing."""
         return max(monotonic_s, self._complete_since_s)
 
     def slowest(self, number: int, *, since_s: float) -> list[Finished]:
-        """Return the `number` longest to their first token of those that ended since then."""
+        """Return the `number` slowest to their first token of those that ended since then."""
         later = self._since(since_s)
         longest = heapq.nlargest(number, later, key=lambda kept: (kept.rank_ms, kept.seq))
         return [_decoder.decode(kept.json) for kept in longest]
@@ -177,7 +177,7 @@ def number_in(query: Mapping[str, str], name: str) -> int:
     """Return a number of a query, 0 if it is left out.
 
     Raises:
-        BadRequestError: It is no whole number, or below 0.
+        BadRequestError: It is not a whole number, or is negative.
     """
     given = query.get(name, "0")
     if not (given.isascii() and given.isdecimal() and len(given) <= 18):

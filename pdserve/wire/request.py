@@ -21,7 +21,7 @@ class OnLoadFailure(enum.Enum):
     """What D does with a request whose KV did not arrive, after its own retries.
 
     RECOMPUTE: it prefills the prompt itself, within its budget. REPORT: it ends the request
-    with the error code `kv_transfer_failed`, because whoever sent it has other ways first.
+    with the error code `kv_transfer_failed`, because the sender tries other ways first.
     """
 
     RECOMPUTE = "recompute"
@@ -34,16 +34,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     Attributes:
         prompt_token_ids: At least one id, each below the vocabulary's size.
         arrival_s: When the server took the request, in seconds of this host's monotonic clock.
-        prediction_token_ids: What the answer may be much like: drafts are made of it.
-        deadline_s: From when on the answer is of no use, by the same clock; or None.
+        prediction_token_ids: Text that the answer may resemble; drafts are made from it.
+        deadline_s: Time after which the answer is useless, by the same clock; or None.
         priority: Lower runs first under the priority policy.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
         remote_decode: Prefill only: stop after the first token and lease the KV out.
-        handoff: Where another engine has prefilled this prompt, if one has.
+        handoff: The prefill of this prompt by another engine, if there was one.
         ticket: At P (with `remote_decode`) and at D: the push that this request is part of.
-        on_load_failure: At D.
-        is_fallback: It is served here in place of another engine: its prompt counts
-            against `SchedulerConfig.recompute_tokens_per_s`.
+        on_load_failure: What D does if a load fails; used only at D.
+        is_fallback: Whether it is served here in place of another engine; if so, its prompt
+            counts against `SchedulerConfig.recompute_tokens_per_s`.
     """
 
     request_id: RequestId
@@ -62,15 +62,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def is_computed_here(self) -> bool:
-        """Whether the engine that gets it computes the prompt."""
+        """Whether the engine that receives the request computes the prompt."""
         return self.remote_decode or not (self.handoff or self.ticket)
 
 
 class Sibling(msgspec.Struct, frozen=True, array_like=True):
-    """A further choice for the prompt of a `GenerateRequest`: what the two do not share.
+    """A further choice for the prompt of a `GenerateRequest`: only the fields that differ.
 
     Attributes:
-        seed, handoff: In place of the request's own.
+        seed, handoff: Values that replace the request's own.
     """
 
     request_id: RequestId
@@ -79,14 +79,14 @@ class Sibling(msgspec.Struct, frozen=True, array_like=True):
 
 
 def sibling_of(request: GenerateRequest) -> Sibling:
-    """Return what `request` does not share with others for its prompt."""
+    """Return the fields of `request` that it does not share with others for its prompt."""
     return Sibling(request.request_id, request.sampling.seed, request.handoff)
 
 
 def with_siblings(
     request: GenerateRequest, siblings: Iterable[Sibling]
 ) -> Iterator[GenerateRequest]:
-    """Yield `request`, and one for each sibling, with the same prompt (the object) in all."""
+    """Yield `request` and one request per sibling; all share the same prompt object."""
     yield request
     for sibling in siblings:
         yield msgspec.structs.replace(
@@ -108,14 +108,14 @@ class FinishReason(enum.Enum):
 
 
 class ErrorCode(enum.Enum):
-    """What kind of error ended a request, for programs: `EngineOutput.error_code`.
+    """The kind of error that ended a request, for programs: `EngineOutput.error_code`.
 
-    KV_TRANSFER_FAILED: its KV did not arrive, and it was not to be computed here.
-    RECOMPUTE_BUDGET_EXHAUSTED: it would have been, but that is limited; to be tried again.
-    HANDOFF_REFUSED: its handoff or its ticket is not to be trusted, or not for this engine.
+    KV_TRANSFER_FAILED: its KV did not arrive, and this engine was not allowed to recompute it.
+    RECOMPUTE_BUDGET_EXHAUSTED: the budget for recomputing its KV is used up; try again later.
+    HANDOFF_REFUSED: its handoff or ticket cannot be trusted, or is not for this engine.
     BAD_REQUEST: no engine could serve it as it is.
-    NON_FINITE_LOGITS: the model made NaN or infinite values of it, and of no other request.
-    GRAMMAR_DEAD_END: its grammar, with what else it asks for, allows no further token.
+    NON_FINITE_LOGITS: the model produced NaN or infinite values for this request only.
+    GRAMMAR_DEAD_END: its grammar and its other constraints together allow no further token.
     """
 
     KV_TRANSFER_FAILED = "kv_transfer_failed"
@@ -133,22 +133,21 @@ class RequestStages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     step that gave the first token computed here.
 
     Attributes:
-        queue_s: In the queue, from arrival at the engine core on: until the first step that
+        queue_s: Time in the queue, from arrival at the engine core to the first step that
             ran it, or (for a handed-over request) until its blocks were taken.
         prefill_s: From there to the step that sampled the first token.
-        kv_wait_s: Waiting for a peer. Of a pull: from the load's start to its first byte
-            (handshake, transfer queue, loads that failed). At D of a push: from its blocks'
-            reservation until P had computed the last chunk. At P of one: until D had
-            reserved.
-        kv_transfer_s: Of a pull: from the first byte to the last one confirmed; of a push:
-            what came after the last chunk's computation.
+        kv_wait_s: Waiting for a peer. For a pull: from the load's start to its first byte
+            (handshake, transfer queue, loads that failed). For a push, at D: from its blocks'
+            reservation until P had computed the last chunk; at P: until D had reserved them.
+        kv_transfer_s: For a pull: from the first byte to the last one confirmed; for a push:
+            the time after the last chunk's computation.
         handover_s: From KV ready to the first step that ran the request.
-        first_step_s: That step.
+        first_step_s: Duration of that step.
         kv_bytes: Bytes received.
         kv_digest_s: The part of `kv_transfer_s` spent on digests.
-        step_wait_s: The part of `handover_s` in which the step that ran already was finished.
-        store_tokens, store_bytes, store_s: Of the prompt, what came from a store, and how long that
-            took beside the rest.
+        step_wait_s: The part of `handover_s` spent waiting for the step already running.
+        store_tokens, store_bytes, store_s: The part of the prompt that came from a store, and how
+            long that took.
     """
 
     queue_s: float = 0.0
@@ -166,7 +165,7 @@ class RequestStages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What happened to one request since its last output.
+    """The changes to one request since its last output.
 
     Attributes:
         new_token_ids: Tokens in order; the first token of a handed-over request comes
@@ -180,12 +179,12 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         stages: With the first token, and again with the last one.
         error: Human-readable reason when `finish_reason` is ERROR or ABORT.
         load_failures: Labels of failed KV loads, in order; with the first tokens, and the last.
-        error_code: An `ErrorCode` value; empty for an error of no kind.
-        retry_after_s: With an error that will pass: when to try again.
+        error_code: An `ErrorCode` value; empty for errors without a code.
+        retry_after_s: With a temporary error: seconds until a retry makes sense.
         kv_mode: "push" or "pull" if KV came from another engine, else empty.
         num_preemptions: With the last token: how often it was preempted.
-        num_drafted, num_accepted: Draft tokens of it that were verified here so far; of these,
-            right.
+        num_drafted, num_accepted: The request's draft tokens verified here so far; of these, the
+            number accepted.
         core: With its first output: index of the engine core that serves it.
     """
 
@@ -214,7 +213,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """How busy one engine core is: the part of its statistics that routing uses.
 
     Attributes:
-        num_prompts: Of all three, requests that have no token yet, and whose prompt no other engine
+        num_prompts: Of all three, requests without a token so far whose prompt no other engine
             computes.
         blocks: Number of KV blocks by state: free, cached (free but findable by hash),
             held (by requests), leased (to a peer), receiving (being written by a load or
@@ -235,7 +234,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
         return self.in_brief().kv_usage
 
     def in_brief(self) -> RoutingLoad:
-        """Return what is told with KV events."""
+        """Return the load that is sent with KV events."""
         free = self.blocks.get("free", 0) + self.blocks.get("cached", 0)
         return RoutingLoad(
             num_requests=self.num_running + self.num_waiting + self.num_receiving,
@@ -246,23 +245,23 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVStoreStats(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What an engine has had of a store of KV, and brought there. Counters only grow.
+    """An engine's traffic with a store of KV. Counters only grow.
 
     A chunk is what the store keeps under one name: some tokens' KV, or a rank's share of it.
 
     Attributes:
-        is_up: The store answers.
-        num_lookups, num_late_lookups: Prompts that were asked for; without an answer in time.
-        num_queried_tokens: Prompt tokens that were asked for: whole chunks.
-        num_hit_tokens: Of these, loaded and found right.
-        num_loads, num_failed_loads: Ranks' loads; of which a part did not come, or was wrong.
-        num_wrong_chunks: Chunks whose bytes were not what was saved.
-        loaded_bytes, load_s: Copied from the store, and in how many seconds of copying.
-        saved_bytes, save_s: Copied to it.
-        num_saved_chunks: That it took.
-        num_refused_chunks: That it did not: it had them by then, or no room.
-        num_dropped_chunks: That were not offered: the store was gone, or too many waited.
-        num_replaced_chunks: Wrong ones that were written anew.
+        is_up: Whether the store answers.
+        num_lookups, num_late_lookups: Prompts looked up; those without an answer in time.
+        num_queried_tokens: Prompt tokens looked up: whole chunks.
+        num_hit_tokens: Of these, tokens loaded and found correct.
+        num_loads, num_failed_loads: Ranks' loads; those with a missing or wrong part.
+        num_wrong_chunks: Chunks whose bytes differed from those saved.
+        loaded_bytes, load_s: Bytes copied from the store, and seconds spent copying.
+        saved_bytes, save_s: The same for copies to the store.
+        num_saved_chunks: Chunks that the store took.
+        num_refused_chunks: Chunks that it refused: it had them by then, or had no room.
+        num_dropped_chunks: Chunks never offered: the store was gone, or too many waited.
+        num_replaced_chunks: Wrong chunks that were rewritten.
     """
 
     is_up: bool = False
@@ -283,7 +282,7 @@ class KVStoreStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_replaced_chunks: int = 0
 
     def plus(self, others: Iterable[KVStoreStats]) -> KVStoreStats:
-        """Sums of the counters; `is_up` is this one's."""
+        """Return the sums of the counters, with this one's `is_up`."""
         found = msgspec.structs.asdict(self)
         for other in others:
             for name, value in msgspec.structs.asdict(other).items():
@@ -296,33 +295,33 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
 
     Attributes:
         prompt_tokens: Prompt tokens whose KV is here or being computed: the sum of the
-            next three. What is aborted before it starts is in none of them.
+            next three. Requests aborted before they start count in none of them.
         local_compute_tokens, local_cache_hit_tokens, external_kv_tokens: Prompt tokens
             by where their KV came from.
         kv_load_failures: Count by `LoadFailure` value.
         lease_ends: Count by `LeaseEnd` value.
         forward_s: Seconds in the model's forward, all steps together.
-        kv_faults: Count by name of what should stay rare between connectors.
-        experts: Of the last pipeline stage; None where no experts are balanced. Cores that
-            share them say the same.
+        kv_faults: Count by name of events between connectors that should stay rare.
+        experts: Balance of the last pipeline stage; None where no experts are balanced. Cores
+            that share experts report the same.
         kv_loads: Loads that arrived, by `KVMode` value.
-        kv_ladder: Count by rung: what was done about loads that failed, and fallbacks
-            (retry, recompute, report, shed).
+        kv_ladder: Count by rung: reactions to failed loads, and fallbacks (retry, recompute,
+            report, shed).
         recompute_tokens: Prompt tokens computed here because a load or a prefill engine failed.
         kv_seconds: Sums over loads, by name (wait, transfer, digest).
-        kv_store: Of the store of KV; None where there is none.
+        kv_store: Traffic with the store of KV; None where there is none.
         kv_source_tokens: Prompt tokens by the connector that loads them, where there are several.
-        kv_events: Told of this core's KV, by name: events published and dropped, and steps queued
-            now. Empty: nobody is told.
+        kv_events: KV event counts by name: events published and dropped, and steps queued now.
+            Empty if KV events are off.
         steps_by_tokens: Steps by the number of tokens that they computed: one count for each of
-            `STEP_TOKEN_BOUNDS`, and one for more. Empty where that is not said.
+            `STEP_TOKEN_BOUNDS`, and one for more. Empty if not reported.
         num_step_tokens: Tokens computed, all steps together.
         num_corrupted: Requests that ended because their logits were not finite.
         num_drafts, num_draft_tokens: Drafts that were verified, and their tokens.
-        accepted_by_position: Of those tokens the right ones, by their position in the draft. Empty
-            where nothing is drafted.
-        num_sat_out: Tokens that waited for a further step, because it was not known yet what their
-            grammars allow.
+        accepted_by_position: Accepted draft tokens by their position in the draft. Empty where
+            nothing is drafted.
+        num_sat_out: Tokens that waited for a further step because their grammars' masks were not
+            ready.
     """
 
     num_preemptions: int = 0
@@ -358,20 +357,20 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says of itself once it is ready.
+    """An engine's description of itself once it is ready.
 
     Attributes:
         endpoints: The transfer side channels of its ranks, in rank order; none if its
             connector has none.
         layout_digest: Engines with equal digests can exchange KV.
-        layout: What the digest was taken over, for messages that name both values.
-        can_push: Its connector can write into a peer's blocks, and have its own written.
-        kv_shape: How its KV is shared out over its ranks.
-        protocol: `wire.seal.PROTOCOL` of its version; the first one did not say.
-        kv_events: Where each of its cores tells of its KV, in order; none if it does not.
-        text_digest: `Text.digest` of its server; empty where that is not said. Requests with a
-            grammar or with tools are shared by engines of equal ones.
-        numerics: How it rounds; None where a version does not say.
+        layout: The values behind the digest, for messages that name both engines' values.
+        can_push: Whether its connector can write a peer's blocks, and let a peer write its own.
+        kv_shape: How its KV is distributed over its ranks.
+        protocol: `wire.seal.PROTOCOL` of its version; the first version did not report it.
+        kv_events: Where each of its cores publishes KV events, in order; empty if off.
+        text_digest: `Text.digest` of its server; empty if not reported. Only engines with equal
+            digests share requests with a grammar or with tools.
+        numerics: How it rounds; None if its version does not report it.
     """
 
     engine_id: EngineId
