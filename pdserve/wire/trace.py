@@ -1,8 +1,8 @@
 """Trace events as processes record and send them.
 
-Times are seconds of the monotonic clock of the process that says them. Events are compact
-(arrays on the wire), in the order in which they were recorded, and an event is recorded when it is
-over: a slice at its end, a request when it has left. Knows no viewer's format.
+Times are seconds of the reporting process's monotonic clock. Events are compact (arrays on the
+wire) and in the order in which they were recorded. An event is recorded when it is over: a slice
+at its end, a request when it has left. Knows no viewer's format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Part(enum.Enum):
-    """Which process of a deployment. PROXY; SERVER: an engine's HTTP side; CORE: its steps."""
+    """A kind of process. PROXY; SERVER: an engine's HTTP side; CORE: an engine's steps."""
 
     PROXY = "proxy"
     SERVER = "server"
@@ -25,13 +25,13 @@ class StepEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ste
     """One step of an engine core.
 
     Attributes:
-        at_s: Its results were there.
-        start_s: It began: when it was submitted, or when the step before it was out of the way.
-        submitted_s: It was planned.
-        num_requests: In it.
+        at_s: When its results arrived.
+        start_s: When it began: when it was submitted, or when the step before it had finished.
+        submitted_s: When it was planned.
+        num_requests: Requests in the step.
         num_prefill_tokens: Prompt tokens it computed.
-        num_decode_tokens: All others.
-        forward_s: In the model's forward alone.
+        num_decode_tokens: All other tokens it computed.
+        forward_s: Seconds in the model's forward alone.
     """
 
     at_s: float
@@ -45,10 +45,10 @@ class StepEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="ste
 
 
 class StageSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A stretch of a request's time, named as the field of `RequestStages` it counts in.
+    """A stretch of a request's time, named after the field of `RequestStages` it counts in.
 
-    Three names are no such field: `decode` (the tokens behind the first one computed here),
-    `leased` (over here, a peer may read its blocks) and `closing` (over, its blocks are not free).
+    Three names are not fields: `decode` (tokens after the first one computed here), `leased`
+    (ended here, a peer may read its blocks) and `closing` (ended, its blocks are not free yet).
     """
 
     name: str
@@ -60,12 +60,12 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=
     """One request's time in an engine core.
 
     Attributes:
-        at_s: Nothing of it was left; of one that still runs, the time of the dump.
-        request_id: The engine's own.
-        source_id: The same at the engine its KV came from; empty if it came from none.
-        outcome: Explanation of its last move; empty while it runs.
+        at_s: When nothing of it was left; while it still runs, the time of the dump.
+        request_id: The engine's own id.
+        source_id: Its id at the engine its KV came from; empty if there was none.
+        outcome: Explanation of its last state change; empty while it runs.
         spans: In order, without a gap from its arrival on, and without overlap.
-        notes: What happened to it, for people: (time, text).
+        notes: Its events in human-readable form: (time, text).
         facts: Counts to show beside it.
     """
 
@@ -82,7 +82,7 @@ class Term(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A part of a window.
 
     Attributes:
-        stages: The names of an engine's spans that it stands for.
+        stages: The names of the engine's spans that it represents.
     """
 
     name: str
@@ -91,12 +91,12 @@ class Term(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Window(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A stretch of a request's time as who answers it sees it.
+    """A stretch of a request's time, as seen by the process that answers it.
 
     Attributes:
-        name: What it is but for its terms: the remainder.
-        terms: Parts that were accounted for elsewhere, in order. Their seconds fit.
-        role: Of the engine that accounted for them; empty if there are no terms.
+        name: Name of the remainder, outside the terms.
+        terms: Parts accounted for elsewhere, in order; together no longer than the window.
+        role: Role of the engine that accounted for them; empty if there are no terms.
     """
 
     name: str
@@ -107,15 +107,15 @@ class Window(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class FrontRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="front_request"):
-    """One request's time as seen by who answers it: the proxy, or an engine's server.
+    """One request's time as seen by the process that answers it: proxy or engine server.
 
     Attributes:
-        at_s: It was over; of one that still runs, the time of the dump.
-        request_id: The client's.
+        at_s: When it was over; while it still runs, the time of the dump.
+        request_id: The client's id.
         outcome: Empty while it runs.
         ttft_s: From its arrival to the first token; 0 without one.
         windows: In order, without a gap from its arrival on, and without overlap.
-        notes: What happened to it, for people: (time, text).
+        notes: Its events in human-readable form: (time, text).
         facts: Counts to show beside it.
     """
 
@@ -129,11 +129,11 @@ class FrontRequest(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="
 
 
 class SliceEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="slice"):
-    """Something a process did, on a track of its own; slices of a track may overlap.
+    """An activity of a process, on a track of its own; slices of a track may overlap.
 
     Attributes:
-        at_s: It was over, or it was told of, being over.
-        ended_s: It was over; None: at `at_s`.
+        at_s: When it ended, or when its end was reported.
+        ended_s: When it ended; None means at `at_s`.
     """
 
     at_s: float
@@ -145,7 +145,7 @@ class SliceEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="sl
 
 
 class RankSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Something a rank did, by its own monotonic clock, on its way to its engine core."""
+    """A rank's activity, by its own monotonic clock, as sent to its engine core."""
 
     start_s: float
     end_s: float
@@ -155,7 +155,7 @@ class RankSlice(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class CountersEvent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="counters"):
-    """Values by name, by counter, from then on until the next such event."""
+    """Values by name, by counter, valid until the next such event."""
 
     at_s: float
     counters: dict[str, Mapping[str, float]]
@@ -165,15 +165,15 @@ Event = StepEvent | EngineRequest | FrontRequest | SliceEvent | CountersEvent
 
 
 class TracedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """Who says something of its last seconds.
+    """The process that recorded a trace.
 
     Attributes:
-        role: Of its engine: prefill, decode or both; empty for a proxy.
+        role: Its engine's role: prefill, decode or both; empty for a proxy.
         clock_id: Processes with equal ids share their monotonic clock (one boot of one kernel,
             one time namespace).
-        monotonic_s, wall_s: The same moment by both clocks, when this was said.
-        since_s: Nothing is missing from then on, by the monotonic clock.
-        num_dropped: Events lost because there were too many, ever.
+        monotonic_s, wall_s: The moment of this report, by both clocks.
+        since_s: Monotonic time from which on nothing is missing.
+        num_dropped: Total number of events lost because there were too many.
     """
 
     part: Part
@@ -192,37 +192,37 @@ class ProcessTrace(msgspec.Struct, frozen=True, kw_only=True):
     """The last seconds of one process. JSON only.
 
     Attributes:
-        events: A JSON array of `Event`: whoever passes it on need not read it.
+        events: A JSON array of `Event`, which a process that passes it on need not read.
     """
 
     process: TracedProcess
     events: msgspec.Raw
 
     def decoded(self) -> list[Event]:
-        """The events.
+        """Return the events.
 
         Raises:
-            msgspec.MsgspecError: They are not what they should be.
+            msgspec.MsgspecError: They are malformed.
         """
         return EVENTS.decode(self.events)
 
 
 class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process answers when it is asked for the time."""
+    """A process's answer to a request for its time."""
 
     clock_id: str
     monotonic_s: float
 
 
 class Alignment(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process's monotonic clock stands to the collector's.
+    """How a process's monotonic clock relates to the collector's.
 
     Attributes:
-        offset_s: To be added to its times.
-        uncertainty_s: Maximum error of the offset; 0 where the clock is the same one.
-        measured_offset_s: By the midpoint of the quickest round trip: what `offset_s` is where
-            the clocks differ, and a check of it where they are one. None if nobody measured.
-        round_trip_s: That round trip; None if nobody measured.
+        offset_s: Offset to add to the process's times.
+        uncertainty_s: Maximum error of the offset; 0 if both share one clock.
+        measured_offset_s: Offset by the midpoint of the quickest round trip: equal to `offset_s`
+            if the clocks differ, a check of it if they are one. None if not measured.
+        round_trip_s: Duration of that round trip; None if not measured.
     """
 
     offset_s: float = 0.0
@@ -239,14 +239,14 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Missing(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that was asked, and gave nothing."""
+    """A process that was asked for its trace but gave none."""
 
     who: str
     reason: str
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
-    """The last `seconds` of several processes, until `until_s` of the collector's clock.
+    """The last `seconds` of several processes, up to `until_s` of the collector's clock.
 
     Attributes:
         until_s, wall_s: The same moment by the collector's monotonic and wall clock.
@@ -260,4 +260,4 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 EVENTS: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(list[Event])
-"""Reads what `ProcessTrace.events` holds."""
+"""Decodes `ProcessTrace.events`."""

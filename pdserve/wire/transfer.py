@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TICKET_S: Final = 120.0
-"""A ticket is sent as soon as it is drawn: what has to fit is how long an engine may be stuck."""
+"""A ticket is sent as soon as it is drawn; this allows for how long an engine may be stuck."""
 MAX_TICKET_S: Final = 3600.0
 MIN_LEASE_S: Final = 0.01
 MAX_LEASE_S: Final = 3600.0
-"""Heartbeats follow from a lease's length, so a shorter one would be work without end."""
+"""Heartbeats follow from a lease's length, so a shorter one would cause constant work."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,22 +31,23 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockOrder(enum.Enum):
-    """How the vectors of a block's layer and plane lie: heads outside (HND) or tokens (NHD)."""
+    """Order of the vectors in a block's layer and plane: heads first (HND) or tokens (NHD)."""
 
     HND = "HND"
     NHD = "NHD"
 
 
 class KVShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine's KV is shared out over its ranks, so that any other can address it.
+    """How an engine's KV is distributed over its ranks, so that any other engine can address it.
 
     Each rank has one tensor `[num_blocks, layers, num_planes, heads, block_size, head_dim]`
-    (heads and block_size change places in NHD) of its own layers and heads. Rank r is the
-    (r % tp_size)-th of stage r // tp_size. With fewer KV heads than TP ranks each head lies on
-    several of them: rank i of a stage has head `i * num_kv_heads // tp_size`, and that one only.
+    (heads and block_size swapped in NHD) of its own layers and heads. Rank r is the
+    (r % tp_size)-th of stage r // tp_size. With fewer KV heads than TP ranks, each head is on
+    several of them: rank i of a stage has only head `i * num_kv_heads // tp_size`.
 
     Attributes:
-        num_layers, num_kv_heads: Of the whole model; MLA has one latent head, on every rank.
+        num_layers, num_kv_heads: Counts for the whole model; MLA has one latent head, on every
+            rank.
         num_planes: 2 (K and V), or 1 for MLA's latent.
         stages: First layer and end of each pipeline stage, in order.
     """
@@ -64,21 +65,21 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the engine."""
+        """Number of the engine's ranks."""
         return self.tp_size * max(1, len(self.stages))
 
 
 class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     """Facts besides the model that determine an engine's rounding: its numerics id.
 
-    Engines of exact numerics whose ids are equal write the same text for a request, whichever of
-    them has computed what of its KV. Others may exchange KV all the same.
+    Engines of exact numerics with equal ids write the same text for a request, no matter which of
+    them computed which part of its KV. Other engines may still exchange KV.
 
     Attributes:
-        device: Its kind, and what it multiplies with, as in "cuda sm_90".
+        device: Device type and its multiplication units, as in "cuda sm_90".
         kernels: The kernel backend, and a hash of its sources.
-        compiler: Their compiler and the libraries that they call, with versions.
-        tp_size: Ranks that share a layer: each sums a part.
+        compiler: The kernels' compiler and the libraries they call, with versions.
+        tp_size: Number of ranks that share a layer: each sums a part.
     """
 
     device: str
@@ -91,7 +92,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRef(msgspec.Struct, frozen=True, kw_only=True):
-    """One life of one engine, where its ranks listen (in rank order), and how its KV lies there."""
+    """One life of one engine: where its ranks listen (in rank order), and its KV's shape."""
 
     engine_id: EngineId
     incarnation: Incarnation
@@ -107,9 +108,9 @@ class PushTicket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     like a handoff, because block ids that a peer may write follow from it.
 
     Attributes:
-        nonce: Unique for ever; becomes the nonce of the lease at P.
-        valid_s: Seconds from its arrival at P after which no push begins under it. One that P
-            remembers having seen is none any more, either.
+        nonce: Never reused; becomes the nonce of the lease at P.
+        valid_s: Seconds from its arrival at P after which no push begins under it. P also rejects
+            a ticket that it remembers having seen.
     """
 
     nonce: str
@@ -119,9 +120,9 @@ class PushTicket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A leased prefill, or a request that is moved: all that D needs to go on where it stopped.
+    """A leased prefill, or a request that is moved: all that D needs to continue it.
 
-    It travels through the proxy, sealed: whoever carries it can neither forge nor edit it.
+    It travels sealed through the proxy: a carrier can neither forge nor edit it.
 
     Attributes:
         engine_id: P's stable name.
@@ -129,18 +130,17 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         nonce: Unique per lease; a replayed or stale reference does not match it.
         request_id: P's id of the request.
         endpoints: The transfer side channels of P's ranks, in rank order.
-        shape: How P's KV lies on them.
+        shape: How P's KV is distributed over them.
         block_ids: P's blocks in token order.
-        generations: How often each of them had been handed out when it was leased: a block
-            that was handed out again since is another block.
+        generations: How often each block had been allocated when it was leased: a block
+            allocated again since then holds other data.
         num_tokens: Tokens whose KV the blocks hold: the prompt's, and all but the last of
             `first_token_ids`.
-        layout_digest: Digest of what the KV means (model, weights, dtype), not of how it is
-            shared out; D compares it to its own.
+        layout_digest: Digest of the KV's meaning (model, weights, dtype), not of its
+            distribution over ranks; D compares it to its own.
         lease_s: Length of the lease; heartbeats renew it.
-        first_token_ids: Tokens that were sampled, which D starts from: one, unless the request
-            is moved.
-        first_logprobs: The logprobs of one, if the request asked for any.
+        first_token_ids: Sampled tokens from which D starts: one, unless the request is moved.
+        first_logprobs: Logprobs of the first token, if the request asked for any.
         prompt_digest: Digest of the prompt's token ids, so that a handoff can never be
             paired with another prompt.
         num_cached_tokens: Prompt tokens that P's prefix cache had.
@@ -164,7 +164,7 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def owner(self) -> EngineRef:
-        """The engine that made it."""
+        """The engine that created the handoff."""
         return EngineRef(
             engine_id=self.engine_id,
             incarnation=self.incarnation,
@@ -187,8 +187,8 @@ class KVMode(enum.Enum):
 class ConnectorMetadata(msgspec.Struct, frozen=True):
     """Instructions from a connector's scheduler half to its worker halves.
 
-    The payload is the connector's own frozen struct, encoded: the engine carries it
-    through whichever executor there is and does not read it.
+    The payload is the connector's own frozen struct, encoded: the engine passes it
+    through any executor without reading it.
     """
 
     payload: bytes
@@ -207,9 +207,9 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     """P's blocks of a request have no reader left; they may be freed.
 
     Attributes:
-        nonce: The lease's, which tells it from another one of the same request id; empty if
+        nonce: The lease's nonce, which distinguishes leases of the same request id; empty if
             the connector does not name its leases.
-        connector: Which of an engine's several connectors says it; empty if there is one.
+        connector: Which of an engine's several connectors reports this; empty if it has one.
     """
 
     request_id: RequestId
@@ -222,19 +222,19 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
     """A load is complete and verified; the blocks may be read.
 
     Attributes:
-        num_bytes: Bytes that came over the wire.
+        num_bytes: Bytes received over the wire.
         num_descriptors: Descriptors posted for them, after coalescing.
         wait_s: From the load's request to the first byte posted (handshake, queue).
         transfer_s: From the first byte posted to the last one confirmed; of a push, from P's
             last computed chunk to its confirmation here.
-        load_id: Tells the load from another one of the same request id: equal on all ranks,
-            and never used again by this engine; 0 if the connector does not count its loads.
+        load_id: Distinguishes loads of the same request id: equal on all ranks, and never
+            used again by this engine; 0 if the connector does not count its loads.
         mode: Who moved the bytes.
-        handoff: What came with the last byte of a push: the first token, and the lease that
-            its KV may be pulled under. None after a pull, where the request came with it.
+        handoff: Sent with the last byte of a push: the first token, and the lease under which
+            its KV may be pulled. None after a pull, where the request came with it.
         digest_s: Seconds of `transfer_s` spent on checking digests.
-        elapsed_s: From the load's request to the end of `transfer_s`; 0 if nobody measured it.
-            It says when the KV was here, however late this report is read.
+        elapsed_s: From the load's request to the end of `transfer_s`; 0 if not measured.
+            It gives the KV's arrival time, however late this report is read.
         connector: See `Settled`.
     """
 
@@ -252,7 +252,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadFailure(enum.Enum):
-    """Why a load did not arrive. Each is a value, a counter's label, never a crash."""
+    """Why a load did not arrive. Each reason is a counter's label, never a crash."""
 
     PEER_LOST = "peer_lost"
     HANDSHAKE = "handshake"
@@ -270,7 +270,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         load_id: See `Received`.
         num_valid_tokens: Leading tokens of the prompt whose KV is in the blocks and was
-            confirmed and checked; the first bad block begins behind them.
+            confirmed and checked; the first bad block begins after them.
         connector: See `Settled`.
     """
 
@@ -283,12 +283,12 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a prompt came from a store: what its request's line tells.
+    """A part of a prompt came from a store; reported in its request's log line.
 
     Attributes:
-        num_tokens: Leading ones but for those that blocks had.
-        num_bytes: Of all ranks.
-        seconds: From the first to the last byte copied, of the slowest rank.
+        num_tokens: Leading prompt tokens, without those that blocks had.
+        num_bytes: Bytes of all ranks together.
+        seconds: From the first to the last byte copied by the slowest rank.
     """
 
     request_id: RequestId
@@ -301,20 +301,20 @@ Fact: TypeAlias = Settled | Received | Failed
 
 
 class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker's connector half saw since its last report; each fact once.
+    """The events of a worker's connector half since its last report; each fact once.
 
     Attributes:
-        faults: Count by name of what should stay rare: refused frames, agent resets.
-        failing: Loads that have failed on a rank while others have not reported theirs; by the
-            quorum, once each. They are in `failed` when all ranks have.
-        given_up: Holds, by id, that nobody will read: their clients have left. Said by the engine,
-            of any id, and not by workers.
-        kept: Holds, by id, whose handoffs the engine has not given to anybody yet: they do not end
-            for want of a reader. Said by the engine, at an interval.
-        payloads: What else the connector's worker halves tell its scheduler half, which alone can
-            read it: of single ranks, as they sent it.
-        slices: What its threads did, for traces; they come along with news, and are none.
-        clock_id: Whose monotonic clock those are by (see `wire.trace.TracedProcess`).
+        faults: Count by name of events that should stay rare: refused frames, agent resets.
+        failing: Loads that failed on one rank before all others have reported; set by the
+            quorum, once each. They move to `failed` when all ranks have reported.
+        given_up: Ids of holds that will not be read because their clients have left. Set by the
+            engine, for any id, and not by workers.
+        kept: Ids of holds whose handoffs the engine has not passed on yet: the lack of a reader
+            does not end them. Set by the engine, at an interval.
+        payloads: Further messages from the connector's worker halves to its scheduler half, which
+            alone can read them: each from a single rank, unchanged.
+        slices: Its threads' activity, for traces; sent with other news, never alone.
+        clock_id: The monotonic clock of `slices` (see `wire.trace.TracedProcess`).
     """
 
     settled: list[Settled] = []
@@ -341,7 +341,7 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         )
 
     def one_by_one(self) -> Iterator[tuple[Fact | None, ConnectorReport]]:
-        """Yield each fact about a request, and a report of it alone; of a payload None."""
+        """Yield each fact about a request with a report of it alone; for a payload, None."""
         for payload in self.payloads:
             yield None, msgspec.structs.replace(_NOTHING, payloads=[payload])
         for field in ("settled", "failing", "received", "failed"):
