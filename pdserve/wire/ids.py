@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GRAIN_TOKENS: Final = 256
-"""The unit of KV events and of the indexes made from them: a multiple of every block size."""
+"""The unit of KV events and of indexes made from them, a multiple of every block size."""
 
 RequestId = NewType("RequestId", str)
 """One engine-level request (one choice of one prompt); unique within a deployment."""
@@ -22,7 +22,7 @@ EngineId = NewType("EngineId", str)
 """An engine's stable name; the same after a restart."""
 
 Incarnation = NewType("Incarnation", str)
-"""Random per process start: the epoch that fences references to an earlier life."""
+"""Random per process start: invalidates references to an earlier life."""
 
 BlockId = NewType("BlockId", int)
 """Index of a KV block in one engine's pool."""
@@ -32,12 +32,12 @@ BlockHash = NewType("BlockHash", bytes)
 
 
 def request_id_of(client_id: str, index: int, suffix: str) -> RequestId:
-    """The engine-level id of one choice of a client's request; `suffix` has no dash."""
+    """Return the engine-level id of one choice of a client's request; `suffix` has no dash."""
     return RequestId(f"{client_id}-{index}-{suffix}")
 
 
 def client_id_of(request_id: str) -> tuple[str, int | None]:
-    """The inverse: the client's id and the choice's index; None for an id made elsewhere."""
+    """Return the client's id and the choice's index; None for an id made elsewhere."""
     parts = request_id.rsplit("-", 2)
     if len(parts) < 3 or not parts[1].isdecimal():
         return request_id, None
@@ -45,28 +45,28 @@ def client_id_of(request_id: str) -> tuple[str, int | None]:
 
 
 def root_hash(salt: str) -> BlockHash:
-    """The parent of every first block of requests with this salt."""
+    """Return the parent of every first block of requests with this salt."""
     return BlockHash(hashlib.sha256(b"pdserve-prefix\0" + salt.encode()).digest())
 
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """SHA-256 over the parent's hash and the block's token ids (uint32, host order)."""
+    """Return SHA-256 over the parent's hash and the block's token ids (uint32, host order)."""
     return BlockHash(hashlib.sha256(parent + array.array("I", token_ids).tobytes()).digest())
 
 
 def prompt_digest(token_ids: Sequence[int], salt: str) -> str:
-    """Short name of a whole prompt, to pair a handoff with the prompt it was made from."""
+    """Return a digest of a whole prompt, to pair a handoff with the prompt it was made from."""
     return block_hash(root_hash(salt), token_ids).hex()[:32]
 
 
 def grain_hashes(token_ids: Sequence[int], salt: str, parent: int | None = None) -> list[int]:
     """Return the 64-bit names of the grains that `token_ids` fill: BLAKE2b (RFC 7693) in a chain.
 
-    A name says where a prefix is likely to be found, never that it is the same one: that is for
-    `block_hash`.
+    A name indicates where a prefix is likely to be found, but does not prove that it is the same
+    one, as `block_hash` does.
 
     Args:
-        parent: The grain before the tokens; None: they begin the prefix.
+        parent: The grain before the tokens; None if they begin the prefix.
     """
     name = b"pdserve-grain\0" + salt.encode() if parent is None else parent.to_bytes(8)
     found = []

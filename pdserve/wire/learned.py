@@ -1,7 +1,7 @@
 """Step times that engine cores have learned, as sent to proxies with KV events. Values.
 
-Not what prompts and steps take, but the sums that this follows from (`observe/linear_fit`): those
-of several cores add up to those of all that they have seen.
+They are sent not as times but as the sums of a fit (`observe/linear_fit`), because the sums of
+several cores can be added up.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _ROUNDING: Final = 1e-9
 
 
 class FitSums(msgspec.Struct, frozen=True, array_like=True):
-    """The sums of a fit of times, in seconds, over three features that are not negative.
+    """The sums of a fit of times, in seconds, over three non-negative features.
 
-    Each sample is weighed by the inverse square of its time, and counts less the older it is.
+    Each sample is weighted by the inverse square of its time, and counts less the older it is.
 
     Attributes:
-        num: Samples, as they count; 0: too few to go by.
-        typical_s: A usual time.
-        times: Of each feature and the time.
-        products: Of two features: 00, 01, 02, 11, 12, 22.
+        num: Total weight of the samples; 0 if there are too few to use.
+        typical_s: A typical time.
+        times: Sums of the products of each feature and the time.
+        products: Sums of the products of two features: 00, 01, 02, 11, 12, 22.
     """
 
     num: float = 0.0
@@ -40,7 +40,7 @@ class FitSums(msgspec.Struct, frozen=True, array_like=True):
     products: tuple[float, ...] = (0.0,) * 6
 
     def plus(self, other: FitSums) -> FitSums:
-        """Return the sums of all their samples."""
+        """Return the sums over the samples of both."""
         if not self.num or not other.num:
             return self if self.num else other
         num = self.num + other.num
@@ -49,14 +49,14 @@ class FitSums(msgspec.Struct, frozen=True, array_like=True):
         return FitSums(num, typical_s, times, tuple(map(add, self.products, other.products)))
 
     def scaled(self, a: float, b: float, c: float) -> FitSums:
-        """Return what they would be, had the features been so many times as large."""
+        """Return the sums with the three features multiplied by these factors."""
         times = tuple(map(mul, self.times, (a, b, c)))
         squares = (a * a, a * b, a * c, b * b, b * c, c * c)
         return FitSums(self.num, self.typical_s, times, tuple(map(mul, self.products, squares)))
 
     @property
     def is_possible(self) -> bool:
-        """Whether some samples have these sums: what others say may be anything."""
+        """Whether any samples could have these sums; sums from others may be arbitrary."""
         if (len(self.times), len(self.products)) != (3, 6):
             return False
         sums = (*self.times, *self.products)
@@ -76,20 +76,20 @@ class LearnedTimes(msgspec.Struct, frozen=True, array_like=True):
     """Step times that engine cores have learned.
 
     Attributes:
-        prompts: Features: prompts, their tokens, pairs of a token and one before it. What streams
-            take beside them is taken out.
-        steps: Of steps of streams alone; features: 1, streams, tokens of their KV.
+        prompts: Times of prompts, without the share of streams in the same steps; features:
+            prompts, their tokens, pairs of a token and one before it.
+        steps: Times of steps with streams only; features: 1, streams, tokens of their KV.
     """
 
     prompts: FitSums = FitSums()
     steps: FitSums = FitSums()
 
     def plus(self, other: LearnedTimes) -> LearnedTimes:
-        """Return what follows from all that both have seen."""
+        """Return the step times from the samples of both."""
         return LearnedTimes(self.prompts.plus(other.prompts), self.steps.plus(other.steps))
 
     def possible(self) -> LearnedTimes:
-        """Return it without impossible sums."""
+        """Return the step times without impossible sums."""
         prompts = self.prompts if self.prompts.is_possible else FitSums()
         steps = self.steps if self.steps.is_possible else FitSums()
         return LearnedTimes(prompts, steps)
@@ -104,16 +104,16 @@ def learned_by_all(all_learned: Iterable[LearnedTimes]) -> LearnedTimes:
 
 
 def learned_by_cores(cores: Sequence[LearnedTimes]) -> LearnedTimes:
-    """Return what an engine of these cores has learned, without what cannot be.
+    """Return the step times of an engine with these cores, without impossible sums.
 
-    Its streams are spread over them alike.
+    Its streams are assumed to be spread evenly over the cores.
     """
     total, num = learned_by_all(each.possible() for each in cores), len(cores)
     return msgspec.structs.replace(total, steps=total.steps.scaled(1, num, num))
 
 
 def _cosine(product: float, one: float, other: float) -> float:
-    """Return a product over the roots of two squares; more than 1 if it cannot be one of theirs."""
+    """Return a product divided by the roots of two squares; over 1 if it is impossible."""
     if not one or not other:
         return 2.0 if product else 0.0
     return product / (math.sqrt(one) * math.sqrt(other))

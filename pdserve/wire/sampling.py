@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 MAX_LOGPROBS: Final = 20
-"""Alternatives that may be asked for per token."""
+"""Maximum number of alternatives per token."""
 
 
 class Pooling(enum.Enum):
@@ -19,14 +19,15 @@ class Pooling(enum.Enum):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an output must be, as every engine of a request compiles it.
+    """The required form of an output, which every engine of a request compiles itself.
 
-    Which tokens may follow is a function of this and of the output tokens so far, so nothing
+    The tokens that may follow depend only on this and on the output tokens so far, so nothing
     else has to travel with a request.
 
     Attributes:
-        text: llguidance's: Lark, or its JSON of grammars. Made once, by the server.
-        starts_after: Output is free up to and with these tokens; None begins with the first one.
+        text: Source for llguidance: Lark, or its JSON of grammars. Made once, by the server.
+        starts_after: Output is free up to and including these tokens; if None, the grammar
+            applies from the first token.
     """
 
     text: str
@@ -45,11 +46,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         temperature: 0 is greedy.
         top_k: 0 keeps all.
         seed: Always set; the server draws one where the user gave none.
-        eos_token_ids: The model's own; masked or obeyed as `ignore_eos` says.
-        stop_token_ids: The user's; obeyed even with `ignore_eos`.
+        eos_token_ids: The model's own EOS ids; masked or obeyed as `ignore_eos` says.
+        stop_token_ids: The user's stop ids; obeyed even with `ignore_eos`.
         logprobs: Number of alternatives to report per output token; None reports none,
             0 only the sampled token's.
-        logprob_token_ids: Report these tokens in place of the likeliest ones, if there are any.
+        logprob_token_ids: Tokens to report in place of the likeliest ones; empty reports those.
         prompt_logprobs: The same as `logprobs` for prompt tokens.
         allowed_token_ids: If not None, every other token is impossible.
         pooling: If not None, the prompt's vector is reported with the first token.
@@ -89,7 +90,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position.
 
     Attributes:
-        token_id: The token that stands there.
+        token_id: The token at this position.
         logprob: Its natural-log probability under the unmodified logits.
         rank: Its rank, 1 for the most likely.
         top: The most likely `(token_id, logprob)`, best first.

@@ -1,9 +1,8 @@
 """Keys derived from the deployment's secret, and values that travel under a MAC.
 
-Each purpose has a key of its own, so that what was made for one is worth nothing for another.
-What is authenticated are the bytes that travel, never a value that was decoded and encoded again:
-a peer whose struct has one more field is still believed. Knows no transport, and nothing of what
-a value means.
+Each purpose has its own key, so that a value sealed for one is worthless for another. The MAC
+covers the bytes that travel, never a value decoded and encoded again, so a peer whose struct has
+one more field is still trusted. Knows neither a transport nor the meaning of a value.
 
 A sealed value is text, the base64 (RFC 4648, section 4) of
 
@@ -23,8 +22,8 @@ import msgspec
 from pdserve.errors import BadRequestError, HandoffRefusedError
 
 PROTOCOL: Final = 2
-"""Version of what engines and proxies say to one another. It is raised by a change that a peer
-cannot read; a field more, with a default, is none. Engines of different ones exchange no KV."""
+"""Version of the protocol between engines and proxies. Raise it for a change that a peer cannot
+read, but not for a new field with a default. Engines of different versions exchange no KV."""
 
 _MAC_BYTES: Final = hashlib.sha256().digest_size
 _HEADER_BYTES: Final = 1 + _MAC_BYTES
@@ -32,13 +31,13 @@ _FIRST_OF_A_MAP: Final = 0x80
 """Protocol 1 sent the bare msgpack map, with its signature inside."""
 
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises on bytes of others. The last two: text that is no UTF-8, endless nesting."""
+"""What msgspec raises on foreign bytes. The last two: invalid UTF-8, endless nesting."""
 
 T = TypeVar("T")
 
 
 class Purpose(enum.Enum):
-    """Purpose of a key."""
+    """The purpose of a key."""
 
     HANDOFF = "handoff"
     TICKET = "ticket"
@@ -49,10 +48,10 @@ class Purpose(enum.Enum):
 
 
 def key_for(secret: str | bytes, purpose: Purpose) -> bytes:
-    """Return the 32 bytes that the deployment's secret gives for one purpose.
+    """Return the 32-byte key derived from the deployment's secret for one purpose.
 
-    HKDF-Expand (RFC 5869) of one block; a deployment without a secret has keys, too, which
-    anybody can derive.
+    HKDF-Expand (RFC 5869) of one block. A deployment without a secret has keys, too, which
+    anyone can derive.
     """
     key = secret.encode() if isinstance(secret, str) else secret
     return hmac.digest(key, b"pdserve " + purpose.value.encode() + b"\x01", "sha256")
@@ -71,7 +70,7 @@ class Seal(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(type_)
 
     def seal(self, value: T, secret: str | bytes) -> str:
-        """Return `value` as text that `open` takes where the secret is the same."""
+        """Return `value` as text that `open` accepts if given the same secret."""
         signed = bytes([PROTOCOL]) + msgspec.msgpack.encode(value)
         mac = self._mac(signed, secret)
         return base64.b64encode(signed[:1] + mac + signed[1:]).decode("ascii")
@@ -80,9 +79,9 @@ class Seal(Generic[T]):
         """Return the value in `text`.
 
         Raises:
-            BadRequestError: It is no sealed value at all.
-            HandoffRefusedError: It is of another protocol, was sealed with another secret, or
-                was edited.
+            BadRequestError: The text is not a sealed value.
+            HandoffRefusedError: The value is of another protocol, was sealed with another
+                secret, or was edited.
         """
         data = self._bytes(text)
         if data[0] != PROTOCOL:
@@ -101,10 +100,10 @@ class Seal(Generic[T]):
         return self._decode(data[_HEADER_BYTES:])
 
     def peek(self, text: str) -> T:
-        """Return the value in `text`, unverified, for who carries it; of any protocol.
+        """Return the value in `text`, unverified and of any protocol, for its carriers.
 
         Raises:
-            BadRequestError: It is no such value.
+            BadRequestError: The text is not such a value.
         """
         data = self._bytes(text)
         return self._decode(data if data[0] >= _FIRST_OF_A_MAP else data[_HEADER_BYTES:])

@@ -13,7 +13,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request the worker does not know (also after preemption): sent whole.
 
     Attributes:
-        output_token_ids: Tokens already out: after a preemption, or taken from a handoff.
+        output_token_ids: Tokens already output: before a preemption, or taken from a handoff.
         prediction_token_ids, cache_salt: See `GenerateRequest`.
         block_ids: Its whole block table.
         num_computed_tokens: Tokens whose KV the blocks hold before this step.
@@ -35,9 +35,9 @@ class KnownRequests(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         new_block_ids: Blocks appended to each request's table.
         num_computed_tokens: As of the start of this step.
-        sampled_token_ids: What each request sampled since it was last scheduled, where the
-            workers do not know it: with several pipeline stages, the first of which does not
-            sample. Empty otherwise.
+        sampled_token_ids: Tokens each request sampled since it was last scheduled, if the
+            workers do not know them: with several pipeline stages, the first of which does
+            not sample. Empty otherwise.
     """
 
     request_ids: list[RequestId] = []
@@ -49,11 +49,11 @@ class KnownRequests(msgspec.Struct, frozen=True, kw_only=True):
 class WaveStep(msgspec.Struct, frozen=True):
     """One step of a wave: data-parallel engines whose ranks share experts step together.
 
-    Every engine runs equally many steps of a wave, empty ones where it has no work, and all
-    learn in each step whether any of them is unfinished.
+    Every engine runs the same number of steps in a wave, empty ones where it has no work, and
+    all learn in each step whether any of them is unfinished.
 
     Attributes:
-        wave: Its number; the engines of a step are in the same one.
+        wave: Number of the wave; the engines of a step are in the same one.
         is_unfinished: Whether this engine needs further steps.
     """
 
@@ -69,11 +69,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         num_scheduled_tokens: Tokens to compute per request, in batch order; requests
             that only load KV are absent.
         gone_request_ids: Finished or preempted since the last step: forget them.
-        loading_request_ids: Those whose first tokens the connector loads inside this step.
-        num_draft_rows: Maximum draft tokens to verify in this step, which have blocks, by request;
-            requests without any are absent.
-        wave: Not None: the ranks run the layers that they share with other engines, even if
-            there is no token here.
+        loading_request_ids: Requests whose first tokens the connector loads in this step.
+        num_draft_rows: Maximum draft tokens to verify in this step, by request; they have blocks.
+            Requests without any are absent.
+        wave: If not None, the ranks run the layers that they share with other engines, even if
+            this engine has no token to compute.
     """
 
     step_id: int
@@ -93,17 +93,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertBalance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How evenly the experts of a pipeline stage are loaded, and what that cost. Totals only grow.
+    """How evenly a pipeline stage's experts are loaded, and the cost of this. Totals only grow.
 
-    Ratios are of the busiest ranks' tokens to the mean, summed over the stage's layers.
+    Ratios compare the busiest ranks' tokens with the mean, summed over the stage's layers.
 
     Attributes:
-        balance_ratio: Under the last window's load, as the experts lie now.
-        ratio_before: Under the same load, as they lay in that window.
-        num_rebalancings: Each through all layers; until the first, there are no ratios.
+        balance_ratio: Ratio for the last window's load with the current placement of experts.
+        ratio_before: Ratio for the same load with the placement during that window.
+        num_rebalancings: Passes through all layers; until the first, there are no ratios.
         num_moved: Copies of experts that were moved, on all ranks.
-        moved_bytes: Their weights.
-        rebalancing_s: Seconds this rank spent on it.
+        moved_bytes: Bytes of their weights.
+        rebalancing_s: Seconds this rank spent rebalancing.
         longest_s: Maximum of these seconds after one step.
     """
 
@@ -120,25 +120,24 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """A step's results, in columns.
 
     Attributes:
-        sampled_token_ids: What each of `request_ids` (those that sampled) has sampled: one token,
-            and one more for each token of its draft that was right.
-        num_drafted: Tokens of each draft that was computed, for requests that had one.
-        non_finite_ids: Requests whose states or logits of this step are NaN or infinite. Nothing
-            else that is said of them means anything, nor does the KV that they have written.
+        sampled_token_ids: Tokens sampled by each of `request_ids` (those that sampled): one, and
+            one more for each accepted token of its draft.
+        num_drafted: Computed tokens of each draft, for requests that had one.
+        non_finite_ids: Requests whose states or logits of this step are NaN or infinite. All
+            their other results are meaningless, and so is the KV that they have written.
         unready_ids: Requests without a token because their grammars' masks are not ready: they
             compute their last token again in the next step.
         dead_ends: Requests without a token because none may follow, and why.
-        rejected_ids: Requests without a token because their grammars do not allow those they have.
-        failed_loads: Of the step's `loading_request_ids`, on whichever rank. What else is said of
-            such a request means nothing.
+        rejected_ids: Requests without a token because their grammars reject their tokens so far.
+        failed_loads: Those of the step's `loading_request_ids` that failed on any rank. All
+            other results of such a request are meaningless.
         logprobs: For requests that asked for them: one entry per sampled token.
         prompt_logprobs: Logprobs of the prompt tokens computed in this step; the entry
             for prompt position p is produced by the step that computes position p - 1.
-        pooled: Vectors of prompts that end in this step, where they are asked for: fp32, little
-            endian.
+        pooled: Vectors of prompts that end in this step, if asked for: fp32, little endian.
         forward_s: Seconds in the model's forward alone.
-        is_wave_over: For a step of a wave: no engine was unfinished in it.
-        experts: As of before this step, where experts are balanced and it has changed.
+        is_wave_over: For a step of a wave: whether all engines were finished in it.
+        experts: State before this step, if experts are balanced and it has changed.
     """
 
     step_id: int

@@ -1,8 +1,8 @@
 """KV events in vLLM's shape, which the indexers of Dynamo, llm-d, vllm-router and others read.
 
-A batch is an array `[seconds, events, rank]`, an event a map (vLLM since its #42892). Frames of a
-batch are `[topic, seq, payload]`; of a replayed one the same behind an empty frame, and the end of
-a replay has the number -1 and no payload. What is sent here is not read by pdserve.
+A batch is an array `[seconds, events, rank]`, an event a map (vLLM since its #42892). The frames of
+a batch are `[topic, seq, payload]`. A replayed batch has an empty frame before these, and the end
+of a replay has the number -1 and no payload. pdserve itself does not read these messages.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class VllmCleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksC
 
 
 class VllmBatch(msgspec.Struct, frozen=True, array_like=True):
-    """See vLLM's `KVEventBatch`; of one engine core's step."""
+    """See vLLM's `KVEventBatch`; covers one step of an engine core."""
 
     ts: float
     events: list[VllmStored | VllmRemoved | VllmCleared]
@@ -60,10 +60,10 @@ class VllmBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VllmEvents:
-    """Numbers the batches of one engine core, and keeps them for who has missed some.
+    """Numbers the batches of one engine core, and keeps them for readers that miss some.
 
     Args:
-        rank: The core's among those of its engine.
+        rank: The core's rank among those of its engine.
         topic: First frame of each batch.
         num_kept: Batches kept for replays.
         replay_topic: Whether replayed batches have the topic.
@@ -78,7 +78,7 @@ class VllmEvents:
         self._seq = 0
 
     def skip(self, num_batches: int) -> None:
-        """Leave numbers out, so that readers see that batches were lost."""
+        """Skip numbers, so that readers see that batches were lost."""
         self._seq += num_batches
 
     def frames(self, events: Iterable[KVEvent], *, wall_s: float) -> Sequence[bytes]:
@@ -92,7 +92,7 @@ class VllmEvents:
     def replay(self, request: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
         """Yield the answers to a replay request, whose last frame is the first number wanted.
 
-        Nothing if it has no such frame.
+        Yields nothing if it has no such frame.
         """
         if not request or len(request[-1]) != SEQ_BYTES:
             return
@@ -104,7 +104,7 @@ class VllmEvents:
 
 
 def _name(block: BlockHash) -> int:
-    """The low 64 bits, as vLLM sends them."""
+    """Return the low 64 bits, as vLLM sends them."""
     return int.from_bytes(block[-8:])
 
 
