@@ -292,8 +292,8 @@ def byte_grid(kv: Tensor, shape: KVShape, shard: Shard) -> Tensor:
     vector_bytes = shape.head_dim * shape.dtype_bytes
     if vector_bytes % _WORD_BYTES:
         raise ConfigError(
-            f"KV vectors of {shape.head_dim} elements of {shape.dtype_bytes} bytes have no digest: "
-            f"they must be a multiple of {_WORD_BYTES} bytes"
+            f"KV vectors of {shape.head_dim} elements with {shape.dtype_bytes} bytes each cannot "
+            f"be digested: a vector's size must be a multiple of {_WORD_BYTES} bytes"
         )
     heads, tokens = len(shard.heads), shape.block_size
     is_hnd = shape.order is BlockOrder.HND

@@ -247,7 +247,7 @@ def _cut(source: KVShape, dest: KVShape, route: Route, *, one_layer: bool) -> _C
         if made.per_block * shape.num_blocks > _MAX_UNITS:
             raise PeerError(
                 f"{shape.num_blocks} blocks are {made.per_block * shape.num_blocks} units of "
-                f"{size} bytes, more than the {_MAX_UNITS} that can be addressed"
+                f"{size} bytes, more than the {_MAX_UNITS} units that can be addressed"
             )
         return made
 
@@ -291,9 +291,11 @@ def block_table(
     num_blocks = -(-num_tokens // shape.block_size)
     table = np.asarray(blocks, dtype=np.int32)[:num_blocks]
     if len(table) < num_blocks:
-        raise PeerError(f"{num_tokens} tokens take {num_blocks} blocks, {whose} has {len(table)}")
+        raise PeerError(
+            f"{num_tokens} tokens need {num_blocks} blocks, but {whose} has {len(table)}"
+        )
     if table.min() < 0 or table.max() >= shape.num_blocks:
-        raise PeerError(f"{whose} names blocks outside of its {shape.num_blocks}")
+        raise PeerError(f"{whose} names blocks outside its {shape.num_blocks}")
     return table
 
 

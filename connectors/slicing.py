@@ -67,7 +67,7 @@ def shard_of(shape: KVShape, rank: int) -> Shard:
         PeerError: There is no such rank.
     """
     if not 0 <= rank < shape.num_ranks:
-        raise PeerError(f"rank {rank} of an engine of {shape.num_ranks} ranks")
+        raise PeerError(f"there is no rank {rank} in an engine of {shape.num_ranks} ranks")
     stage, tp_rank = divmod(rank, shape.tp_size)
     return Shard(_stages(shape)[stage], _heads(shape, tp_rank))
 
@@ -91,7 +91,7 @@ def mismatch(source: KVShape, dest: KVShape) -> str | None:
     for field in ("num_layers", "num_planes", "num_kv_heads", "head_dim", "dtype_bytes"):
         ours, theirs = getattr(source, field), getattr(dest, field)
         if ours != theirs:
-            return f"{field} is {ours} at the one and {theirs} at the other"
+            return f"{field} is {ours} at one engine and {theirs} at the other"
     for shape in (source, dest):
         why = _why_invalid(shape)
         if why is not None:
@@ -112,7 +112,7 @@ def routes(source: KVShape, dest: KVShape) -> tuple[Route, ...]:
     """
     why = mismatch(source, dest)
     if why is not None:
-        raise PeerError(f"KV of these shapes cannot be exchanged: {why}")
+        raise PeerError(f"these KV shapes cannot be exchanged: {why}")
     found = []
     turns: dict[tuple[int, int], int] = {}
     for dest_rank in range(dest.num_ranks):
@@ -205,11 +205,11 @@ def _why_invalid(shape: KVShape) -> str | None:
             f"{_MAX_RANKS}, with {_MAX_BLOCK_TOKENS}"
         )
     if shape.num_kv_heads % shape.tp_size and shape.tp_size % shape.num_kv_heads:
-        return f"{shape.num_kv_heads} KV heads are not shared out over {shape.tp_size} ranks"
+        return f"{shape.num_kv_heads} KV heads cannot be divided among {shape.tp_size} ranks"
     ends = [0]
     for first, end in shape.stages or ((0, shape.num_layers),):
         if first != ends[-1] or end <= first:
-            return f"the stages {shape.stages} leave layers out, or none to one of them"
+            return f"the stages {shape.stages} skip layers, or one of them has none"
         ends.append(end)
     if ends[-1] != shape.num_layers:
         return f"the stages {shape.stages} do not end with layer {shape.num_layers}"

@@ -61,8 +61,8 @@ def kernels_on(
     is_fast = numerics is NumericsMode.FAST
     if is_fast and device.type not in FAST_BACKENDS:
         raise ConfigError(
-            f"--numerics is 'fast': only CUDA devices compute so, and this one is "
-            f"'{device.type}'; use --numerics exact",
+            f"--numerics is 'fast', which needs a CUDA device, and this one is '{device.type}': "
+            "use --numerics exact",
             param="numerics",
         )
     of = device, numerics

@@ -123,7 +123,7 @@ def _of_vllm_alone(arguments: Sequence[str]) -> str | None:
     """Say what to do in place of a command that only vLLM has; None if it is none."""
     for name in (" ".join(arguments[:2]), *arguments[:1]):
         if name in ABSENT_COMMANDS:
-            return f"vLLM's `{name}` is not here: {ABSENT_COMMANDS[name]}"
+            return f"vLLM's `{name}` is not supported: {ABSENT_COMMANDS[name]}"
     return None
 
 

@@ -337,7 +337,8 @@ class AdmissionQueue:
         is_busy = self.num_running >= self._max_concurrent or self.num_waiting > 0
         if is_full and is_busy and self.places.newest_of_greediest(tenant) is None:
             raise OverloadedError(
-                f"{self.num_running} requests run and {self.num_waiting} wait: try again later",
+                f"{self.num_running} requests are running and {self.num_waiting} are waiting: try "
+                "again later",
                 retry_after_s=RETRY_AFTER_S,
             )
 
@@ -354,7 +355,7 @@ class AdmissionQueue:
         except TimeoutError:
             self._give_up(claim)
             raise OverloadedError(
-                f"no place within {self._queue_timeout_s:g} s: try again later",
+                f"the request waited {self._queue_timeout_s:g} s for a place: try again later",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
         except asyncio.CancelledError:
@@ -364,7 +365,7 @@ class AdmissionQueue:
             del self._waiters[claim]
         if not has_place:
             raise OverloadedError(
-                "others wait, who have asked for less: try again later",
+                "other tenants that have used less are waiting: try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
 

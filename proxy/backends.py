@@ -183,10 +183,11 @@ class Backends:
         """
         url = _bare(registration.url)
         if not url.startswith(("http://", "https://")):
-            raise BadRequestError(f"url is {url!r}: an http URL is needed", param="url")
+            raise BadRequestError(f"url is {url!r}: it must be an http URL", param="url")
         if not 0 < registration.lease_s <= MAX_LEASE_S:
             raise BadRequestError(
-                f"lease_s is {registration.lease_s:g}: between 0 and {MAX_LEASE_S:g} is possible",
+                f"lease_s is {registration.lease_s:g}: it must be above 0 and at most "
+                f"{MAX_LEASE_S:g}",
                 param="lease_s",
             )
         self._refuse_misfit(url, Role(registration.role), registration.engine)

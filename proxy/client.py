@@ -313,7 +313,7 @@ class Leg:
         async for chunk in self.chunks():
             self._body += chunk
             if len(self._body) > MAX_EVENT_BYTES:
-                raise WorkerError(f"{self.url} sent an answer without end", reason="garbled")
+                raise WorkerError(f"{self.url} sent an answer that does not end", reason="garbled")
         return bytes(self._body)
 
     async def chunks(self) -> AsyncIterator[bytes]:

@@ -88,12 +88,12 @@ class Drains:
         try:
             asked = msgspec.json.decode(body, type=drain.DrainRequest)
         except UNREADABLE as error:
-            raise BadRequestError(f"the body names no engine to drain: {error}") from None
+            raise BadRequestError(f"the body does not name an engine to drain: {error}") from None
         backend = self._backends.get(asked.url.rstrip("/"))
         if backend is None:
             known = ", ".join(each.url for each in self._backends) or "none"
             raise NotFoundError(
-                f"no engine is known at {asked.url!r}; known are: {known}",
+                f"no engine is known at {asked.url!r}: use one of {known}",
                 param="url",
                 code="engine_not_known",
             )

@@ -285,7 +285,7 @@ class Flow:
             backend = self._reader_after(failure, handoff, could_not_read)
             if backend is None:
                 return failure or UnavailableError(
-                    "no decode engine can read from the prefill engine",
+                    "no decode engine can read the prefill engine's KV",
                     code="no_decode_available",
                 )
             if failure is not None:

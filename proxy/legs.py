@@ -298,7 +298,7 @@ class Legs:
             if relay.error is not None:
                 raise failure_in_stream(backend.url, relay.error)
             previous = data or previous
-        raise WorkerError(f"{backend.url} broke off its stream", reason="dropped")
+        raise WorkerError(f"{backend.url} ended its stream too early", reason="dropped")
 
     # --- parts of the legs
 
@@ -347,7 +347,7 @@ class Legs:
         content_type = await leg.open()
         if (content_type == SSE) is not self.body.stream:
             asked = SSE if self.body.stream else "application/json"
-            message = f"{leg.url} answers with {content_type}, where {asked} was asked for"
+            message = f"{leg.url} answered with {content_type} instead of {asked}"
             raise WorkerError(message, reason="garbled")
         return self.body.stream
 
@@ -362,8 +362,11 @@ class Legs:
         if not self.delivery.has_begun:
             self.delivery.layout = layout
         elif None not in (layout, begun_with) and layout != begun_with:
-            message = f"{backend.url} has the layout {layout} now, the stream began with another"
-            raise WorkerError(f"{message}: {begun_with}", reason="lost")
+            message = (
+                f"{backend.url} now has the layout {layout}, but the stream started with "
+                f"{begun_with}"
+            )
+            raise WorkerError(message, reason="lost")
 
     async def _deliver_first(self, events: list[Event]) -> None:
         """Send the prefill engine's events on."""

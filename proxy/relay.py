@@ -72,7 +72,7 @@ class SseParser:
             start = search_from = match.end()
         del self._buffer[:start]
         if len(self._buffer) > MAX_EVENT_BYTES:
-            raise WorkerError("the engine sent an event without end", reason="garbled")
+            raise WorkerError("the engine sent an event that does not end", reason="garbled")
         # A boundary has at most 3 bytes, so only the last 2 may begin one.
         self._searched = max(0, len(self._buffer) - 2)
         return events

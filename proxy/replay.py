@@ -277,7 +277,7 @@ class Replay:
     def __init__(self, transcript: Transcript) -> None:
         transcript.settle()
         if not transcript.is_readable:
-            raise DivergedError("what was sent of the stream cannot be read")
+            raise DivergedError("the part of the stream that was sent cannot be read")
         self._choices = {index: _Left(sent) for index, sent in transcript.choices.items()}
         self._has_usage = transcript.has_usage
 
@@ -323,10 +323,10 @@ class Replay:
         ends = choice.get("finish_reason") is not None
         rest, has_more = _strip(choice, (), state)
         if ends and state.is_any:
-            raise DivergedError("the repeated stream ends before the point it had reached")
+            raise DivergedError("the repeated stream ends earlier than the first one")
         if state.has_ended:
             if has_more:
-                raise DivergedError("the repeated stream goes on beyond its former end")
+                raise DivergedError("the repeated stream is longer than the first one")
             return None
         if not has_more and not ends and (state.runs or state.roles):
             return None
@@ -334,7 +334,7 @@ class Replay:
 
     def _expect_nothing_left(self) -> None:
         if any(choice.is_any for choice in self._choices.values()):
-            raise DivergedError("the repeated stream ends before the point it had reached")
+            raise DivergedError("the repeated stream ends earlier than the first one")
 
 
 _NOT_A_CHUNK = (
@@ -359,7 +359,7 @@ def _chunk_of(event: Event) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             return chunk, choices
     except _NOT_A_CHUNK:
         pass  # said below
-    raise DivergedError("a repeated stream cannot be read")
+    raise DivergedError("the repeated stream cannot be read")
 
 
 def _collect(value: dict[str, Any], path: Path, state: _Choice) -> None:
@@ -408,7 +408,7 @@ def _strip_calls(calls: list[dict[str, Any]], path: Path, state: _Left) -> list[
     kept = []
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("index"), int):
-            raise DivergedError("a repeated stream cannot be read")
+            raise DivergedError("the repeated stream cannot be read")
         where = (*path, str(call["index"]))
         is_begun = any(run[: len(where)] == where for run in state.runs)
         rest, has_more = _strip(call, where, state)
@@ -428,7 +428,7 @@ def _strip_run(part: Any, path: Path, state: _Left) -> Any:
     if length:
         repeated.add(part[:length], path)
         if repeated.length == sent.length and repeated.digest != sent.digest:
-            raise DivergedError("the repeated stream differs from what was begun")
+            raise DivergedError("the repeated stream differs from the part that was sent")
     return part[length:]
 
 

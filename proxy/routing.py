@@ -379,7 +379,7 @@ class Router:
     def _nobody(self, role: str, layout: str | None = None) -> UnavailableError:
         """Return the error that says which role is missing, why, and what to do."""
         if layout is not None and (others := self._ready(None)):
-            message = "no engine is ready that has the weights this stream began with"
+            message = "no ready engine has the weights with which this stream started"
             return UnavailableError(
                 message,
                 retry_after_s=RETRY_AFTER_S,
@@ -391,8 +391,8 @@ class Router:
         if known:
             states = "; ".join(f"{b.url}: {b.absence}" for b in known[:5])
             message = (
-                f"no {role} engine is ready, of {len(known)} that are known; the proxy's log and "
-                "its dashboard say why"
+                f"no {role} engine is ready ({len(known)} known): the proxy's log and dashboard "
+                "show the reason"
             )
             detail = f"no {role} engine is ready: {states}"
         else:

@@ -209,6 +209,6 @@ class Setbacks:
         if len(self._ended) > 1:
             urls = " and ".join(sorted(url for url, _ in self._ended))
             raise PoisonousError(
-                "two engines ended while they had this request: it is tried at no third",
+                "two engines ended while they had this request, so it is not sent to a third",
                 detail=f"{urls} ended while they had this request",
             )

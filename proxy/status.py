@@ -126,7 +126,7 @@ class Status:
         engines = list(self._services.backends)
         if not engines:
             raise UnavailableError(
-                "this proxy knows no engine: start some with --proxy URL, or name them with "
+                "this proxy knows no engine: start engines with --proxy URL, or name them with "
                 "--prefill URL and --decode URL",
                 retry_after_s=1.0,
                 code="no_engine_known",
@@ -175,7 +175,8 @@ class Debug:
         pairing, homes = self._services.pairing, self._services.homes
         if pairing is None:
             raise NotFoundError(
-                "this proxy chooses no pairs: start it with --split-policy shadow or predicted"
+                "this proxy does not choose pairs of engines: start it with --split-policy "
+                "shadow or predicted"
             )
         after_seq, limit = number_in(request.query, "after"), number_in(request.query, "limit")
         name = request.query.get("request")

@@ -73,7 +73,7 @@ _TITLES: Final = {
     SeriesScope.SUMMED: "Of engine cores",
     SeriesScope.SERVED: "Of the servers of engines",
     SeriesScope.PROCESS: "Of each process, engine or proxy",
-    SeriesScope.ABSENT: "Not here",
+    SeriesScope.ABSENT: "Not reported",
 }
 
 

@@ -20,12 +20,14 @@ DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "vllm-flags.md"
 _HEAD: Final = f"""\
 # vLLM's names
 
-What becomes of each flag of `vllm serve` (vLLM {RELEASE}), and of its environment variables, KV
-connectors and commands: written by `python -m tools.vllm_names`; `pdserve vllm-flags WORD` prints
-the rows that have a word. [vllm.md](vllm.md) has vLLM's own examples, with answers.
+What pdserve does with each flag of `vllm serve` (vLLM {RELEASE}), and with its environment
+variables, KV connectors and commands. `python -m tools.vllm_names` writes this page;
+`pdserve vllm-flags WORD` prints the rows that contain a word. [vllm.md](vllm.md) has vLLM's own
+examples, with answers.
 
-*same*: works here, on the command line, in YAML and as `PDSERVE_*`. *no effect*: taken, and said at
-the start in a line. *not here*: refused, with the reason. What is in italics is pdserve's.
+*same*: works here, on the command line, in YAML and as `PDSERVE_*`. *no effect*: accepted, with a
+line about it at the start. *not supported*: refused, with the reason. Italics mark pdserve's own
+names.
 """
 
 

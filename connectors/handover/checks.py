@@ -72,13 +72,13 @@ def why_not_handoff(
     ):
         if len(listed) != num_blocks:
             return (
-                f"{what} is {len(listed)} at {owner} and {num_tokens} tokens in its blocks of "
-                f"{handoff.shape.block_size} are {num_blocks}"
+                f"{what} is {len(listed)} at {owner}, but {num_tokens} tokens in its blocks of "
+                f"{handoff.shape.block_size} need {num_blocks}"
             )
     if not all(0 <= block_id < handoff.shape.num_blocks for block_id in handoff.block_ids):
-        return f"it names blocks that {owner} cannot have: it has {handoff.shape.num_blocks}"
+        return f"it names blocks outside the {handoff.shape.num_blocks} of {owner}"
     if not all(0 <= generation < 1 << 63 for generation in handoff.generations):
-        return f"it names generations of blocks that {owner} cannot have"
+        return f"it names impossible generations of blocks of {owner}"
     if not MIN_LEASE_S <= handoff.lease_s <= MAX_LEASE_S:
         return (
             f"its lease at {owner} lasts {handoff.lease_s} s, which must be from {MIN_LEASE_S} to "
@@ -99,7 +99,9 @@ def why_not_ticket(ticket: PushTicket, mine: ConnectorContext, *, is_prefill: bo
     if why is not None:
         return why
     if not 0 < ticket.valid_s <= MAX_TICKET_S:
-        return f"it is valid for {ticket.valid_s} s: it must be above 0, at most {MAX_TICKET_S:g}"
+        return (
+            f"it is valid for {ticket.valid_s} s: it must be above 0 and at most {MAX_TICKET_S:g}"
+        )
     return _why_not_name("nonce", ticket.nonce)
 
 
@@ -140,9 +142,9 @@ def _why_not_endpoint(endpoint: Endpoint, *, has_secret: bool) -> str | None:
     except ValueError:
         return _why_not_name("host", endpoint.host)
     if address.is_unspecified or address.is_multicast:
-        return "it is the address of no host"
+        return "it is not the address of a host"
     if not (has_secret or address.is_loopback):
-        return "without a secret only engines of this host are met; set PDSERVE_SECRET"
+        return "without a secret an engine meets only engines on its own host: set PDSERVE_SECRET"
     return None
 
 

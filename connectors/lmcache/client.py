@@ -63,8 +63,8 @@ def require_lmcache() -> None:
         ) from None
     if found != LMCACHE_VERSION:
         raise ConfigError(
-            f"--{flag} is 'lmcache', and lmcache {found} is installed: it must be "
-            f"{LMCACHE_VERSION}; pip install 'pdserve[lmcache]'",
+            f"--{flag} is 'lmcache', but lmcache {found} is installed and pdserve needs "
+            f"{LMCACHE_VERSION}: pip install 'pdserve[lmcache]'",
             param=flag,
         )
 
@@ -153,8 +153,8 @@ class StoreClient:
         chunk_tokens = int(self._answer(self._client.get_chunk_size(), "get_chunk_size"))
         if self.chunk_tokens not in (0, chunk_tokens):
             raise ConfigError(
-                f"the LMCache server at {self._url} has come back with chunks of {chunk_tokens} "
-                f"tokens (--chunk-size) in place of {self.chunk_tokens}: restart the engine",
+                f"the LMCache server at {self._url} restarted with chunks of {chunk_tokens} "
+                f"tokens (--chunk-size) instead of {self.chunk_tokens}: restart the engine",
                 param="kv-transfer-config.lmcache.url",
             )
         if self.chunk_tokens:  # ends whatever this rank had begun before an interruption
@@ -200,9 +200,9 @@ class StoreClient:
             descriptor = os.open(f"{_SHM}/{name}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
-                f"the LMCache server at {self._url} (--{flag}) has its memory in {_SHM}/{name}, "
-                f"which cannot be opened here ({error}): engines and server must share a machine, "
-                "a user and its /dev/shm",
+                f"the LMCache server at {self._url} (--{flag}) keeps its memory in {_SHM}/{name}, "
+                f"which cannot be opened here ({error}): run engines and server on one machine, "
+                "as one user and with the same /dev/shm",
                 param=flag,
             ) from error
         try:
@@ -249,7 +249,9 @@ class StoreClient:
         lost = [unit for unit, each in zip(units, told, strict=True) if not each.success]
         if lost:
             self.unlock(chunks, [unit for unit in units if unit not in lost])
-            raise StoreMissError(f"units {lost} of chunks {chunks.first} to {chunks.end} are gone")
+            raise StoreMissError(
+                f"units {lost} of chunks {chunks.first} to {chunks.end} are missing"
+            )
         starts = [[self._start(slot) for slot in each.context["slots"]] for each in told]
         return Slots(self._pool, np.array(starts, np.int64).T.copy())
 
@@ -272,7 +274,7 @@ class StoreClient:
         for unit, future in enumerate(asked):
             told = self._answer(future, "prepare_store", deadline_s).context
             if "slots" not in told:
-                raise StoreGoneError(f"the LMCache server at {self._url} gives out no memory")
+                raise StoreGoneError(f"the LMCache server at {self._url} did not allocate memory")
             starts[told["chunk_indices"], unit] = [self._start(slot) for slot in told["slots"]]
         return Slots(self._pool, starts)
 
@@ -287,7 +289,7 @@ class StoreClient:
         deadline_s = time.monotonic() + self._timeout_s
         for future in asked:
             if not self._answer(future, "commit_store", deadline_s):
-                raise StoreGoneError(f"the LMCache server at {self._url} has forgotten a save")
+                raise StoreGoneError(f"the LMCache server at {self._url} no longer knows a save")
 
     def forget(self, chunks: ChunkRange, units: Sequence[int]) -> None:
         """Have chunks dropped, so that they can be saved again, if the server has an HTTP side."""
@@ -315,7 +317,9 @@ class StoreClient:
     def _start(self, told: dict[str, Any]) -> int:
         start, end = int(told["offset"]), int(told["offset"]) + self._slot_bytes
         if int(told["length"]) < self._slot_bytes or start < 0 or end > len(self._pool):
-            raise StoreGoneError(f"the LMCache server at {self._url} names a slot that is none")
+            raise StoreGoneError(
+                f"the LMCache server at {self._url} named a slot that does not exist"
+            )
         return start
 
     def _answer(self, future: Any, what: str, deadline_s: float | None = None) -> Any:
@@ -323,7 +327,8 @@ class StoreClient:
         left_s = self._timeout_s if deadline_s is None else max(0.0, deadline_s - now_s)
         if not future.wait(left_s):
             raise StoreGoneError(
-                f"the LMCache server at {self._url} does not answer {what} in {self._timeout_s:g} s"
+                f"the LMCache server at {self._url} did not answer {what} within "
+                f"{self._timeout_s:g} s"
             )
         return _result(future)
 
@@ -337,7 +342,7 @@ def _result(future: Any) -> Any:
     try:
         return future.result(0)
     except (OSError, ValueError, RuntimeError, zmq.ZMQError) as error:
-        raise StoreGoneError(f"the LMCache server cannot be asked: {error}") from error
+        raise StoreGoneError(f"the request to the LMCache server failed: {error}") from error
 
 
 class PromptKeys:

@@ -261,10 +261,10 @@ def lock(pool: Pool, runtime: Any) -> None:
     status = runtime.cudaHostRegister(address, pool.nbytes, _PORTABLE | _MAPPED)
     if int(status):
         raise ConfigError(
-            f"CUDA cannot lock the LMCache server's memory, {pool.nbytes / (1 << 30):.1f} GiB "
-            f"({runtime.cudaGetErrorString(status)}): raise the limit of locked memory (`ulimit -l "
-            "unlimited`, `docker run --ulimit memlock=-1`), or give the server less (--kv-tiers "
-            "cpu:SIZE)",
+            f"CUDA cannot lock the LMCache server's memory of {pool.nbytes / (1 << 30):.1f} GiB "
+            f"({runtime.cudaGetErrorString(status)}): raise the limit on locked memory (`ulimit "
+            "-l unlimited`, `docker run --ulimit memlock=-1`), or give the server less memory "
+            "(--kv-tiers cpu:SIZE)",
             param="kv-transfer-config.lmcache.url",
         )
     end = weakref.finalize(pool, runtime.cudaHostUnregister, address)

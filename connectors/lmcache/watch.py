@@ -108,7 +108,7 @@ class StoreWatch(threading.Thread):
         if client.chunk_tokens % self._block_size:
             raise ConfigError(
                 f"the LMCache server has chunks of {client.chunk_tokens} tokens (--chunk-size), "
-                f"which is no multiple of --block-size {self._block_size}: change one of them",
+                f"which is not a multiple of --block-size {self._block_size}: change one of them",
                 param="kv-transfer-config.lmcache.url",
             )
         link.found()
@@ -193,7 +193,7 @@ class StoreWatch(threading.Thread):
                 self._come_back()
         elif now_s > self._next_ping_s:
             self._ping = None
-            link.lost(StoreGoneError(f"no answer to a ping in {settings.heartbeat_s:g} s"))
+            link.lost(StoreGoneError(f"no answer to a ping within {settings.heartbeat_s:g} s"))
 
     def _name_other_stages(self) -> None:
         """Warn once of each set of other stages in the store, as a miss does not show its cause."""

@@ -164,7 +164,7 @@ class Exchange:
         """
         called = self.find(endpoint)
         if called is None:
-            raise UnreachableError(f"{peer}: nobody is there")
+            raise UnreachableError(f"{peer}: nobody listens there")
         near, far = (
             MemoryLink(self, caller, peer, ToClient),
             MemoryLink(self, called, f"{caller.context.engine_id} in memory", ToServer),
@@ -289,5 +289,5 @@ class MemoryLink:
         now_s = self.owner.now_s()
         self._cut_since_s = min(self._cut_since_s, now_s)
         if now_s - self._cut_since_s >= SILENCE_S:
-            self.lose(ClosedError(f"{self._peer}: nothing was heard for {SILENCE_S} s"))
+            self.lose(ClosedError(f"{self._peer}: no message for {SILENCE_S} s"))
         return True

@@ -59,8 +59,8 @@ class MultiWorker(KVConnectorWorker):
         there = {name: each for name, each in endpoints.items() if each is not None}
         if len(there) > 1:
             raise ConfigError(
-                f"--kv-transfer-config.kv-connector is {','.join(endpoints)!r}: of "
-                f"{' and '.join(there)} choose one, as peers meet an engine at one place",
+                f"--kv-transfer-config.kv-connector is {','.join(endpoints)!r}: use only one of "
+                f"{' and '.join(there)}, because peers reach an engine at one address only",
                 param="kv-transfer-config.kv-connector",
             )
         return next(iter(there.values()), None)

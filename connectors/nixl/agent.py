@@ -124,8 +124,8 @@ class NixlAgent:
         for backend in backends:
             if backend not in available:
                 raise ConfigError(
-                    f"--kv-transfer-config.nixl.backends has {backend!r}, NIXL here has "
-                    f"{', '.join(sorted(available))}",
+                    f"--kv-transfer-config.nixl.backends contains {backend!r}, which this NIXL "
+                    f"lacks: use some of {', '.join(sorted(available))}",
                     param="kv-transfer-config.nixl.backends",
                 )
         self._backends = [self._create_backend(backend) for backend in backends]
@@ -417,7 +417,7 @@ class KnownPeers:
 def in_units(pool: Region, unit_bytes: int) -> Region:
     """The same memory as a row of units of another size."""
     if pool.num_bytes % unit_bytes:
-        raise AgentError(f"units of {unit_bytes} bytes do not fill {pool}")
+        raise AgentError(f"units of {unit_bytes} bytes do not divide {pool} evenly")
     return msgspec.structs.replace(
         pool, stride_bytes=unit_bytes, num_units=pool.num_bytes // unit_bytes
     )
@@ -426,8 +426,8 @@ def in_units(pool: Region, unit_bytes: int) -> Region:
 def _import_bindings() -> Any:
     if _OTHER_COPY in sys.modules:
         raise ConfigError(
-            "kv_connector 'nixl' cannot be used in a process that has loaded ucxx, which brings "
-            "another copy of UCX: use one of them",
+            "kv_connector 'nixl' cannot run in a process that has loaded ucxx, which brings "
+            "another copy of UCX: use only one of the two",
             param="kv-transfer-config.kv_connector",
         )
     try:
@@ -435,6 +435,6 @@ def _import_bindings() -> Any:
         return importlib.import_module("nixl._bindings")
     except ImportError as error:
         raise ConfigError(
-            f"kv_connector 'nixl' cannot load NIXL: {error}; install the package nixl",
+            f"kv_connector 'nixl' cannot load NIXL ({error}): install the package nixl",
             param="kv-transfer-config.kv_connector",
         ) from error

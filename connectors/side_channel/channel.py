@@ -229,7 +229,9 @@ class TcpLink:
         except BlockingIOError:
             if len(self._unsent) > _MAX_UNSENT_BYTES:
                 unread = len(self._unsent)
-                self._break(FrameError(Fault.SLOW, f"{self.peer}: {unread} bytes are not read"))
+                self._break(
+                    FrameError(Fault.SLOW, f"{self.peer}: {unread} bytes were sent and not read")
+                )
         except OSError as error:
             self._break(ClosedError(f"{self.peer}: {error.strerror}"))
 
@@ -261,14 +263,14 @@ class Listener:
             numeric = str(address[0])
             if ipaddress.ip_address(numeric).is_unspecified:
                 raise ConfigError(
-                    f"--{flag} is {host!r}: peers cannot connect to a wildcard address; "
-                    "use this machine's own",
+                    f"--{flag} is {host!r}: peers cannot connect to a wildcard address; use an "
+                    "address of this machine",
                     param=flag,
                 )
             self._sock = socket.create_server((numeric, port), family=family, backlog=_BACKLOG)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"--{flag} is {host!r} and port is {port}: {error}; use a free port and an "
+                f"--{flag} is {host!r} and the port is {port}: {error}; use a free port and an "
                 "address of this machine",
                 param=flag,
             ) from error
@@ -306,11 +308,11 @@ def _start_connect(endpoint: Endpoint) -> socket.socket:
     try:
         version = ipaddress.ip_address(endpoint.host).version
     except ValueError as error:
-        raise UnreachableError(f"an endpoint's host must be an address: {error}") from error
+        raise UnreachableError(f"the host of an endpoint must be an IP address: {error}") from error
     try:
         sock = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6)
     except OSError as error:
-        raise UnreachableError(f"no socket for {endpoint.host}: {error}") from error
+        raise UnreachableError(f"cannot open a socket for {endpoint.host}: {error}") from error
     sock.setblocking(False)
     try:
         sock.connect((endpoint.host, endpoint.port))

@@ -91,7 +91,8 @@ class FrameSession:
             (length,) = struct.unpack_from(">I", buffer)
             if length > MAX_PAYLOAD_BYTES:
                 raise FrameError(
-                    Fault.OVERSIZE, f"a frame of {length} bytes, at most {MAX_PAYLOAD_BYTES}"
+                    Fault.OVERSIZE,
+                    f"a frame has {length} bytes; at most {MAX_PAYLOAD_BYTES} are allowed",
                 )
             end = _HEADER_BYTES + length
             if len(buffer) < end:
@@ -100,7 +101,8 @@ class FrameSession:
             expected = _mac(self._receive_key, self._num_received, payload)
             if not hmac.compare_digest(mac, expected):
                 raise FrameError(
-                    Fault.UNAUTHENTIC, "a frame's HMAC does not match: another secret, or a replay"
+                    Fault.UNAUTHENTIC,
+                    "a frame's HMAC does not match: the peer has another secret or replays it",
                 )
             self._num_received += 1
             del buffer[:end]
@@ -113,9 +115,10 @@ class FrameSession:
             return
         if seen[:-1] == _NAME:
             raise FrameError(
-                Fault.MAGIC, f"the peer speaks protocol {seen[-1]} and this engine {PROTOCOL}"
+                Fault.MAGIC,
+                f"the peer speaks protocol {seen[-1]} and this engine speaks {PROTOCOL}",
             )
-        raise FrameError(Fault.MAGIC, f"the connection opens with {seen!r}, not {_MAGIC!r}")
+        raise FrameError(Fault.MAGIC, f"the connection starts with {seen!r} instead of {_MAGIC!r}")
 
     def _establish(self, peer_nonce: bytes) -> None:
         client, server = (self._nonce, peer_nonce) if self.is_client else (peer_nonce, self._nonce)

@@ -105,6 +105,6 @@ def why_incompatible(welcome: Welcome, peer: PeerId) -> str | None:
     """Return why a P with this greeting is not the intended one; None = it is."""
     expected = peer.owner.shape
     if welcome.shape != expected:
-        return f"the handoff says that {peer} has the shape {expected}, it has {welcome.shape}"
+        return f"the handoff gives {peer} the shape {expected}, but it has {welcome.shape}"
     why = welcome.pool.why_not_blocks_of(expected, peer.rank)
     return None if why is None else f"{peer} {why}"

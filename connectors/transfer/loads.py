@@ -90,7 +90,7 @@ class Loads:
             routes = routes_to(shape, self.seams.context.shape, self.seams.context.rank)
             if len(load.owner.endpoints) != shape.num_ranks:
                 raise PeerError(
-                    f"{load.owner.engine_id} has {shape.num_ranks} ranks and "
+                    f"{load.owner.engine_id} has {shape.num_ranks} ranks but "
                     f"{len(load.owner.endpoints)} endpoints"
                 )
         except PeerError as error:

@@ -301,7 +301,9 @@ class Peer:
                 link, self._link = self._link, None
                 if link is not None:
                     link.close()
-                    self._on_lost(ClosedError(f"{link.peer} said bye: {message.reason}"))
+                    self._on_lost(
+                        ClosedError(f"{link.peer} ended the connection: {message.reason}")
+                    )
             case _:
                 assert_never(message)
 

@@ -313,7 +313,7 @@ class Pushing:
         self, push: Push | None, destination: Destination, message: Register
     ) -> str | None:
         if push is None and sum(p.expect is None for p in self._pushes.values()) >= _MAX_PARKED:
-            return f"{_MAX_PARKED} registrations wait for their requests already"
+            return f"{_MAX_PARKED} registrations are already waiting for their requests"
         why = None if push is None else _why_not_of(push, destination, message)
         return why or _why_not_writable(self._shape, destination.hello, message)
 
@@ -338,12 +338,12 @@ def _why_not_writable(source: KVShape, hello: Hello, message: Register) -> str |
     shape = hello.shape
     num_blocks = -(-message.num_tokens // shape.block_size)
     if message.num_tokens < 1 or len(message.block_ids) < num_blocks:
-        return f"{message.num_tokens} tokens in {len(message.block_ids)} blocks"
+        return f"{message.num_tokens} tokens do not match {len(message.block_ids)} blocks"
     if not all(0 <= block < shape.num_blocks for block in message.block_ids):
-        return f"it names blocks outside of its {shape.num_blocks}"
+        return f"it names blocks outside its {shape.num_blocks}"
     step = token_step(source, shape)
     if not 0 <= message.first_token <= message.num_tokens or message.first_token % step:
-        return f"it begins at token {message.first_token} of {message.num_tokens}"
+        return f"it starts at token {message.first_token} of {message.num_tokens}"
     why = hello.pool.why_not_blocks_of(shape, hello.rank)
     return None if why is None else f"{hello.engine_id} {why}"
 
@@ -356,7 +356,7 @@ def _why_not_of(push: Push, destination: Destination, message: Register) -> str 
     if why is not None:
         return why
     if any(p.register.num_tokens != message.num_tokens for p in push.parts.values()):
-        return f"{message.num_tokens} tokens are not what another rank said"
+        return f"another rank has registered a different number of tokens than {message.num_tokens}"
     return None
 
 
@@ -371,7 +371,7 @@ def _why_not_expected(push: Push, hello: Hello) -> str | None:
             f"{hello.engine_id} incarnation {hello.incarnation}"
         )
     if decode.shape != hello.shape:
-        return f"{hello.engine_id} says another shape of its KV than the ticket"
+        return f"{hello.engine_id} reports another KV shape than the ticket"
     return None
 
 
@@ -387,20 +387,20 @@ def _why_overdue(
     lease_s = transfer.lease_s
     if push.expect is None:
         late = now_s >= push.since_s + lease_s
-        return f"no request came for it in {lease_s:.1f} s" if late else None
+        return f"no request came for it within {lease_s:.1f} s" if late else None
     if now_s >= push.alive_s + lease_s:
         return f"no sign of life from {push.expect.decode.engine_id} for {lease_s:.1f} s"
     if now_s >= push.incomplete_since_s + lease_s:
         # Perhaps one of its ranks has given up, and another still waits, unaware of it.
-        return f"only some of D's ranks have registered for {lease_s:.1f} s"
+        return f"after {lease_s:.1f} s only some of D's ranks have registered"
     if now_s >= _stuck_at_s(push, lease_s, last_step_s):
         # P's pool may be full of KV that D could read only into the blocks that wait here.
-        return f"D's blocks wait, and no step has run here for {lease_s:.1f} s"
+        return f"D's blocks are waiting, but no step has run here for {lease_s:.1f} s"
     timeout_s = transfer.transfer_timeout_s
     if any(now_s >= part.posted_since_s + timeout_s for part in push.parts.values()):
-        return f"a write to {push.expect.decode.engine_id} has not ended in {timeout_s:.1f} s"
+        return f"a write to {push.expect.decode.engine_id} has not ended within {timeout_s:.1f} s"
     if any(now_s >= part.until_s for part in push.parts.values()):
-        return f"D did not say in {timeout_s:.1f} s if it has it all"
+        return f"D did not confirm within {timeout_s:.1f} s that everything arrived"
     return None
 
 

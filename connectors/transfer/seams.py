@@ -312,7 +312,7 @@ class OneSided:
 
     def hear(self, link: MoverLink, body: bytes) -> None:
         """See `Mover`."""
-        raise FrameError(Fault.UNEXPECTED, "a word to a mover that needs none")
+        raise FrameError(Fault.UNEXPECTED, "a message for a mover that takes none")
 
     def hang_up(self, link: MoverLink) -> None:
         """See `Mover`."""

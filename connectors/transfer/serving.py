@@ -231,7 +231,7 @@ class Server:
     def _on_message(self, client: _Client, message: ToServer) -> None:
         now_s = self._clock.monotonic_s()
         if not client.greeted and not isinstance(message, Hello | Bye):
-            raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} before Hello")
+            raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} came before Hello")
         match message:
             case Hello():
                 self._greet(client, message)
@@ -434,7 +434,7 @@ def _welcomed(client: _Client, message: ToServer) -> Destination:
         FrameError: The sender has not been welcomed.
     """
     if client.destination is None:
-        raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} of nobody")
+        raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} belongs to no request")
     return client.destination
 
 

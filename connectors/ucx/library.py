@@ -130,8 +130,8 @@ class UcxWorker:
             self._worker.init_blocking_progress_mode()
         except ucx.error as error:
             raise ConfigError(
-                f"UCX cannot begin with {own}: {type(error).__name__}: {error}; look at "
-                "--kv-transfer-config.ucx.tls and at the variables UCX_*",
+                f"UCX cannot start with {own} ({type(error).__name__}: {error}): check "
+                "--kv-transfer-config.ucx.tls and the UCX_* variables",
                 param="kv-transfer-config.ucx.tls",
             ) from None
 
@@ -161,7 +161,7 @@ class UcxWorker:
         """
         library = self._ucx.library
         if not address.startswith(_ADDRESS):
-            raise UcxError("the peer has no UCX worker: its kv_connector is another one")
+            raise UcxError("the peer has no UCX worker, so it uses another kv_connector")
         try:
             there = library.UCXAddress.create_from_buffer(address.removeprefix(_ADDRESS))
             endpoint = library.UCXEndpoint.create_from_worker_address(
@@ -196,8 +196,8 @@ class _Ucx:
     def __init__(self) -> None:
         if _OTHER_COPY in sys.modules:
             raise ConfigError(
-                "kv_connector 'ucx' cannot be used in a process that has loaded NIXL, which brings "
-                "its own copy of UCX: use one of them",
+                "kv_connector 'ucx' cannot run in a process that has loaded NIXL, which brings "
+                "its own copy of UCX: use only one of the two",
                 param="kv-transfer-config.kv_connector",
             )
         try:
@@ -205,7 +205,7 @@ class _Ucx:
             self.array: Any = importlib.import_module("ucxx._lib.arr").Array
         except ImportError as error:
             raise ConfigError(
-                f"kv_connector 'ucx' cannot load ucxx: {error}; install pdserve[ucx]",
+                f"kv_connector 'ucx' cannot load ucxx ({error}): install pdserve[ucx]",
                 param="kv-transfer-config.kv_connector",
             ) from error
         self.library: Any = ucxx.libucxx

@@ -252,7 +252,9 @@ class UcxMover:
         try:
             frame = decode(body)
         except UNREADABLE as error:
-            raise FrameError(Fault.MALFORMED, f"a word of the peer's mover: {error}") from None
+            raise FrameError(
+                Fault.MALFORMED, f"the mover's message is unreadable: {error}"
+            ) from None
         match frame:
             case FetchCopy():
                 self._serve(link, frame)
@@ -319,7 +321,7 @@ class UcxMover:
         elif fetch.unit_bytes <= MAX_TRIAL_BYTES:
             self._send(link, fetch.tag, fetch.unit_bytes, nothing)
         else:
-            raise FrameError(Fault.UNEXPECTED, f"{fetch.unit_bytes} bytes of no meaning")
+            raise FrameError(Fault.UNEXPECTED, f"no units have {fetch.unit_bytes} bytes here")
 
     # ---- WRITE -----------------------------------------------------------------------------
 
@@ -350,7 +352,7 @@ class UcxMover:
             on_posted=lambda: link.say(encode(TakeCopy(offer.copy_id, tag))),
         )
         if key in self._incoming:
-            raise FrameError(Fault.UNEXPECTED, f"copy {offer.copy_id} was offered already")
+            raise FrameError(Fault.UNEXPECTED, f"copy {offer.copy_id} was already offered")
         self._incoming[key] = message
         self._messages.post(message)
 
@@ -396,7 +398,7 @@ class UcxMover:
                 self._settle(self._writes.pop(copy_id)[0], failure)
 
         if (link, tag) in self._serving:
-            raise FrameError(Fault.UNEXPECTED, f"tag {tag} is told twice")
+            raise FrameError(Fault.UNEXPECTED, f"tag {tag} was sent twice")
         message = TaggedMessage(link.metadata, tag, num_bytes, on_over, fill=fill)
         self._serving[link, tag] = message
         self._messages.post(message)
@@ -422,7 +424,7 @@ class UcxMover:
             FrameError: The bytes name no units, or units outside the memory.
         """
         if not raw or len(raw) % 4:
-            raise FrameError(Fault.UNEXPECTED, f"{len(raw)} bytes that name no units")
+            raise FrameError(Fault.UNEXPECTED, f"{len(raw)} bytes do not list units")
         units = to_units(raw)
         why = _why_outside(units, unit_bytes, self._pool)
         if why is not None:
@@ -433,7 +435,7 @@ class UcxMover:
 def _why_outside(units: npt.NDArray[np.int32], unit_bytes: int, pool: Region) -> str | None:
     """Return why these cannot be units of a pool; None = they can."""
     if pool.num_bytes % unit_bytes:
-        return f"units of {unit_bytes} bytes do not fill {pool}"
+        return f"units of {unit_bytes} bytes do not divide {pool} evenly"
     num_units = pool.num_bytes // unit_bytes
     if len(units) > num_units:
         return f"{len(units)} units of {unit_bytes} bytes are more than {pool} has"

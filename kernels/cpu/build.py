@@ -54,14 +54,14 @@ def library(target: str | None = None, cache_dir: Path | None = None) -> Path:
     """
     folder = user_cache() if cache_dir is None else cache_dir
     if folder is None:
-        raise BuildError("no home folder for the built kernels: set XDG_CACHE_HOME")
+        raise BuildError("there is no home folder for the compiled kernels: set XDG_CACHE_HOME")
     target = target or _own_target()
     path = folder / f"kernels-{_fingerprint(target)}.so"
     if path.exists():
         return path
     compiler = _compiler()
     if compiler is None:
-        raise NoCompilerError("no C++ compiler: set CXX, or install g++")
+        raise NoCompilerError("there is no C++ compiler: install g++, or set CXX")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):

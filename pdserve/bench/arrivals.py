@@ -38,12 +38,12 @@ class ArrivalLaw(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.rate > 0:
             raise ConfigError(
-                f"--request-rate is {self.rate:g}: it must be above 0, or inf",
+                f"--request-rate is {self.rate:g}: use a number above 0, or inf",
                 param="request-rate",
             )
         if not self.burstiness > 0:
             raise ConfigError(
-                f"--burstiness is {self.burstiness:g}: it must be above 0, or inf",
+                f"--burstiness is {self.burstiness:g}: use a number above 0, or inf",
                 param="burstiness",
             )
         if self.ramp is None:
@@ -53,13 +53,15 @@ class ArrivalLaw(msgspec.Struct, frozen=True, kw_only=True):
             ):
                 if given is not None:
                     raise ConfigError(
-                        f"--{flag} is {given:g}: it needs --ramp-up-strategy", param=flag
+                        f"--{flag} is {given:g}, which needs --ramp-up-strategy: add it, or leave "
+                        f"--{flag} out",
+                        param=flag,
                     )
             return
         if not math.isinf(self.rate):
             raise ConfigError(
-                f"--request-rate is {self.rate:g}: with --ramp-up-strategy the rate goes from "
-                "--ramp-up-start-rps to --ramp-up-end-rps; leave it out",
+                f"--request-rate is {self.rate:g}, but with --ramp-up-strategy the rate goes from "
+                "--ramp-up-start-rps to --ramp-up-end-rps: leave --request-rate out",
                 param="request-rate",
             )
         for flag, given in (
@@ -68,7 +70,7 @@ class ArrivalLaw(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if given is None or not 0 < given < math.inf:
                 raise ConfigError(
-                    f"--{flag} is {given}: --ramp-up-strategy needs it above 0", param=flag
+                    f"--{flag} is {given}: --ramp-up-strategy needs a number above 0", param=flag
                 )
 
     def __str__(self) -> str:
@@ -147,7 +149,9 @@ def cancel_some(plan: Sequence[Planned], share: float, seed: int) -> list[Planne
         ConfigError: `share` is no share.
     """
     if not 0 <= share <= 1:
-        raise ConfigError(f"--cancel-share is {share:g}: use 0 to 1", param="cancel-share")
+        raise ConfigError(
+            f"--cancel-share is {share:g}: use a number from 0 to 1", param="cancel-share"
+        )
     if share == 0:
         return list(plan)
     rng = np.random.default_rng([seed, 1])

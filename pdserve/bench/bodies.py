@@ -62,14 +62,14 @@ def adapt(prompt: Prompt, endpoint: ApiEndpoint) -> Prompt:
             return [{"role": "user", "content": prompt}]
         if prompt and isinstance(prompt[0], int):
             raise ConfigError(
-                "the data set has token ids, which only completions take: use --endpoint "
+                "the data set has token ids, which only completions accept: use --endpoint "
                 "/v1/completions",
                 param="endpoint",
             )
         return prompt
     if not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
         raise ConfigError(
-            "the data set has chat messages, which completions do not take: use --endpoint "
+            "the data set has chat messages, which completions do not accept: use --endpoint "
             "/v1/chat/completions",
             param="endpoint",
         )
@@ -97,13 +97,13 @@ def follow(before: Prompt, text: str, token_ids: list[int], prompt: Prompt) -> P
     if isinstance(before, str) and isinstance(prompt, str):
         return before + text + prompt
     if isinstance(before, str) or isinstance(prompt, str):
-        raise ValueError("its turns are of different forms")
+        raise ValueError("its turns have different forms")
     first, second = list(before), list(prompt)
     if first and isinstance(first[0], dict):
         answer: Message = {"role": "assistant", "content": text}
         return [*first, answer, *second]  # type: ignore[return-value]
     if not token_ids:
-        raise ValueError("the server does not tell token ids (return_token_ids)")
+        raise ValueError("the server does not return token ids (return_token_ids)")
     return [*first, *token_ids, *second]  # type: ignore[return-value]
 
 

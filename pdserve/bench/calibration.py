@@ -228,8 +228,8 @@ async def _measure(
     itl_s = usual_gap_s(beside)
     if not itl_s:
         raise PeerError(
-            f"{target.base_url} wrote no answer of two tokens or more one after the other, so the "
-            f"pace of pd-interference cannot be measured: {_REMEDY}"
+            f"{target.base_url} wrote no two answers of at least two tokens in a row, so the pace "
+            f"of pd-interference cannot be measured: {_REMEDY}"
         )
     return Speed(
         burst_ttft_s=statistics.median(one.ttft_s for one in counted if one.group == BURST),
@@ -274,7 +274,7 @@ async def _play(
     for one in run.outcomes:
         if not one.is_good:
             raise PeerError(
-                f"a request that measures the pace of pd-interference failed at {target.base_url}: "
-                f"{one.error or 'no token came'}; {_REMEDY}"
+                f"a request that measures the pace of pd-interference failed at {target.base_url} "
+                f"({one.error or 'no token came'}): {_REMEDY}"
             )
     return run.outcomes

@@ -256,7 +256,7 @@ class Client:
             outcome.error = outcome.error or error_of(reply.status, bytes(reply.body))
         elif reply.status == 200 and not reply.is_stream:
             outcome.error = outcome.error or (
-                f"the answer is no event stream but {reply.headers.get('content-type')!r}"
+                f"the answer is not an event stream but {reply.headers.get('content-type')!r}"
             )
         elif not outcome.is_cancelled and not outcome.error:
             answer.finish()

@@ -75,8 +75,8 @@ async def ask_served(target: Target, timeout_s: float = 0.0) -> ServedModel:
                 return ServedModel(each.id, each.root or "", each.max_model_len)
         if target.model:
             known = ", ".join(each.id for each in models) or "none"
-            raise PeerError(f"{url} has no model {target.model!r}; it has {known}")
-        raise PeerError(f"{url} names no model: give one with --model")
+            raise PeerError(f"{url} has no model {target.model!r}: use one of its models ({known})")
+        raise PeerError(f"{url} names no model: name one with --model")
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30.0)) as session:
         return await _patiently(ask, url, timeout_s)
@@ -105,11 +105,14 @@ async def until_answers(
                 raise _refusal(response.status, content, target.url)
             kind = response.content_type
         if kind != "text/event-stream":
-            raise PeerError(f"{target.url} does not stream: it answers with {kind}")
+            raise PeerError(
+                f"{target.url} does not stream: it answers with Content-Type {kind}, and "
+                "text/event-stream is needed"
+            )
         answer = Answer()
         answer.feed(content, time.monotonic())
         if answer.error:
-            raise PeerError(f"{target.url} answers with an error: {answer.error}")
+            raise PeerError(f"{target.url} answered with an error: {answer.error}")
 
     await _patiently(ask, target.url, timeout_s)
 

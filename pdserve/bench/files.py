@@ -49,13 +49,11 @@ def load(path: Path) -> tuple[Run, dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no saved run: {error}") from error
+        raise ConfigError(f"{path} is not a saved run: {error}") from error
     if _RUN_KEY not in content:
-        raise ConfigError(
-            f"{path} has no single requests in it: save the run with --save-detailed as well"
-        )
+        raise ConfigError(f"{path} holds no single requests: save the run with --save-detailed too")
     try:
         run = msgspec.convert(content.pop(_RUN_KEY), type=Run)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is no saved run: {error}") from error
+        raise ConfigError(f"{path} is not a saved run: {error}") from error
     return run, content

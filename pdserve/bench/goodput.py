@@ -71,13 +71,14 @@ def parse_goodput(words: Sequence[str], *, flag: str = "goodput") -> tuple[Slo, 
             limit_ms = -1.0
         if not 0 <= limit_ms < float("inf"):
             raise ConfigError(
-                f"--{flag} {word}: write objectives as ttft:200 tpot:50 e2el:1000 itl:50, in "
-                "milliseconds",
+                f"--{flag} is {word!r}: write objectives in milliseconds, such as ttft:200 "
+                "tpot:50 e2el:1000 itl:50",
                 param=flag,
             )
         if metric in found:
             raise ConfigError(
-                f"--{flag} {word}: {name} is limited to {found[metric].limit_ms:g} already",
+                f"--{flag} is {word!r}, but {name} already has the limit "
+                f"{found[metric].limit_ms:g}: name it once",
                 param=flag,
             )
         found[metric] = Slo(metric, limit_ms)

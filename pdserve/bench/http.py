@@ -48,7 +48,7 @@ class Address:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError(
-                f"--base-url: {url!r} is no URL; write it as http://127.0.0.1:8000",
+                f"--base-url is {url!r}: write a URL such as http://127.0.0.1:8000",
                 param="base-url",
             )
         self.host = parts.hostname
@@ -180,14 +180,16 @@ class _Connection(asyncio.Protocol):
                     try:
                         self._left = int(line.partition(b";")[0], 16)
                     except ValueError:
-                        raise HttpError(f"no chunk begins with {bytes(line[:40])!r}") from None
+                        raise HttpError(
+                            f"a chunk starts with {bytes(line[:40])!r}, which is not a length"
+                        ) from None
                     self._part = _Part.CHUNK if self._left else _Part.TRAILER
                 case _Part.CHUNK_END:
                     line = self._line()
                     if line is None:
                         return
                     if line:
-                        raise HttpError("a chunk is longer than it says")
+                        raise HttpError("a chunk is longer than its length says")
                     self._part = _Part.CHUNK_SIZE
                 case _Part.TRAILER:
                     line = self._line()
@@ -209,7 +211,7 @@ class _Connection(asyncio.Protocol):
         end = self._buffer.find(b"\n")
         if end < 0:
             if len(self._buffer) > _MAX_HEAD_BYTES:
-                raise HttpError("a line of the answer does not end")
+                raise HttpError("a line of the answer has no end")
             return None
         line = bytes(self._buffer[:end]).removesuffix(b"\r")
         del self._buffer[: end + 1]
@@ -220,7 +222,7 @@ class _Connection(asyncio.Protocol):
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             if len(self._buffer) > _MAX_HEAD_BYTES:
-                raise HttpError("the answer's head does not end")
+                raise HttpError("the head of the answer has no end")
             return False
         status_line, *lines = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
         del self._buffer[: end + 4]
@@ -238,12 +240,12 @@ class _Connection(asyncio.Protocol):
         if connection == "close" or (version == "HTTP/1.0" and connection != "keep-alive"):
             self.is_usable = False
         if reply.headers.get("content-encoding", "identity").lower() != "identity":
-            raise HttpError("the answer is compressed, which was not asked for")
+            raise HttpError("the answer is compressed, although no compression was asked for")
         if reply.headers.get("transfer-encoding", "").lower().endswith("chunked"):
             self._part = _Part.CHUNK_SIZE
         elif (length := reply.headers.get("content-length")) is not None:
             if not length.isdecimal():
-                raise HttpError(f"the answer's length is {length!r}")
+                raise HttpError(f"the answer's Content-Length is {length!r}")
             self._part, self._left = _Part.LENGTH, int(length)
         elif status in (204, 304):
             self._part, self._left = _Part.LENGTH, 0
@@ -267,7 +269,9 @@ class Connections:
         }
         for name, value in fixed.items():
             if any(sign in name + value for sign in "\r\n"):
-                raise ConfigError(f"the header {name} has a line break in it", param="header")
+                raise ConfigError(
+                    f"--header {name} contains a line break: remove it", param="header"
+                )
         self._fixed = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
         self._idle: dict[_Connection, None] = {}  # the one used last is the last
         self._coming: set[asyncio.Task[None]] = set()
@@ -355,5 +359,5 @@ class Connections:
                 lambda: _Connection(self._forget), address.host, address.port, ssl=address.tls
             )
         except OSError as error:
-            raise HttpError(f"no connection to {address.host}:{address.port}: {error}") from error
+            raise HttpError(f"cannot connect to {address.host}:{address.port}: {error}") from error
         return connection

@@ -93,8 +93,9 @@ def tokenizer_of(given: str, served: ServedModel) -> Tokenizer | None:
         directory = boxed_model_dir() if given == BOXED else Path(given).expanduser()
         if not (directory / _TOKENIZER_FILE).is_file():
             raise ConfigError(
-                f"--tokenizer {given}: {directory} has no {_TOKENIZER_FILE}; give the directory of "
-                f"the model's tokenizer, or {BOXED} for the model that comes with pdserve",
+                f"--tokenizer is {given}, but {directory} has no {_TOKENIZER_FILE}: name the "
+                f"directory of the model's tokenizer, or {BOXED} for the model that comes with "
+                "pdserve",
                 param="tokenizer",
             )
         return Tokenizer.from_directory(directory)
@@ -141,8 +142,8 @@ def plan_of(
     """
     if dataset.name.has_own_times and arrivals != ArrivalLaw():
         raise ConfigError(
-            f"--dataset-name {dataset.name.value} says itself when requests are due: leave out "
-            "--request-rate, --burstiness and --ramp-up-strategy",
+            f"--dataset-name {dataset.name.value} sets the times of its requests itself: leave "
+            "out --request-rate, --burstiness and --ramp-up-strategy",
             param="request-rate",
         )
     plan = make_plan(dataset, prompts_of(target, served, tokenizer=tokenizer))

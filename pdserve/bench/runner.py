@@ -187,7 +187,10 @@ async def run_plan(
 
 def _check(plan: Sequence[Planned], target: Target) -> None:
     if not plan:
-        raise ConfigError("the plan is empty: there is nothing to send", param="num-prompts")
+        raise ConfigError(
+            "the plan has no requests, so there is nothing to send: raise --num-prompts",
+            param="num-prompts",
+        )
     indexes = {each.index for each in plan}
     if len(indexes) < len(plan):
         raise ConfigError("two requests of the plan have the same index")

@@ -380,7 +380,7 @@ def load(path: Path) -> Sweep:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is no sweep: {error}") from error
+        raise ConfigError(f"{path} is not a saved sweep: {error}") from error
     if sweep.kind != KIND:
-        raise ConfigError(f"{path} is no sweep: its kind is {sweep.kind!r}")
+        raise ConfigError(f"{path} is not a saved sweep: its kind is {sweep.kind!r}")
     return sweep

@@ -39,15 +39,16 @@ def asked(base_url: str, path: str, api_keys: Sequence[str]) -> bytes:
         message = _message(error.read()) or f"status {error.code}"
         if error.code in {401, 403}:
             raise ConfigError(
-                f"{base_url} wants a key: {message}; give it with --api-key, or as PDSERVE_API_KEY",
+                f"{base_url} needs a key ({message}): give it with --api-key, or set "
+                "PDSERVE_API_KEY",
                 param="api-key",
             ) from error
         raise PeerError(f"{url}: {message}") from error
     except (urllib.error.URLError, OSError) as error:
         reason = getattr(error, "reason", error)
         raise PeerError(
-            f"{base_url} cannot be reached: {reason}; give the proxy's or an engine's base URL "
-            "with --url"
+            f"{base_url} cannot be reached ({reason}): give the base URL of the proxy or of an "
+            "engine with --url"
         ) from error
 
 

@@ -31,15 +31,16 @@ def topologies_of(config: CompareConfig) -> list[Topology]:
     for word in config.kinds:
         if word.removesuffix(_STORE) not in known:
             raise ConfigError(
-                f"--topologies {word}: use some of {', '.join(known)}, each also with {_STORE} "
-                f"behind it; {nearest(word, known)}",
+                f"--topologies contains {word!r}: use some of {', '.join(known)}, alone or "
+                f"followed by {_STORE}; {nearest(word, known)}",
                 param="topologies",
             )
     own = os.sched_getaffinity(0)
     for core in config.cores:
         if core not in own:
             raise ConfigError(
-                f"--cores {core}: this process may use {', '.join(map(str, sorted(own)))}",
+                f"--cores contains {core}, which this process may not use: use some of "
+                f"{', '.join(map(str, sorted(own)))}",
                 param="cores",
             )
     units = config.gpus or config.cores or tuple(sorted(own))
@@ -61,10 +62,14 @@ def topologies_of(config: CompareConfig) -> list[Topology]:
     labels = [topology.label for topology in found]
     if len(set(labels)) < len(labels):
         twice = next(label for label in labels if labels.count(label) > 1)
-        raise ConfigError(f"the deployment {twice} stands there twice", param="topologies")
+        raise ConfigError(
+            f"--topologies names the deployment {twice} twice: name it once", param="topologies"
+        )
     found += peers(config.peer)
     if not found:
-        raise ConfigError("nothing is compared: give --topologies or --peer", param="topologies")
+        raise ConfigError(
+            "there is nothing to compare: give --topologies or --peer", param="topologies"
+        )
     return found
 
 
@@ -89,8 +94,8 @@ def _require_gpus(gpus: Sequence[int]) -> None:
         version, num = "which cannot be imported", "0"
     if int(num) < len(gpus):
         raise ConfigError(
-            f"--gpus {words}: torch {version} finds {num} of these {len(gpus)} GPUs on this "
-            "machine: name those that pdserve doctor shows, or compare on cores with --cores",
+            f"--gpus is {words}: torch {version} finds {num} of these {len(gpus)} GPUs on this "
+            "machine; use GPUs that pdserve doctor shows, or compare on CPU cores with --cores",
             param="gpus",
         )
 
@@ -108,6 +113,8 @@ def paths_of(config: CompareConfig) -> tuple[Path | None, Path | None]:
     for flag, path in (("report", report), ("result", data)):
         if path is not None and not path.resolve().parent.is_dir():
             raise ConfigError(
-                f"--{flag} {path}: there is no directory {path.resolve().parent}", param=flag
+                f"--{flag} is {path}: the directory {path.resolve().parent} does not exist; "
+                "create it, or choose another path",
+                param=flag,
             )
     return report, data

@@ -83,9 +83,9 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
     law = arrivals_of(traffic)
     if dataset.name.has_own_times and (config.rates or law != ArrivalLaw()):
         raise ConfigError(
-            f"--dataset-name {dataset.name.value} says itself when requests are due: leave out "
-            "--request-rates, --request-rate, --burstiness and --ramp-up-strategy, or take another "
-            "data set, as --dataset-name random",
+            f"--dataset-name {dataset.name.value} sets the times of its requests itself: leave "
+            "out --request-rates, --request-rate, --burstiness and --ramp-up-strategy, or use "
+            "another data set, such as --dataset-name random",
             param="request-rates",
         )
     topologies = topologies_of(config)

@@ -107,5 +107,5 @@ class Player:
                 break
             await asyncio.sleep(_RESET_AGAIN_S)
         if topology.kind is not Kind.PEER:
-            raise PeerError(f"{topology.label} did not forget its prefixes: {reason}")
+            raise PeerError(f"{topology.label} did not reset its prefix caches: {reason}")
         self.note(f"{topology.label} kept its cached prefixes between runs ({reason}).")

@@ -32,7 +32,7 @@ def run_plot(table: Table, resolved: Mapping[str, Resolved]) -> int:
     config = build("plot", PlotConfig, table, resolved)
     if not config.files:
         raise ConfigError(
-            "FILE is missing: pdserve bench plot FILE..., where each FILE was saved by bench serve "
+            "FILE is missing: run pdserve bench plot FILE... with files saved by bench serve "
             "(--save-result --save-detailed), bench sweep or bench compare",
             param="files",
         )
@@ -60,7 +60,7 @@ def drawn(paths: Sequence[Path]) -> str:
     others = [path for path in paths if path not in sweeps]
     if others:
         raise ConfigError(
-            f"{sweeps[0]} is a sweep and {others[0]} is none: draw sweeps by themselves",
+            f"{sweeps[0]} is a sweep and {others[0]} is not: plot sweeps separately",
             param="files",
         )
     return render_sweeps([load_sweep(path) for path in sweeps])
@@ -77,11 +77,13 @@ def read(paths: Sequence[Path]) -> Comparison:
     if comparisons:
         if len(paths) > 1:
             raise ConfigError(
-                f"{comparisons[0]} is a comparison already: draw it alone", param="files"
+                f"{comparisons[0]} is already a comparison: plot it alone", param="files"
             )
         found = load(paths[0])
     else:
         found = of_runs([files.load(path)[0] for path in paths], [])
     if not any(outcome.is_good for each in found.measured for outcome in each.run.outcomes):
-        raise ConfigError("no request in these files was answered: there is nothing to draw")
+        raise ConfigError(
+            "these files contain no answered request, so there is nothing to plot: name other files"
+        )
     return found

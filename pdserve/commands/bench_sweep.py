@@ -60,8 +60,8 @@ def run_sweep(table: Table, resolved: Mapping[str, Resolved]) -> int:
     slos = parse_goodput(config.objectives, flag="slo")
     if dataset.name.has_own_times:
         raise ConfigError(
-            f"--dataset-name {dataset.name.value} says itself when requests are due, so there is "
-            "no load to sweep: use another data set, or bench serve",
+            f"--dataset-name {dataset.name.value} sets the times of its requests itself, so there "
+            "is no load to vary: use another data set, or bench serve",
             param="dataset-name",
         )
     print("\n".join([title("bench sweep"), *given_lines(resolved)]), flush=True)

@@ -131,7 +131,7 @@ async def ask(
                         on_text(delta or "")
     except aiohttp.ClientError as error:
         raise DemoFailedError(str(error), status) from error
-    raise DemoFailedError("the answer broke off", status)
+    raise DemoFailedError("the answer ended too early", status)
 
 
 def _message(body: bytes) -> str:

@@ -38,7 +38,9 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     """
     config = build("drain", DrainConfig, table, resolved)
     if not config.engines:
-        raise ConfigError("no engine is named: pdserve drain URL", param="engines")
+        raise ConfigError(
+            "ENGINE is missing: run pdserve drain URL with the URL of an engine", param="engines"
+        )
     pairs = list(itertools.product(config.proxies, config.engines))
     with ThreadPoolExecutor(len(pairs)) as pool:
         asked = [pool.submit(ask, config, proxy, engine) for proxy, engine in pairs]
@@ -72,7 +74,7 @@ def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
         message = _message(error.read()) or f"status {error.code}"
         if error.code in {401, 403}:
             raise ConfigError(
-                f"{proxy} wants a key: {message}; give it with --api-key, or as PDSERVE_API_KEY",
+                f"{proxy} needs a key ({message}): give it with --api-key, or set PDSERVE_API_KEY",
                 param="api-key",
             ) from error
         if error.code == 404:
@@ -81,7 +83,7 @@ def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise PeerError(
-            f"{proxy} cannot be reached: {reason}; give the proxy's base URL with --proxy"
+            f"{proxy} cannot be reached ({reason}): give the proxy's base URL with --proxy"
         ) from error
 
 
@@ -99,7 +101,7 @@ def _report(proxy: str, answer: bytes) -> DrainReport:
     try:
         return msgspec.json.decode(answer, type=DrainReport)
     except msgspec.MsgspecError as error:
-        raise PeerError(f"{proxy}: the answer is no proxy's of pdserve: {error}") from error
+        raise PeerError(f"{proxy} did not answer as a pdserve proxy does: {error}") from error
 
 
 def _message(body: bytes) -> str:

@@ -66,19 +66,19 @@ def fetch(url: str) -> Sequence[EventEndpoint]:
     except (OSError, *UNREADABLE, json.JSONDecodeError) as error:
         reason = getattr(error, "reason", error)
         raise PeerError(
-            f"{url} is no engine that answers: {reason}; give one with --url"
+            f"{url} does not answer as an engine does ({reason}): give an engine's URL with --url"
         ) from error
     if engine is None or not engine.kv_events:
         raise ConfigError(
-            f"{url} tells nothing of its KV: start it with "
+            f"{url} publishes no KV events: start it with "
             "--kv-events-config.enable-kv-cache-events, and wait until it is ready",
             param="url",
         )
     for endpoint in engine.kv_events:
         if endpoint.hash_version != HASH_VERSION:
             raise ConfigError(
-                f"{url} names prefixes by version {endpoint.hash_version}, and this is version "
-                f"{HASH_VERSION}: use the engine's own release",
+                f"{url} hashes prefixes with version {endpoint.hash_version}, but this command "
+                f"uses version {HASH_VERSION}: use the release of pdserve that the engine runs",
                 param="url",
             )
     return engine.kv_events

@@ -34,14 +34,15 @@ def model_directory(model: str) -> Path:
         return _checked(path.resolve(), f"MODEL {model}")
     if path.exists():
         raise ConfigError(
-            f"MODEL {model} is a file: give the directory that holds its config.json",
+            f"MODEL is {model}, a file: name the directory that holds its config.json",
             param="model",
         )
     if _HUB_NAME.fullmatch(model):
         return _checked(_from_hub(model), f"MODEL {model}")
     raise ConfigError(
-        f"MODEL {model}: there is no such directory; give one in Hugging Face format, a name of "
-        f"the hub as Qwen/Qwen3-0.6B, or the word {BOXED} for the model that comes with pdserve",
+        f"MODEL is {model}, which is not a directory: name a model directory in Hugging Face "
+        f"format, a model on the hub such as Qwen/Qwen3-0.6B, or {BOXED} for the model that comes "
+        "with pdserve",
         param="model",
     )
 
@@ -49,7 +50,7 @@ def model_directory(model: str) -> Path:
 def _checked(path: Path, what: str) -> Path:
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"{what}: {path} has no config.json, so it is no model in Hugging Face format",
+            f"{what}: {path} has no config.json, so it is not a model in Hugging Face format",
             param="model",
         )
     return path
@@ -71,8 +72,8 @@ def _from_hub(name: str) -> Path:
     except Exception as error:  # the hub's client raises many kinds; each means: not to be had
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"MODEL {name}: there is no such directory here, and the hub does not give a model of "
-            f"that name ({type(error).__name__}: {reason}); give a directory in Hugging Face "
-            f"format, or the word {BOXED} for the model that comes with pdserve",
+            f"MODEL is {name}, which is neither a directory here nor a model that the hub gives "
+            f"({type(error).__name__}: {reason}): name a model directory in Hugging Face format, "
+            f"or {BOXED} for the model that comes with pdserve",
             param="model",
         ) from error

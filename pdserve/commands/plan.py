@@ -93,8 +93,8 @@ def run(table_: Table, resolved: Mapping[str, Resolved]) -> int:
     layouts = [parse_layout(word) for each in config.layout for word in each.split(",")]
     if not resolved["slo"].value:
         raise ConfigError(
-            "--slo is missing: say what a request is to keep, in milliseconds, and for which share "
-            "of them, as --slo ttft:1000 tpot:30 p90",
+            "--slo is missing: give the limits of a request in milliseconds and the share of "
+            "requests that must keep them, such as --slo ttft:1000 tpot:30 p90",
             param="slo",
         )
     objectives = build("sweep", SweepConfig, table_, resolved)
@@ -150,16 +150,16 @@ def _asked(
     law = arrivals_of(traffic)
     if calibration.is_needed(dataset):
         raise ConfigError(
-            "--dataset-name pd-interference measures its pace at an endpoint: give "
-            "--interference-steady-output-len, --interference-steady-period and "
+            "--dataset-name pd-interference measures its pace at an endpoint, and pdserve plan "
+            "has none: give --interference-steady-output-len, --interference-steady-period and "
             "--interference-burst-period",
             param="dataset-name",
         )
     if dataset.name.has_own_times and not math.isinf(traffic.request_rate):
         raise ConfigError(
             f"--request-rate is {traffic.request_rate:g}, but --dataset-name {dataset.name.value} "
-            "says itself when requests are due: leave it out (a trace goes faster with "
-            "--trace-speedup)",
+            "sets the times of its requests itself: leave it out (--trace-speedup makes a trace "
+            "faster)",
             param="request-rate",
         )
     running = target = None
@@ -174,8 +174,8 @@ def _asked(
     tokenizer = tokenizer_of(config.tokenizer, served)
     if tokenizer is None and config.check:
         raise ConfigError(
-            f"--tokenizer is missing: {config.url} does not say where that of its model is, and "
-            "prompts that are played (--check) are made of its tokens",
+            "--tokenizer is missing: --check sends prompts made from the model's tokens, and "
+            f"{config.url} does not say where its tokenizer is",
             param="tokenizer",
         )
     tokenizer = tokenizer or Tokenizer.from_directory(boxed_model_dir())

@@ -67,8 +67,8 @@ def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
     if not learned.is_known:
         samples = ", ".join(f"{name} {fit.samples}" for name, fit in learned.model.items())
         raise PdserveError(
-            f"{url} has not learned yet what its engines take (samples: {samples}; 20 prompts and "
-            "20 streams are needed): send requests, as with pdserve bench serve"
+            f"{url} has not yet learned how long its engines take (samples: {samples}; it needs "
+            "20 prompts and 20 streams): send it requests, for example with pdserve bench serve"
         )
     engines = _ask(url, "/dashboard/data", api_keys, _Shown).engines
     ready = [each for each in engines if each.health == "ready"]
@@ -120,4 +120,6 @@ def _ask(url: str, path: str, api_keys: Sequence[str], kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(asked(url, path, api_keys), type=kind)
     except msgspec.MsgspecError as error:
-        raise PeerError(f"{url}{path}: the answer is none of this version: {error}") from error
+        raise PeerError(
+            f"{url}{path} did not answer as this version of pdserve does: {error}"
+        ) from error

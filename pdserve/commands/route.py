@@ -42,8 +42,8 @@ def run_explain(table: Table, resolved: Mapping[str, Resolved]) -> int:
     config = build("route", RouteConfig, table, resolved)
     if not config.requests:
         raise ConfigError(
-            "ID is missing: pdserve route explain ID..., where an ID is what the line of a request "
-            "begins with, and its answer's X-Request-Id",
+            "ID is missing: run pdserve route explain ID... with the X-Request-Id of an answer, "
+            "which also begins the request's log line",
             param="requests",
         )
     are_equal = True
@@ -51,8 +51,8 @@ def run_explain(table: Table, resolved: Mapping[str, Resolved]) -> int:
         shown = fetch(config, f"?request={urllib.parse.quote(name, safe='')}")
         if not shown.decisions:
             raise PdserveError(
-                f"no decision for {name!r} is kept: the last 1024 are, of requests whose prompt "
-                "was read and for which enough was known"
+                f"no decision about {name!r} is kept: the proxy keeps the last 1024, of requests "
+                "whose prompt it has read and whose costs it could predict"
             )
         record = shown.decisions[0]
         is_equal = repeated(record.decision) == record.decision
@@ -70,9 +70,7 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
     config = build("route", RouteConfig, table, resolved)
     records = fetch(config, f"?limit={config.limit}").decisions
     if not records:
-        raise PdserveError(
-            "no decisions are kept yet: send requests; the first ones teach the proxy"
-        )
+        raise PdserveError("no decisions are kept yet: send requests, from which the proxy learns")
     print("\n".join(compared(records, config.policy)))
     return EXIT_DONE
 
@@ -89,7 +87,7 @@ def fetch(config: RouteConfig, query: str) -> DecisionsShown:
         return msgspec.json.decode(body, type=DecisionsShown)
     except msgspec.MsgspecError as error:
         raise PeerError(
-            f"{config.url}{_PATH}: the answer is none of this version: {error}"
+            f"{config.url}{_PATH} did not answer as this version of pdserve does: {error}"
         ) from error
 
 

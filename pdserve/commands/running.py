@@ -104,10 +104,10 @@ def require_free(host: str, port: int, *, flag: str) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"--{flag} {port}: another program listens on {host}:{port}; "
-                f"end it (`ss -ltnp 'sport = :{port}'` shows it) or choose another --{flag}",
+                f"--{flag} is {port}, where another program listens on {host}:{port}: end it (`ss "
+                f"-ltnp 'sport = :{port}'` shows it), or choose another --{flag}",
                 param=flag,
             ) from None
         raise ConfigError(
-            f"--host {host} --{flag} {port} cannot be bound: {error.strerror or error}", param=flag
+            f"cannot listen on --host {host} --{flag} {port}: {error.strerror or error}", param=flag
         ) from None

@@ -40,15 +40,16 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     path = Path(config.output)
     if not path.parent.is_dir():
         raise ConfigError(
-            f"--output is {config.output!r}: there is no directory {str(path.parent)!r}",
+            f"--output is {config.output!r}, but the directory {str(path.parent)!r} does not "
+            "exist: create it, or choose another path",
             param="output",
         )
     trace = ChromeTrace(fetch(config))
     if trace.summary.is_empty:
         missing = "".join(f"; missing: {each}" for each in trace.summary.missing)
         raise PdserveError(
-            f"nothing ran in the last {config.seconds:g} s, so {path} was not written: ask while "
-            f"requests run, or for more with --seconds (120 are kept){missing}"
+            f"nothing ran in the last {config.seconds:g} s, so {path} was not written: repeat the "
+            f"command while requests run, or raise --seconds (120 s are kept){missing}"
         )
     num_bytes = _write(trace, path)
     print("\n".join(told(trace.summary, path, num_bytes)))
@@ -68,7 +69,7 @@ def fetch(config: TraceConfig) -> Collection:
         return msgspec.json.decode(body, type=Collection)
     except msgspec.MsgspecError as error:
         raise PeerError(
-            f"{config.url}{path}: the answer is no trace of pdserve: {error}"
+            f"{config.url}{path} did not answer with a trace of pdserve: {error}"
         ) from error
 
 
@@ -111,7 +112,7 @@ def _write(trace: ChromeTrace, path: Path) -> int:
                 file.writelines(trace.pieces())
     except OSError as error:
         raise ConfigError(
-            f"--output is {str(path)!r}: it cannot be written: {error.strerror or error}",
+            f"--output is {str(path)!r}, which cannot be written: {error.strerror or error}",
             param="output",
         ) from error
     return path.stat().st_size

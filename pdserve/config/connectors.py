@@ -70,8 +70,8 @@ def load(name: str) -> HasSettings:
             make = entry.load()
         except ImportError as error:
             raise ConfigError(
-                f"the KV connector {name!r} cannot be imported from {entry.value}: {error}; mend "
-                "or remove the package that brings it",
+                f"the KV connector {name!r} cannot be imported from {entry.value} ({error}): "
+                "repair or remove the package that provides it",
                 param="kv-transfer-config.kv-connector",
             ) from error
     else:

@@ -277,13 +277,13 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
         _positive("num-prompts", self.num_prompts)
         if self.name.reads_a_file and not self.path:
             raise ConfigError(
-                f"--dataset-name {self.name.value} reads a file: give it as --dataset-path FILE",
+                f"--dataset-name {self.name.value} reads a file: name it with --dataset-path FILE",
                 param="dataset-path",
             )
         if self.path and not self.name.reads_a_file:
             raise ConfigError(
                 f"--dataset-path is {self.path!r}, but --dataset-name {self.name.value} reads no "
-                "file: choose sharegpt, custom or trace, or leave the path out",
+                "file: use sharegpt, custom or trace, or leave the path out",
                 param="dataset-path",
             )
 

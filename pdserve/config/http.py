@@ -66,8 +66,8 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
             self.body_memory >= 6 * self.max_body_bytes,
             "body-memory-bytes",
             self.body_memory,
-            "it must be at least six times --max-body-bytes: a body is held with two copies, and "
-            "leaves as much room for others",
+            "it must be at least six times --max-body-bytes, because a body is held with two "
+            "copies and leaves as much memory to other requests",
         )
 
 
@@ -92,20 +92,20 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True):
             bool(self.certfile) or not self.keyfile,
             "ssl-keyfile",
             self.keyfile,
-            "it needs the certificate that it belongs to, --ssl-certfile",
+            "it needs the matching certificate: give --ssl-certfile",
         )
         require(
             self.cert_reqs in (0, 1, 2),
             "ssl-cert-reqs",
             self.cert_reqs,
-            "use 0 (no certificate of clients), 1 (checked if there is one) or 2 (needed)",
+            "use 0 (no client certificates), 1 (verified if present) or 2 (required)",
         )
         require(
             not self.cert_reqs or bool(self.certfile and self.ca_certs),
             "ssl-cert-reqs",
             self.cert_reqs,
-            "clients' certificates are checked where there is TLS (--ssl-certfile), and against "
-            "CAs that are named (--ssl-ca-certs)",
+            "client certificates need TLS (--ssl-certfile) and the CAs that sign them "
+            "(--ssl-ca-certs)",
         )
 
 
@@ -130,7 +130,7 @@ class CorsConfig(msgspec.Struct, frozen=True, kw_only=True):
                 origin == "*" or is_origin,
                 "allowed-origins",
                 origin,
-                "write origins as https://chat.example.com, without a path, or * for all",
+                "write origins such as https://chat.example.com, without a path, or * for all",
             )
 
 

@@ -53,8 +53,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.endpoint is not None or (self.publisher != "zmq" and not self.replay_endpoint),
             f"{prefix}.endpoint",
             self.endpoint,
-            "give one, as tcp://127.0.0.1:5557: whoever reaches it can read all prompts, so there "
-            "is no default",
+            "give an address such as tcp://127.0.0.1:5557; there is no default, because everyone "
+            "who can connect to it can read all prompts",
         )
         for key, endpoint in (
             ("endpoint", self.endpoint),
@@ -80,7 +80,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
             is_on or not self.enable_kv_cache_events,
             "kv-events-config.enable-kv-cache-events",
             self.enable_kv_cache_events,
-            "it tells of prefixes that can be reused: leave --enable-prefix-caching on",
+            "KV events report prefixes that can be reused: leave --enable-prefix-caching on",
         )
 
     def require_secret(self, secret: str, host: str) -> None:
@@ -89,8 +89,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
             bool(secret) or not self.enable_kv_cache_events or is_loopback(host),
             "kv-transfer-config.host",
             host,
-            "KV events are told there, and there is no secret: give every engine and proxy the "
-            "same one as PDSERVE_SECRET, or use a loopback host",
+            "it serves KV events, and there is no secret: give every engine and proxy the same "
+            "one as PDSERVE_SECRET, or use a loopback host",
         )
 
 

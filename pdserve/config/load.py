@@ -63,7 +63,7 @@ class Table:
         defaults: Values by flag that stand in for the fields' own defaults.
         other_variables: Variables of another program, and how each becomes raw values by flag; of
             two for one flag the first wins, and ours over all of them.
-        absent: Flags of another program that are not here, and a sentence that says why.
+        absent: Flags of another program that are not supported, and a sentence that says why.
     """
 
     settings: tuple[Setting, ...]
@@ -85,7 +85,7 @@ class Table:
         return self.defaults.get(setting.flag, setting.default)
 
     def hint(self, name: str, dashes: str = "") -> str:
-        """Say what to do about a flag that is not here.
+        """Say what to do about a flag that is not supported.
 
         Args:
             name: Without dashes in front.
@@ -173,7 +173,7 @@ def resolve(
         else:
             default = table.default(setting)
             if default is Required.REQUIRED:
-                raise ConfigError(f"--{flag} is needed and nobody gave it", param=flag)
+                raise ConfigError(f"--{flag} is missing: give it a value", param=flag)
             resolved[flag] = Resolved(default, Source.DEFAULT, "default")
     return resolved
 
@@ -208,7 +208,7 @@ def _in_environment(name: str, environ: Mapping[str, str]) -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{name}{_FILE} is {path}, which cannot be read: {why}") from error
 
 
@@ -224,7 +224,10 @@ def _expand(
         names: dict[str, str] = {}
         for name in items:
             if names.setdefault(canonical(name), name) != name:
-                raise ConfigError(f"{where(name)}: {names[canonical(name)]!r} is the same setting")
+                raise ConfigError(
+                    f"{where(name)} and {names[canonical(name)]!r} are the same setting: give "
+                    "only one of them"
+                )
         for flag in sorted(names, key=lambda flag: flag not in shorthands):
             value = items[names[flag]]
             try:
@@ -234,7 +237,7 @@ def _expand(
                     values[flag] = parse(settings[flag], value)
                 else:
                     raise ConfigError(
-                        f"{where(names[flag])}: no such setting; {table.hint(flag)}",
+                        f"{where(names[flag])} is not a setting; {table.hint(flag)}",
                         param=flag,
                     )
             except ValueError as error:
@@ -263,7 +266,7 @@ def unknown_variables(
     own = set(table.variables.values())
     known = own.union(*(other.variables.values() for other in others))
     return [
-        f"{name} is no setting{did_you_mean(name, own, least=0.85) or did_you_mean(name, known)}"
+        f"{name} is not a setting{did_you_mean(name, own, least=0.85) or did_you_mean(name, known)}"
         for name in sorted(environ)
         if name.startswith(ENVIRONMENT_PREFIX) and not {name, name.removesuffix(_FILE)} & known
     ]

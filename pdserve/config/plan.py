@@ -63,8 +63,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.num_engines is None and not self.layout:
             raise ConfigError(
-                "--num-engines is missing: say how many there are, as --num-engines 8, or which layouts to "
-                "compare, as --layout 4P4D 8B",
+                "--num-engines is missing: say how many engines there are, such as --num-engines "
+                "8, or which layouts to compare, such as --layout 4P4D 8B",
                 param="num-engines",
             )
         require(
@@ -88,8 +88,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
             ):
                 if not given:
                     raise ConfigError(
-                        f"--{flag} is missing: say what engines take, or name a proxy that has "
-                        "learned it, as --url http://127.0.0.1:8000",
+                        f"--{flag} is missing: give it, or name a proxy that has learned it, such "
+                        "as --url http://127.0.0.1:8000",
                         param=flag,
                     )
             require(

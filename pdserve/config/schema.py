@@ -190,7 +190,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.long_prefill_token_threshold == 0 or self.enable_chunked_prefill,
             "long-prefill-token-threshold",
             self.long_prefill_token_threshold,
-            "it spreads a prompt over steps: leave --enable-chunked-prefill on, or give 0",
+            "it spreads a prompt over several steps: leave --enable-chunked-prefill on, or use 0",
         )
 
 
@@ -331,7 +331,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.distributed_executor_backend != "inline" or self.num_ranks == 1,
             "distributed-executor-backend",
             self.distributed_executor_backend,
-            f"{self.num_ranks} ranks need processes of their own: use multiprocess or ray",
+            f"{self.num_ranks} ranks need their own processes: use multiprocess or ray",
         )
         require(
             self.num_threads is None or self.num_threads > 0,
@@ -396,8 +396,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             bool(self.secret) or self.kv_connector == "null" or is_loopback(host),
             flag,
             host,
-            "and there is no secret: give every engine and proxy the same one as PDSERVE_SECRET, "
-            "or use a loopback host",
+            "there is no secret: give every engine and proxy the same one as PDSERVE_SECRET, or "
+            "use a loopback host",
         )
 
 

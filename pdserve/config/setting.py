@@ -140,7 +140,7 @@ def parse_int(text: str) -> int:
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a whole number, as 512, 2k, 4M or 1GiB")
+        raise ValueError(f"{text!r} is not a whole number such as 512, 2k, 4M or 1GiB")
     digits, suffix = match.groups()
     whole, _, decimals = digits.partition(".")
     scale: int = 10 ** len(decimals)
@@ -192,7 +192,7 @@ def parse(setting: Setting, raw: object) -> object:
     if isinstance(raw, kind):
         return raw
     if not isinstance(raw, str):
-        raise ValueError(f"{raw!r} is not a text: put it in quotes")
+        raise ValueError(f"{raw!r} is not a string: put it in quotes")
     if issubclass(kind, enum.Enum):
         try:
             return kind(raw)
@@ -234,7 +234,7 @@ def _parse_list(raw: object) -> list[object]:
 def _text_of(item: object) -> str:
     if isinstance(item, str):
         return item
-    raise ValueError(f"{item!r} is not a text: put it in quotes")
+    raise ValueError(f"{item!r} is not a string: put it in quotes")
 
 
 def parse_object(raw: object) -> Mapping[str, object]:
@@ -249,7 +249,7 @@ def parse_object(raw: object) -> Mapping[str, object]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{raw!r} is not JSON: {error}") from None
     if not isinstance(raw, Mapping):
-        raise ValueError(f'{raw!r} is not an object, as {{"name": value}}')
+        raise ValueError(f'{raw!r} is not an object such as {{"name": value}}')
     return _no_key_twice([(str(key), value) for key, value in raw.items()])
 
 
@@ -257,5 +257,5 @@ def _no_key_twice(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     names = [canonical(name) for name, _ in pairs]
     for (name, _), spelled in zip(pairs, names, strict=True):
         if names.count(spelled) > 1:
-            raise ValueError(f"the key {name!r} stands there twice")
+            raise ValueError(f"the key {name!r} is given twice")
     return dict(pairs)

@@ -72,14 +72,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.method in ("", *METHODS),
             "speculative-config.method",
             self.method,
-            f"it is not here: use {' or '.join(METHODS)}",
+            f"it is not supported: use {' or '.join(METHODS)}",
         )
         require(
             bool(self.model) == (self.method in WITH_MODEL),
             "speculative-config.model",
             self.model,
-            f"the methods {', '.join(WITH_MODEL)} need a directory, a smaller model with the same "
-            f"tokenizer or heads, and others have none: this is {self.method!r}",
+            f"the methods {', '.join(WITH_MODEL)} need a directory (a smaller model with the same "
+            f"tokenizer, or heads) and the others take none; this is {self.method!r}",
         )
         num = self.num_speculative_tokens
         require(
@@ -119,6 +119,6 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             not self.is_by_head or num_stages == 1,
             "speculative-config.method",
             self.method,
-            "there are several pipeline stages, and it needs on the last one the embedding of the "
-            "first: use another method, or leave --pipeline-parallel-size out",
+            "with several pipeline stages the last one would need the embedding of the first: "
+            "use another method, or leave --pipeline-parallel-size out",
         )

@@ -73,14 +73,14 @@ class SweepConfig(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if len(given) > 1:
             raise ConfigError(
-                f"--{given[0]} and --{given[1]} do not go together: a sweep goes over rates or "
-                "over concurrencies, from a list or from a start",
+                f"--{given[0]} and --{given[1]} cannot be combined: a sweep varies either the "
+                "rate or the concurrency, over a list or from a start value",
                 param=given[1],
             )
         if not rates and not loads and not self.objectives:
             raise ConfigError(
                 "there is nothing to sweep: give loads (--request-rates 1,2,4 or "
-                "--max-concurrencies 1,8,64), or objectives to search with (--slo ttft:500 itl:50)",
+                "--max-concurrencies 1,8,64), or objectives to search for (--slo ttft:500 itl:50)",
                 param="request-rates",
             )
         if not rates and not loads and not self.bisect:

@@ -81,13 +81,13 @@ def parse_tiers(text: str) -> Tiers:
     for part in text.split(","):
         kind, _, rest = part.strip().partition(":")
         if kind not in _READERS:
-            _refuse(f"{part!r} is no tier: they are {', '.join(_READERS)}; {_FORM}")
+            _refuse(f"{part!r} is not a tier: use {', '.join(_READERS)}; {_FORM}")
         if kind in found:
-            _refuse(f"{text!r} has two tiers {kind!r}: give one of each")
+            _refuse(f"{text!r} has two tiers {kind!r}: give only one of each kind")
         found[kind] = _READERS[kind](part, rest)
     cpu, disk, redis = (found.get(kind) for kind in _READERS)
     if not isinstance(cpu, int):
-        _refuse(f"{text!r} has no cpu tier, which the others are filled from: add cpu:4GiB")
+        _refuse(f"{text!r} has no cpu tier, from which the other tiers are filled: add cpu:4GiB")
     assert disk is None or isinstance(disk, DiskTier)
     assert redis is None or isinstance(redis, RedisTier)
     return Tiers(cpu_bytes=cpu, disk=disk, redis=redis)
@@ -96,14 +96,17 @@ def parse_tiers(text: str) -> Tiers:
 def _cpu(part: str, rest: str) -> int:
     num_bytes = _size(part, rest)
     if num_bytes < LEAST_CPU_BYTES:
-        _refuse(f"{part!r} is too small for a few chunks: give it at least 64MiB")
+        _refuse(f"{part!r} is too small to hold a few chunks: use at least 64MiB")
     return num_bytes
 
 
 def _disk(part: str, rest: str) -> DiskTier:
     path, _, size = rest.rpartition(":")
     if not path.startswith("/"):
-        _refuse(f"{part!r} has no folder with an absolute path: write it as disk:/data/kv:50GiB")
+        _refuse(
+            f"{part!r} does not name a folder with an absolute path: write it as "
+            "disk:/data/kv:50GiB"
+        )
     return DiskTier(path, _size(part, size))
 
 
@@ -115,11 +118,14 @@ def _redis(part: str, rest: str) -> RedisTier:
         _refuse(f"{part!r}: {error}")
     if url.username or url.password:
         _refuse(
-            "a password in a redis tier would be on a command line, where every user can read it: "
-            f"set {REDIS_USERNAME} and {REDIS_PASSWORD} instead"
+            "a password in a redis tier would appear on a command line, where every user can "
+            f"read it: set {REDIS_USERNAME} and {REDIS_PASSWORD} instead"
         )
     if url.scheme != "redis" or not url.hostname or url.path not in ("", "/") or url.query:
-        _refuse(f"{part!r} is no server: write it as redis:redis://127.0.0.1:6379, without more")
+        _refuse(
+            f"{part!r} does not name a server: write only its address, as "
+            "redis:redis://127.0.0.1:6379"
+        )
     return RedisTier(url.hostname, port)
 
 
@@ -134,7 +140,7 @@ def _size(part: str, text: str) -> int:
     try:
         num_bytes = parse_int(text)
     except ValueError:
-        _refuse(f"{part!r} has no size: end it with one, as 4GiB or 500M")
+        _refuse(f"{part!r} has no size: end it with a size such as 4GiB or 500M")
     if num_bytes <= 0:
         _refuse(f"{part!r} has the size {num_bytes}: {POSITIVE}")
     return num_bytes

@@ -28,12 +28,12 @@ class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"--url is {self.url!r}: write it as http://127.0.0.1:8000", param="url"
+                f"--url is {self.url!r}: use a URL such as http://127.0.0.1:8000", param="url"
             )
         if not self.seconds > 0:
-            raise ConfigError(f"--seconds is {self.seconds!r}: must be above 0", param="seconds")
+            raise ConfigError(f"--seconds is {self.seconds!r}: it must be above 0", param="seconds")
         if not self.output:
-            raise ConfigError("--output is '': name a file", param="output")
+            raise ConfigError("--output is empty: name a file", param="output")
 
 
 # fmt: off

@@ -48,7 +48,7 @@ def read_yaml(path: Path) -> YamlFile:
                 names = [self.construct_object(key, deep=True) for key, _ in node.value]
                 index = next(i for i, name in enumerate(names) if name in names[:i])
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {names[index]!r} stands there twice",
+                    problem=f"the key {names[index]!r} is given twice",
                     problem_mark=node.value[index][0].start_mark,
                 )
             return mapping
@@ -69,7 +69,7 @@ def read_yaml(path: Path) -> YamlFile:
         return YamlFile(path, {}, {})
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(
-            f"--config {path} must map flag names to values, as `port: 8100`", param="config"
+            f"--config {path} must map flag names to values, such as `port: 8100`", param="config"
         )
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
     return YamlFile(path, {str(key): value for key, value in content.items()}, lines)

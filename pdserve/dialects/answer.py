@@ -224,7 +224,7 @@ class Dialect(abc.ABC):
         try:
             chunk = _decode_chunk(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise UpstreamError(f"an engine's answer is no chat completion: {error}") from error
+            raise UpstreamError(f"an engine's answer is not a chat completion: {error}") from error
         if chunk.error is not None:
             self._has_ended = True
             yield from self.failed(chunk.error)

@@ -76,12 +76,13 @@ def _add(messages: list[_Message], item: dict[str, Any], where: str) -> None:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case "item_reference":
             raise BadRequestError(
-                f"{where} refers to another response: none is kept; send the item itself",
+                f"{where} refers to another response, and responses are not kept: send the item "
+                "itself",
                 param=_PARAM,
             )
         case kind:
             raise BadRequestError(
-                f"{where}.type is {kind!r}: of tools, only calls of functions are supported",
+                f"{where}.type is {kind!r}: the only supported tools are functions",
                 param=_PARAM,
             )
 

@@ -257,8 +257,8 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
         raise BadRequestError(
-            f"tools[{index}].type is {tool['type']!r}: this server has no tools of its own; only "
-            "the client's can be called",
+            f"tools[{index}].type is {tool['type']!r}: this server has no built-in tools; only "
+            "tools of the client can be called",
             param="tools",
         )
     function: dict[str, Any] = {

@@ -233,7 +233,7 @@ def _chat(body: ResponsesRequest) -> dict[str, Any]:
     for index, name in enumerate(body.include or ()):
         if name not in _INCLUDABLE:
             raise BadRequestError(
-                f"include[{index}] is {name!r}: an answer has {' and '.join(_INCLUDABLE)} at most",
+                f"include[{index}] is {name!r}: only {' and '.join(_INCLUDABLE)} can be included",
                 param="include",
             )
     if _LOGPROBS in (body.include or ()):
@@ -274,8 +274,8 @@ def _tools(body: ResponsesRequest) -> dict[str, Any]:
     for index, tool in enumerate(body.tools):
         if tool.get("type") != "function":
             raise BadRequestError(
-                f"tools[{index}].type is {tool.get('type')!r}: this server has no tools of its "
-                "own; only functions can be called",
+                f"tools[{index}].type is {tool.get('type')!r}: this server has no built-in tools; "
+                "only functions can be called",
                 param="tools",
             )
         function = {name: value for name, value in tool.items() if name != "type"}
@@ -287,7 +287,7 @@ def _tools(body: ResponsesRequest) -> dict[str, Any]:
     if isinstance(choice, dict):
         if choice.get("type") != "function":
             raise BadRequestError(
-                f"tool_choice.type is {choice.get('type')!r}: only a function can be chosen",
+                f"tool_choice.type is {choice.get('type')!r}: it must be function",
                 param="tool_choice",
             )
         choice = {"type": "function", "function": {"name": choice.get("name")}}

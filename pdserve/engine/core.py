@@ -127,8 +127,8 @@ class EngineCore:
         self._looked_s = now_s
         if self._step_age_s > self._step_timeout_s:
             raise RankDiedError(
-                f"a step has not come back for {self._step_timeout_s:g} s (--step-timeout; raise "
-                "it if steps may take so long, or lower --max-num-batched-tokens)"
+                f"a step has not finished within {self._step_timeout_s:g} s: raise --step-timeout "
+                "if steps may take so long, or lower --max-num-batched-tokens"
             )
 
     def post(self) -> None:

@@ -65,8 +65,8 @@ async def launch(config: EngineConfig, *, progress: Callable[[str], None]) -> La
         return await launch_engine(config, progress=progress)
     if is_shared and config.parallel.executor_backend == "ray":
         raise ConfigError(
-            "--distributed-executor-backend is 'ray': engine cores that share experts need "
-            "their ranks on one machine; use multiprocess, or --data-parallel-size 1",
+            "--distributed-executor-backend is 'ray', but engine cores that share experts need "
+            "their ranks on one machine: use multiprocess, or --data-parallel-size 1",
             param="distributed-executor-backend",
         )
     client = DataParallelClient(config)

@@ -254,7 +254,10 @@ class KVEventPublisher:
 
     def _curve(self, kind: int, secret: str) -> zmq.Socket[bytes]:
         if not zmq.has("curve"):
-            raise ConfigError("pdserve needs a ZMQ with CURVE: install pyzmq from its wheels")
+            raise ConfigError(
+                "this ZMQ has no CURVE encryption, which pdserve needs: install pyzmq from its "
+                "wheels"
+            )
         listening = self._context.socket(kind)
         listening.curve_server = True
         listening.curve_secretkey = curve_secret(secret)
@@ -275,8 +278,8 @@ def _bind_port(bound: zmq.Socket[bytes], host: str, port: int) -> int:
         bound.bind(f"tcp://{number}:{port or '*'}")
     except (OSError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"--kv-events-config.port is {port}: {host!r} cannot be taken: {error}; give another "
-            "one, or 0 for a free one",
+            f"--kv-events-config.port is {port}: cannot listen on it at {host!r} ({error}); use "
+            "another port, or 0 for a free one",
             param="kv-events-config.port",
         ) from error
     return int(bound.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
@@ -296,7 +299,8 @@ def _open(opened: zmq.Socket[bytes], endpoint: str, rank: int, *, flag: str) -> 
         (opened.bind if is_bound else opened.connect)(mine)
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"--kv-events-config.{flag} is {endpoint!r}: {mine} cannot be taken: {error}; give "
-            "another one, and each engine of a machine its own (--prefill.FLAG, --decode.FLAG)",
+            f"--kv-events-config.{flag} is {endpoint!r}: cannot listen on {mine} ({error}); use "
+            "another address, and a different one for each engine of a machine (--prefill.FLAG, "
+            "--decode.FLAG)",
             param=f"kv-events-config.{flag}",
         ) from error

@@ -46,7 +46,7 @@ def shares_experts(config: EngineConfig) -> bool:
     arch = read_arch(Path(config.model.model))
     if arch.moe is None:
         raise ConfigError(
-            f"--enable-expert-parallel is set, and {config.model.model!r} ({arch.architecture}) "
+            f"--enable-expert-parallel is set, but {config.model.model!r} ({arch.architecture}) "
             "has no experts: leave it out",
             param="enable-expert-parallel",
         )

@@ -79,8 +79,8 @@ def _executor_class(backend: str) -> Callable[..., Executor]:
             from pdserve.executor.ray import RayExecutor
         except ImportError as error:
             raise ConfigError(
-                "--distributed-executor-backend is 'ray', which is not installed: "
-                f"pip install 'pdserve[ray]' ({error})",
+                f"--distributed-executor-backend is 'ray', which is not installed ({error}): pip "
+                "install 'pdserve[ray]'",
                 param="distributed-executor-backend",
             ) from None
 

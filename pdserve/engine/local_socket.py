@@ -35,7 +35,10 @@ class LocalKeys(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: This ZMQ has no encryption.
         """
         if not zmq.has("curve"):
-            raise ConfigError("pdserve needs a ZMQ with CURVE: install pyzmq from its wheels")
+            raise ConfigError(
+                "this ZMQ has no CURVE encryption, which pdserve needs: install pyzmq from its "
+                "wheels"
+            )
         public, secret = zmq.curve_keypair()
         return cls(public=public, secret=secret)
 

@@ -100,14 +100,16 @@ class OpenRequests:
         num_waiting = max(len(self._answers) - max_running, num_waiting)
         if num_waiting >= self._max_waiting:
             raise OverloadedError(
-                f"{num_waiting} requests wait already (at most {self._max_waiting})",
+                f"too many requests are waiting ({num_waiting}, at most {self._max_waiting}): "
+                "try again later",
                 retry_after_s=1.0,
             )
         num_tokens_waiting = sum(self._num_tokens_waiting.values())
         if num_tokens_waiting and num_tokens_waiting + num_tokens > self._max_waiting_tokens:
             raise OverloadedError(
-                f"{num_tokens_waiting} prompt tokens wait already, and this request has "
-                f"{num_tokens} (over all choices; at most {self._max_waiting_tokens} may wait)",
+                f"too many prompt tokens are waiting ({num_tokens_waiting}, and this request adds "
+                f"{num_tokens} over all its choices; at most {self._max_waiting_tokens}): try "
+                "again later",
                 retry_after_s=1.0,
             )
 

@@ -119,8 +119,8 @@ class RayExecutor(RankedExecutor):
     ) -> None:
         if core.num_cores > 1:
             raise ConfigError(
-                f"--{_FLAG} is 'ray': the ranks of {core.num_cores} data-parallel engine cores "
-                "that share experts are started on one machine only: use multiprocess",
+                f"--{_FLAG} is 'ray', but the ranks of {core.num_cores} data-parallel engine "
+                "cores that share experts can only run on one machine: use multiprocess",
                 param=_FLAG,
             )
         num_ranks = config.parallel.num_ranks
@@ -216,7 +216,7 @@ class RayRanks:
         self._group = placement_group([{self._resource: 1}] * self._num_ranks, strategy="PACK")
         if not self._group.wait(timeout_s):
             raise ConfigError(
-                f"Ray has no room for {what} within {timeout_s:g} s (it has {total}"
+                f"Ray did not find room for {what} within {timeout_s:g} s (it has {total}"
                 f"{', in use' if is_large_enough else ''}): add nodes, or lower "
                 "--tensor-parallel-size or --pipeline-parallel-size",
                 param="tensor-parallel-size",
@@ -339,8 +339,8 @@ def _connect() -> None:
     except (OSError, RuntimeError, ValueError) as error:
         where = "on this machine" if address == "auto" else f"at RAY_ADDRESS={address}"
         raise ConfigError(
-            f"--{_FLAG} is 'ray', and there is no cluster {where} ({error}): start one with "
-            "`ray start --head`, or name it in RAY_ADDRESS",
+            f"--{_FLAG} is 'ray', but there is no cluster {where} ({error}): start one with `ray "
+            "start --head`, or name it in RAY_ADDRESS",
             param=_FLAG,
         ) from None
 

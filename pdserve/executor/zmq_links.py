@@ -64,7 +64,8 @@ class ZmqHub:
     def __init__(self, num_ranks: int, *, host: str) -> None:
         if not zmq.has("curve"):
             raise ConfigError(
-                "ranks on other machines need a ZMQ with CURVE: install pyzmq from its wheels",
+                "ranks on other machines need a ZMQ with CURVE encryption: install pyzmq from "
+                "its wheels",
                 param="distributed-executor-backend",
             )
         self._tokens = [b"rank-" + secrets.token_hex(16).encode() for _ in range(num_ranks)]

@@ -83,9 +83,9 @@ class Access:
         is_a_page = request.method != hdrs.METH_GET and hdrs.ORIGIN in request.headers
         if is_forwarded or is_a_page or not is_loopback(request.remote or ""):
             raise ForbiddenError(
-                f"{request.path} is for operators: without an operator key only programs of this "
-                "host may ask; start the server with one (PDSERVE_OPERATOR_KEY), and send it as "
-                "`Authorization: Bearer KEY`"
+                f"{request.path} is for operators, and without an operator key only programs on "
+                "this host may ask for it: start the server with PDSERVE_OPERATOR_KEY, and send "
+                "the key as `Authorization: Bearer KEY`"
             )
 
 

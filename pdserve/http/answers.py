@@ -146,21 +146,22 @@ def refusal_of(error: web.HTTPException, request: web.BaseRequest) -> PdserveErr
                 allowed=allowed,
             )
         case web.HTTPRequestEntityTooLarge():
-            return BodyTooLargeError("the request body is larger than this server accepts")
+            return BodyTooLargeError(
+                "the request body is larger than this server accepts: send less"
+            )
         case web.HTTPNotFound() if request.path.startswith("/v1/"):
             return NotFoundError(
-                f"{request.path} is not served here: there are /v1/chat/completions, "
-                "/v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/score, "
-                "/v1/rerank and /v1/models"
+                f"{request.path} is not served here: use /v1/chat/completions, /v1/completions, "
+                "/v1/responses, /v1/messages, /v1/embeddings, /v1/score, /v1/rerank or /v1/models"
             )
         case web.HTTPNotFound():
             return NotFoundError(
-                f"there is no {request.path} here; the OpenAI API is under /v1, "
-                "for example /v1/chat/completions"
+                f"{request.path} does not exist here: the OpenAI API is under /v1, for example "
+                "/v1/chat/completions"
             )
         case web.HTTPExpectationFailed():
             return ExpectationError(
-                f"Expect is {request.headers.get(hdrs.EXPECT)!r}: only 100-continue is possible",
+                f"Expect is {request.headers.get(hdrs.EXPECT)!r}: only 100-continue is supported",
                 param="Expect",
             )
         case _:

@@ -76,11 +76,13 @@ class Bodies:
                         patience.reschedule(loop.time() + timeout_s)
         except TimeoutError:
             raise RequestTimeoutError(
-                f"the body has not come: {num_bytes} bytes are here, and for {timeout_s:g} s "
-                f"there were fewer than {MIN_BYTES_PER_S} per second"
+                f"the body did not arrive: after {num_bytes} bytes, fewer than {MIN_BYTES_PER_S} "
+                f"came per second for {timeout_s:g} s"
             ) from None
         except web.RequestPayloadError:
-            raise BadRequestError("the body is not in its encoding, or was cut off") from None
+            raise BadRequestError(
+                "the body does not match its Content-Encoding, or is incomplete"
+            ) from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def free(self, request: _Holder) -> None:
@@ -111,16 +113,16 @@ class Bodies:
         """
         if num_bytes > self._limits.max_body_bytes:
             raise BodyTooLargeError(
-                f"the request body has {num_bytes} bytes or more; at most "
-                f"{self._limits.max_body_bytes} are accepted (--max-body-bytes)"
+                f"the request body has at least {num_bytes} bytes, and at most "
+                f"{self._limits.max_body_bytes} are accepted (--max-body-bytes): send less"
             )
         more = COPIES * num_bytes - request.get(_HELD, 0)
         if more <= 0:
             return
         if self.num_held_bytes + more + COPIES * num_bytes > self._limits.body_memory:
             raise OverloadedError(
-                f"there is no room for a body of {num_bytes} bytes beside those of the requests "
-                "that run: try again later",
+                f"there is no memory for a body of {num_bytes} bytes beside those of the running "
+                "requests: try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self.num_held_bytes += more

@@ -91,15 +91,15 @@ class ClientConnection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answer what is no HTTP, and what no middleware has caught; then hang up."""
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun: there is no place for an error")
+            raise ConnectionError("the answer has already started, so no error can be sent")
         error: PdserveError
         if status < 500:
             reason = (message or "it cannot be read").strip().split("\n", 1)[0].rstrip(":")
-            error = BadRequestError(f"this is no HTTP request: {reason}", code="invalid_http")
+            error = BadRequestError(f"this is not an HTTP request: {reason}", code="invalid_http")
         else:
             failed = "request failed"
             log_event(_log, failed, level=logging.ERROR, exc_info=exc, endpoint=request.path)
-            error = PdserveError("the server failed; its log has the details")
+            error = PdserveError("the server failed: its log has the details")
         answer = error_answer(error)
         answer.force_close()
         return answer
@@ -214,10 +214,10 @@ class HttpListener(web.TCPSite):
 def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
-            f"port {port} on {host} is in use: choose another one with --port", param="port"
+            f"--port is {port}, which is in use on {host}: choose another port", param="port"
         )
     return ConfigError(
-        f"cannot listen on {host}:{port} ({error.strerror or error}): see --host and --port",
+        f"cannot listen on {host}:{port} ({error.strerror or error}): check --host and --port",
         param="host",
     )
 

@@ -113,7 +113,7 @@ class Verifier:
             raise _unproven(PROOF_HEADER)
         if self._new_nonce is not None and not self._is_fresh(stamp):
             raise StaleProofError(
-                "the proof was used before, or was made for another life of this server",
+                "the proof was already used, or was made before this server restarted",
                 nonce=self._nonce,
             )
 
@@ -153,8 +153,8 @@ def _are_equal(given: str, expected: str) -> bool:
 
 def _unproven(header: str) -> UnauthorizedError:
     return UnauthorizedError(
-        f"{header} is missing or does not fit: engines and proxies need the same secret, given to "
-        "each as PDSERVE_SECRET",
+        f"{header} is missing or does not match: give every engine and proxy the same secret as "
+        "PDSERVE_SECRET",
         code="invalid_signature",
     )
 
@@ -163,17 +163,17 @@ def _refuse_pages(request: web.Request) -> None:
     """A browser sends JSON to another origin only if that allows it, and says for whom it asks."""
     if request.content_type != "application/json":
         raise BadRequestError(
-            f"Content-Type is {request.content_type!r}: application/json is needed here",
+            f"Content-Type is {request.content_type!r}: it must be application/json",
             param="Content-Type",
         )
     if hdrs.ORIGIN in request.headers:
-        raise BadRequestError("this is no path for web pages: leave Origin out", param="Origin")
+        raise BadRequestError("web pages may not use this path: leave Origin out", param="Origin")
 
 
 def _refuse_other_hosts(remote: str | None) -> None:
     if not is_loopback(remote or ""):
         raise UnauthorizedError(
-            f"{remote} may not do this: without a secret only this host may; give the proxy and "
-            "every engine the same one as PDSERVE_SECRET",
+            f"{remote} may not do this, because without a secret only this host may: give every "
+            "engine and proxy the same one as PDSERVE_SECRET",
             code="secret_required",
         )

@@ -240,7 +240,8 @@ def _check_ranges(body: SamplingFields) -> None:
         raise BadRequestError("bad_words must not contain an empty word", param="bad_words")
     if body.allowed_token_ids == []:
         raise BadRequestError(
-            "allowed_token_ids is empty: nothing is left to sample", param="allowed_token_ids"
+            "allowed_token_ids is empty, so no token can be sampled: name some, or leave it out",
+            param="allowed_token_ids",
         )
     if body.stream_options is not None and not body.stream:
         raise BadRequestError(
@@ -251,7 +252,9 @@ def _check_ranges(body: SamplingFields) -> None:
             "prompt_logprobs is not available when stream is true", param="prompt_logprobs"
         )
     if body.logprob_token_ids == []:
-        raise BadRequestError("logprob_token_ids is empty", param="logprob_token_ids")
+        raise BadRequestError(
+            "logprob_token_ids is empty: name some, or leave it out", param="logprob_token_ids"
+        )
     match body:
         case CompletionRequest():
             _refuse_tokens_without_logprobs(body, body.logprobs is not None)
@@ -273,7 +276,9 @@ def _check_ranges(body: SamplingFields) -> None:
             if body.prediction is not None:
                 body.prediction.predicted()
             if not body.messages:
-                raise BadRequestError("messages is empty", param="messages")
+                raise BadRequestError(
+                    "messages is empty: send at least one message", param="messages"
+                )
             _refuse_two_ends(body)
 
 
@@ -289,13 +294,16 @@ def _check_pooling(body: PoolingFields) -> None:
             _check("top_n", body.top_n, 0, None)
             _check_number_of_texts("documents", len(body.documents))
             if not body.documents:
-                raise BadRequestError("documents is empty", param="documents")
+                raise BadRequestError(
+                    "documents is empty: send at least one text", param="documents"
+                )
 
 
 def _check_number_of_texts(field: str, number: int) -> None:
     if number > MAX_TEXTS:
         raise BadRequestError(
-            f"{field} has {number} texts: {MAX_TEXTS} are taken at once; send several requests",
+            f"{field} has {number} texts, and at most {MAX_TEXTS} are accepted: send several "
+            "requests",
             param=field,
         )
 
@@ -305,7 +313,7 @@ def _check_what_prompts_share(body: SamplingFields | PoolingFields) -> None:
     _check("truncate_prompt_tokens", body.truncate_prompt_tokens, -1, None)
     if body.truncate_prompt_tokens == 0:
         raise BadRequestError(
-            "truncate_prompt_tokens is 0: it must be at least 1, or -1 for what has room",
+            "truncate_prompt_tokens is 0: it must be at least 1, or -1 for as many as fit",
             param="truncate_prompt_tokens",
         )
     if body.cache_salt == "":
@@ -320,8 +328,8 @@ def _refuse_two_ends(body: ChatRequest | TokenizeRequest) -> None:
     """
     if body.continue_final_message and body.add_generation_prompt:
         raise BadRequestError(
-            "continue_final_message and add_generation_prompt are both true: the answer either "
-            "goes on with the last message or follows it; leave one out",
+            "continue_final_message and add_generation_prompt are both true: the answer can "
+            "either continue the last message or follow it; set only one",
             param="continue_final_message",
         )
 
@@ -336,7 +344,7 @@ def _check(name: str, value: float | None, minimum: float, maximum: float | None
 def _refuse_tokens_without_logprobs(body: SamplingFields, has_logprobs: bool) -> None:
     if body.logprob_token_ids is not None and not has_logprobs:
         raise BadRequestError(
-            "logprob_token_ids is only allowed where logprobs are asked for",
+            "logprob_token_ids is only allowed with logprobs",
             param="logprob_token_ids",
         )
 
@@ -359,5 +367,5 @@ def _check_sizes(body: SamplingFields) -> None:
     ):
         if size > maximum:
             raise BadRequestError(
-                f"{name} has {size} {what}: it may have {maximum} at most; {remedy}", param=name
+                f"{name} has {size} {what}, and at most {maximum} are allowed: {remedy}", param=name
             )

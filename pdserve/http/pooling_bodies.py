@@ -147,8 +147,8 @@ def _paired(ours: list[str], theirs: list[str], field: str) -> list[tuple[str, s
         ours = ours * len(theirs)
     if len(ours) != len(theirs):
         raise BadRequestError(
-            f"{field} has {len(theirs)} texts for {len(ours)}: give as many, or one text and "
-            "several others",
+            f"{field} has {len(theirs)} texts for {len(ours)}: give the same number, or one text "
+            "and several others",
             param=field,
         )
     return list(zip(ours, theirs, strict=True))

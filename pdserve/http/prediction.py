@@ -38,7 +38,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         for part in self.content:
             if part.type != "text":
                 raise BadRequestError(
-                    f"prediction.content has a part of type {part.type!r}: it may have 'text' only",
+                    f"prediction.content has a part of type {part.type!r}: only 'text' is allowed",
                     param="prediction",
                 )
         return "".join(part.text for part in self.content)

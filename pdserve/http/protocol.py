@@ -42,7 +42,7 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True):
         for name, milliseconds in (("ttft_ms", self.ttft_ms), ("itl_ms", self.itl_ms)):
             if milliseconds is not None and not 0 < milliseconds <= MAX_SLO_MS:
                 raise ValueError(
-                    f"{name} is {milliseconds:g}: give milliseconds, above 0 and at most "
+                    f"{name} is {milliseconds:g}: it must be in milliseconds, above 0 and at most "
                     f"{MAX_SLO_MS:g}"
                 )
 
@@ -200,8 +200,8 @@ def prompts_of(prompts: Prompts, field: str) -> list[str] | list[list[int]]:
             if kinds == {str}:
                 return cast("list[str]", items)
     raise BadRequestError(
-        f"{field} must be a string, a list of strings, a list of token ids or a list of "
-        "lists of token ids, not a mixture",
+        f"{field} must be a string, a list of strings, a list of token ids or a list of lists of "
+        "token ids, and not a mixture",
         param=field,
     )
 
@@ -233,8 +233,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         num_choices = self.num_choices * len(found)
         if num_choices > MAX_CHOICES:
             raise BadRequestError(
-                f"the request has {num_choices} choices (n for each prompt); "
-                f"at most {MAX_CHOICES} are served",
+                f"the request has {num_choices} choices (n for each prompt), and at most "
+                f"{MAX_CHOICES} are allowed: send several requests",
                 param="n" if self.num_choices > 1 else "prompt",
             )
         return found

@@ -63,7 +63,7 @@ def _show(context: ssl.SSLContext, tls: TlsConfig) -> None:
         context.load_cert_chain(tls.certfile, keyfile, password=ask)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            why = f"does not fit the certificate in --ssl-certfile {tls.certfile}"
+            why = f"does not match the certificate in --ssl-certfile {tls.certfile}"
             raise _refused(key_flag, keyfile, why) from None
         why = f"cannot be used with the key in {keyfile}: {error.reason or error}"
         raise _refused("ssl-certfile", tls.certfile, why) from None
@@ -86,7 +86,7 @@ def _require(flag: str, name: str, mark: bytes, what: str) -> None:
     except OSError as error:
         raise _refused(flag, name, f"cannot be read: {error.strerror}") from None
     if mark not in content:
-        raise _refused(flag, name, f"has no {what} in PEM form")
+        raise _refused(flag, name, f"contains no {what} in PEM format")
 
 
 def _refused(flag: str, name: str, why: str) -> ConfigError:

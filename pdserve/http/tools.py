@@ -23,12 +23,12 @@ def tools_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, 
         BadRequestError: One of them is no function with a name and a schema, or they are too many.
     """
     if len(tools) > MAX_TOOLS:
-        raise _refused("tools", f"has {len(tools)} tools: at most {MAX_TOOLS} are taken; send less")
+        raise _refused("tools", f"has {len(tools)} tools, and at most {MAX_TOOLS} are accepted")
     found: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if tool.get("type", "function") != "function":
-            raise _refused(f"{where}.type", f"is {tool['type']!r}: only function is supported")
+            raise _refused(f"{where}.type", f"is {tool['type']!r}: it must be function")
         function = tool.get("function")
         if not isinstance(function, dict):
             raise _refused(f"{where}.function", "must be an object with a name and parameters")
@@ -39,10 +39,14 @@ def tools_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, 
                 f"must be a string of 1 to {MAX_NAME_CHARS} characters",
             )
         if name in found:
-            raise _refused(f"{where}.function.name", f"is {name!r}, as another tool's; rename one")
+            raise _refused(
+                f"{where}.function.name", f"is {name!r}, the name of another tool: rename one"
+            )
         parameters = function.get("parameters")
         if not isinstance(parameters, dict | None):
-            raise _refused(f"{where}.function.parameters", "must be a JSON Schema, an object")
+            raise _refused(
+                f"{where}.function.parameters", "must be a JSON schema, which is an object"
+            )
         found[name] = parameters or {}
     return found
 

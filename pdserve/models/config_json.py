@@ -25,8 +25,8 @@ def read_config(directory: Path, param: str = "model") -> dict[str, Any]:
     """
     if not directory.is_dir():
         raise ConfigError(
-            f"model {str(directory)!r} is not a directory: give the path of a model in "
-            "Hugging Face format (config.json, *.safetensors, tokenizer.json)",
+            f"model {str(directory)!r} is not a directory: name a model in Hugging Face format "
+            "(config.json, *.safetensors, tokenizer.json)",
             param=param,
         )
     path = directory / "config.json"
@@ -34,11 +34,11 @@ def read_config(directory: Path, param: str = "model") -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
-            f"model {str(directory)!r} has no config.json: it is not in Hugging Face format",
+            f"model {str(directory)!r} has no config.json, so it is not in Hugging Face format",
             param=param,
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}", param=param) from None
+        raise ConfigError(f"{path} is not valid JSON: {error}", param=param) from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a JSON object", param=param)
     return config

@@ -274,9 +274,13 @@ def make_eagle(
         )
     offsets, size = source.integers(_OFFSETS), arch.draft_vocab_size
     if offsets is None and size < arch.layer.vocab_size:
-        raise ConfigError(f"draft_vocab_size is {size}: there is no tensor d2t that names those")
+        raise ConfigError(
+            f"draft_vocab_size is {size}, but there is no tensor d2t that maps those tokens"
+        )
     if offsets is not None and offsets.shape != (size,):
-        raise ConfigError(f"d2t is of {list(offsets.shape)}, draft_vocab_size is {size}")
+        raise ConfigError(
+            f"d2t has the shape {list(offsets.shape)}, but draft_vocab_size is {size}"
+        )
     is_original = f"{_ORIGINAL}{_NORM_OF_INPUT}" in source
     return Eagle3Head(
         arch,

@@ -201,7 +201,7 @@ class FileDigest:
         for path, identity in zip(self._paths, self._files, strict=True):
             if FileIdentity.of(path) != identity:
                 raise ConfigError(
-                    f"{path} was changed while it was loaded: start again", param="model"
+                    f"{path} changed while it was being loaded: start again", param="model"
                 )
         rows = self._world.gather_engine_ints(mine)
         totals = set()
@@ -264,7 +264,7 @@ class FileDigest:
 
 def _different(what: str) -> ConfigError:
     return ConfigError(
-        f"the machines of this engine have {what}: copy one checkpoint to all of them",
+        f"the machines of this engine have {what}: copy the same checkpoint to all of them",
         param="model",
     )
 

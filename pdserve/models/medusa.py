@@ -260,8 +260,8 @@ def _read(directory: Path) -> Iterator[tuple[str, Tensor]]:
     paths = sorted(directory.glob("*.safetensors")) or list(directory.glob(MEDUSA_PT))
     if not paths:
         raise ConfigError(
-            f"{str(directory)!r} has neither *.safetensors nor {MEDUSA_PT}: there are no Medusa "
-            "heads in it",
+            f"{str(directory)!r} has neither *.safetensors nor {MEDUSA_PT}, so it holds no Medusa "
+            "heads",
             param=_PARAM,
         )
     for path in paths:
@@ -272,4 +272,4 @@ def _read(directory: Path) -> Iterator[tuple[str, Tensor]]:
                 tensors = load_file(path)
             yield from tensors.items()
         except (OSError, RuntimeError, EOFError, SafetensorError, UnpicklingError) as error:
-            raise ConfigError(f"{path} is not readable: {error}", param=_PARAM) from None
+            raise ConfigError(f"{path} cannot be read: {error}", param=_PARAM) from None

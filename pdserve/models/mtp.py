@@ -103,8 +103,8 @@ class MtpHead:
 def _with_one_layer_more(arch: ModelArch) -> ModelArch:
     if not arch.num_extra_layers:
         raise ConfigError(
-            f"num_nextn_predict_layers is absent or 0: this {arch.architecture} has no layer that "
-            "predicts further tokens"
+            f"num_nextn_predict_layers is absent or 0, so this {arch.architecture} has no layer "
+            "that predicts further tokens: use another method"
         )
     moe = arch.moe
     if moe is not None:

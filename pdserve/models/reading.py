@@ -50,12 +50,12 @@ def parse_arch(config: dict[str, Any]) -> ModelArch:
     names = config.get("architectures") or []
     if not isinstance(names, list) or len(names) != 1:
         raise ConfigError(
-            f"config.json: architectures is {names!r}: exactly one name is needed", param="model"
+            f"config.json: architectures is {names!r}: it must have exactly one name", param="model"
         )
     (name,) = names
     if name not in _FAMILIES:
         raise ConfigError(
-            f"architecture {name!r} is not supported: known are {', '.join(KNOWN)}", param="model"
+            f"architecture {name!r} is not supported: use one of {', '.join(KNOWN)}", param="model"
         )
     return _FAMILIES[name](Fields(name, config))
 

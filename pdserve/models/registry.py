@@ -254,14 +254,14 @@ def _stage(arch: ModelArch, parallel: ParallelConfig, world: World) -> range:
     explicit, num_stages = parallel.pipeline_layers, world.pp.size
     if arch.num_layers < num_stages:
         raise ConfigError(
-            f"--pipeline-parallel-size is {num_stages}: the model has {arch.num_layers} layers, "
-            "and every stage needs one",
+            f"--pipeline-parallel-size is {num_stages}, but the model has only {arch.num_layers} "
+            "layers and every stage needs one: use a smaller size",
             param="pipeline-parallel-size",
         )
     if explicit and sum(explicit) != arch.num_layers:
         raise ConfigError(
-            f"--pipeline-layers is {list(explicit)}, {sum(explicit)} in all: the model has "
-            f"{arch.num_layers} layers",
+            f"--pipeline-layers is {list(explicit)}, a total of {sum(explicit)}: it must be "
+            f"{arch.num_layers}, the model's number of layers",
             param="pipeline-layers",
         )
     return split_layers(arch.num_layers, num_stages, explicit)[world.pp.index]
@@ -282,7 +282,8 @@ def _max_model_len(config: ModelConfig, arch: ModelArch) -> int:
         return arch.max_context_len
     if wanted > arch.max_context_len:
         raise ConfigError(
-            f"--max-model-len is {wanted}: the model's positions end at {arch.max_context_len}",
+            f"--max-model-len is {wanted}, but the model supports at most {arch.max_context_len}: "
+            "lower it",
             param="max-model-len",
         )
     return wanted
@@ -294,7 +295,8 @@ def _dtype(config: ModelConfig, arch: ModelArch, checkpoint: Checkpoint | None) 
         return torch.float32 if checkpoint is None else checkpoint.dtype
     if name not in _DTYPES:
         raise ConfigError(
-            f"config.json: dtype is {name!r}: use --dtype with one of {', '.join(_DTYPES)}",
+            f"config.json: dtype is {name!r}, which is not supported: use --dtype with one of "
+            f"{', '.join(_DTYPES)}",
             param="dtype",
         )
     return _DTYPES[name]

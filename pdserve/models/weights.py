@@ -162,7 +162,9 @@ class Checkpoint:
         self._fp8 = fp8.read_fp8(Fields("", config))
         self._shards = [_Shard(path) for path in _shard_paths(directory)]
         if not any(shard.tensors for shard in self._shards):
-            raise ConfigError(f"the safetensors of {str(directory)!r} are empty", param="model")
+            raise ConfigError(
+                f"the safetensors files in {str(directory)!r} hold no tensors", param="model"
+            )
         if not any(name.startswith(_DECODER) for shard in self._shards for name in shard.tensors):
             for shard in self._shards:
                 shard.tensors = {_DECODER + name: each for name, each in shard.tensors.items()}
@@ -192,7 +194,9 @@ class Checkpoint:
         name = max(counts, key=lambda name: counts[name], default="BF16")
         if name not in _DTYPES:
             raise ConfigError(
-                f"weights are stored as {name}: supported are {', '.join(_DTYPES)}", param="model"
+                f"weights are stored as {name}, which is not supported: use one of "
+                f"{', '.join(_DTYPES)}",
+                param="model",
             )
         return _DTYPES[name]
 
@@ -213,7 +217,9 @@ class Checkpoint:
         for shard in self._shards:
             for name, tensor in shard.tensors.items():
                 if name in stored:
-                    raise ConfigError(f"tensor {name} is in two shards", param="model")
+                    raise ConfigError(
+                        f"tensor {name} is in two shards: it may be in only one", param="model"
+                    )
                 stored[name] = tensor
         scales = self._scales()
         missing = [name for name in slots if name not in stored]
@@ -255,7 +261,7 @@ class Checkpoint:
         ]
         if problems:
             raise ConfigError(
-                f"the weights do not fit config.json; {'; '.join(problems)}", param="model"
+                f"the weights do not match config.json: {'; '.join(problems)}", param="model"
             )
 
     def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
@@ -342,7 +348,7 @@ class _Shard:
             )
 
     def _broken(self, why: str) -> ConfigError:
-        return ConfigError(f"{self.path} is not usable: {why}", param="model")
+        return ConfigError(f"{self.path} cannot be used: {why}", param="model")
 
     def read(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's regions, as views of the mapped file, which is unmapped at the end."""
@@ -376,8 +382,8 @@ def _shard_paths(directory: Path) -> list[Path]:
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
             raise ConfigError(
-                f"model {str(directory)!r} lacks {len(missing)} of {len(paths)} shards that its "
-                f"index names: {', '.join(missing)}",
+                f"model {str(directory)!r} lacks {len(missing)} of the {len(paths)} shards that "
+                f"its index names: {', '.join(missing)}",
                 param="model",
             )
         return paths
@@ -386,7 +392,7 @@ def _shard_paths(directory: Path) -> list[Path]:
     if not paths:
         raise ConfigError(
             f"model {str(directory)!r} has no *.safetensors: convert its weights to safetensors, "
-            "or use --load-format dummy for random ones",
+            "or use --load-format dummy for random weights",
             param="model",
         )
     return paths

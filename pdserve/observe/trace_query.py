@@ -45,8 +45,8 @@ def trace_query(query: Mapping[str, str]) -> TraceQuery:
         seconds = math.nan
     if not 0 < seconds <= HORIZON_S:
         raise BadRequestError(
-            f"seconds is {given!r}: it must be above 0, and at most {HORIZON_S:g}, which is how "
-            "much is kept",
+            f"seconds is {given!r}: it must be above 0 and at most {HORIZON_S:g}, the time for "
+            "which events are kept",
             param="seconds",
         )
     form = query.get("format", "json")

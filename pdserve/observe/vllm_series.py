@@ -17,14 +17,14 @@ class SeriesScope(enum.Enum):
     OBSERVED: of requests; a proxy observes those of its clients itself.
     SERVED: of the servers of engines alone, which take answers apart.
     PROCESS: of each process, engine or proxy, its own.
-    ABSENT: nobody has it.
+    ABSENT: no process has it.
     """
 
     SUMMED = "of engine cores; on the proxy summed by role"
     OBSERVED = "of requests; on the proxy of its clients' requests"
     SERVED = "of the servers of engines"
     PROCESS = "of each process"
-    ABSENT = "not here"
+    ABSENT = "not reported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class VllmSeries:
     Attributes:
         name: As vLLM names it; a counter's samples end in `_total`. A star stands for any end.
         kind: counter, gauge, histogram or summary.
-        meaning: What it says here; of an absent one, why it is not here.
+        meaning: What it says here; for an absent one, why it is not reported.
     """
 
     name: str

@@ -108,16 +108,16 @@ def place(
     """
     if num_experts + num_redundant < num_ranks:
         raise ConfigError(
-            f"{num_experts} experts and {num_redundant} redundant copies do not reach "
-            f"{num_ranks} ranks: use fewer ranks, or "
-            f"--eplb-config.num-redundant-experts {num_ranks - num_experts}",
+            f"{num_experts} experts and {num_redundant} redundant copies are too few for "
+            f"{num_ranks} ranks: use fewer ranks, or --eplb-config.num-redundant-experts "
+            f"{num_ranks - num_experts}",
             param="tensor-parallel-size",
         )
     most = num_experts * (num_ranks - 1)
     if num_redundant > most:
         raise ConfigError(
-            f"--eplb-config.num-redundant-experts is {num_redundant}: {num_experts} experts on "
-            f"{num_ranks} ranks have room for at most {most} further copies, one per rank",
+            f"--eplb-config.num-redundant-experts is {num_redundant}, but {num_experts} experts "
+            f"on {num_ranks} ranks leave room for at most {most} copies, one per rank: lower it",
             param="eplb-config.num-redundant-experts",
         )
     placing = Placing([()] * num_ranks, num_experts + num_redundant)

@@ -292,7 +292,7 @@ class SharedExchange:
             if status and ended:
                 raise PeerLostError(f"{self._name(ended[0])} has ended")
             if status and time.monotonic() - began > _TIMEOUT_S:
-                raise PeerLostError(f"{self._name(peer)} has not come in {_TIMEOUT_S:.0f} s")
+                raise PeerLostError(f"{self._name(peer)} did not connect within {_TIMEOUT_S:.0f} s")
 
     def _name(self, peer: int) -> str:
         return f"rank {self._ranks[peer]} (process {self._pids[peer]})"

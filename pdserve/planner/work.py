@@ -96,8 +96,8 @@ def parse_layout(text: str, *, flag: str = "layout") -> FleetLayout:
     layout = FleetLayout(*(int(number or 0) for number in found.groups())) if found else None
     if layout is None or not (layout.num_both or (layout.num_prefill and layout.num_decode)):
         raise ConfigError(
-            f"--{flag} {text}: write it as 4P4D (prefill and decode engines), 8B (engines for "
-            "both) or 1P1D2B",
+            f"--{flag} is {text!r}: write layouts such as 4P4D (prefill and decode engines), 8B "
+            "(engines for both) or 1P1D2B",
             param=flag,
         )
     return layout

@@ -23,8 +23,8 @@ def workload_of(requests: Sequence[Planned], tokenizer: Tokenizer) -> list[Work]
     place_of = {each.index: place for place, each in enumerate(requests)}
     if len(requests) > 1 and not any(each.at_s for each in requests):
         raise ConfigError(
-            "all requests are due at once: give --request-rate RPS, or a data set with times of "
-            "its own (--dataset-name trace)",
+            "all requests arrive at once: give --request-rate RPS, or use a data set that has "
+            "arrival times (--dataset-name trace)",
             param="request-rate",
         )
     return [

@@ -108,7 +108,8 @@ def _reading(body: ChatRequest, text: Text, prompt: str) -> AnswerReading:
         _check_choice(style)
     if is_forced and not (offered.keys() if name is None else offered.keys() & {name}):
         raise BadRequestError(
-            f"tool_choice asks for {'a tool' if name is None else repr(name)}: tools has none",
+            f"tool_choice asks for {'a tool' if name is None else repr(name)}, which tools does "
+            "not contain: add it, or change tool_choice",
             param="tool_choice",
         )
     strict = offered.keys() if is_forced else strict_tools(body.offered_tools)
@@ -134,14 +135,15 @@ def _check_choice(style: AnswerStyle) -> None:
     """
     if not style.reads_calls:
         raise BadRequestError(
-            "how this model writes tool calls is not known: start the server with "
-            "--tool-call-parser NAME, use tool_choice required, or leave tools out",
+            "the format of this model's tool calls is unknown: start the server with "
+            "--tool-call-parser NAME, set tool_choice to required, or leave tools out",
             param="tools",
             code="unsupported_parameter",
         )
     if not style.may_choose:
         raise BadRequestError(
-            "this server runs with --no-enable-auto-tool-choice: use tool_choice none or required",
+            "this server runs with --no-enable-auto-tool-choice: set tool_choice to none or "
+            "required",
             param="tool_choice",
             code="unsupported_parameter",
         )

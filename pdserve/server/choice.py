@@ -127,7 +127,7 @@ def raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_s
         case FinishReason.ERROR:
             raise _failure(output)
         case FinishReason.ABORT if _is_late(request, now_s):
-            raise DeadlineError("the request's deadline passed before it was complete")
+            raise DeadlineError("the request's deadline passed before its output was complete")
         case FinishReason.ABORT:
             why = output.error or "the engine gave the request up: it is shutting down"
             raise UnavailableError(why, retry_after_s=1.0, code="shutting_down")

@@ -108,7 +108,8 @@ class GrammarChecks:
     async def _in_thread(self, make: Callable[[], _Made], param: str) -> _Made:
         if self._num_waiting >= _MAX_WAITING:
             raise OverloadedError(
-                f"{self._num_waiting} requests wait for their grammars to be compiled already",
+                f"{self._num_waiting} requests are waiting for their grammars to be compiled: try "
+                "again later",
                 retry_after_s=1.0,
             )
         made: Future[_Made] = Future()
@@ -120,10 +121,11 @@ class GrammarChecks:
         except TimeoutError:
             if made.cancel():
                 raise OverloadedError(
-                    "the grammars of other requests take long to compile", retry_after_s=1.0
+                    "the grammars of other requests take too long to compile: try again later",
+                    retry_after_s=1.0,
                 ) from None
             raise BadRequestError(
-                f"{param}: it takes more than {TIMEOUT_S:g} s to compile; ask for less",
+                f"{param} takes more than {TIMEOUT_S:g} s to compile: simplify it",
                 param=param,
             ) from None
         finally:
@@ -178,7 +180,9 @@ def _answer_text(wanted: Wanted) -> str:
             return llguidance.LLMatcher.grammar_from_regex(value)
         case "choice":
             if not value:
-                raise BadRequestError(f"{wanted.param}: there is no choice", param=wanted.param)
+                raise BadRequestError(
+                    f"{wanted.param} has no choices: give at least one", param=wanted.param
+                )
             return "start: " + " | ".join(map(json.dumps, value))
         case _:
             return _lark(wanted)
@@ -191,7 +195,7 @@ def _schema(wanted: Wanted) -> dict[str, Any] | bool:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadRequestError(
-                f"{wanted.param}: the schema is not JSON: {error}", param=wanted.param
+                f"{wanted.param}: the schema is not valid JSON: {error}", param=wanted.param
             ) from error
     if schema is True:
         schema = {}
@@ -199,7 +203,7 @@ def _schema(wanted: Wanted) -> dict[str, Any] | bool:
         return schema
     if not isinstance(schema, dict):
         raise BadRequestError(
-            f"{wanted.param}: a JSON schema is an object, not {type(schema).__name__}",
+            f"{wanted.param}: a JSON schema must be an object, not {type(schema).__name__}",
             param=wanted.param,
         )
     return with_bounded_spaces(schema, **wanted.options)
@@ -211,7 +215,7 @@ def _lark(wanted: Wanted) -> str:
         return text
     if len(text) > MAX_GBNF_CHARS:
         raise BadRequestError(
-            f"{wanted.param}: a grammar in EBNF has {MAX_GBNF_CHARS} characters at most, not "
+            f"{wanted.param}: a grammar in EBNF may have at most {MAX_GBNF_CHARS} characters, not "
             f"{len(text)}: write it in Lark's syntax",
             param=wanted.param,
         )

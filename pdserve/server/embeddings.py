@@ -167,7 +167,9 @@ def _fields(body: PoolingFields) -> CompletionRequest:
     params = body.kv_transfer_params
     if params is not None and (params.do_remote_prefill or params.do_remote_decode):
         raise BadRequestError(
-            "kv_transfer_params: a vector is made by one engine alone", param="kv_transfer_params"
+            "kv_transfer_params is not supported here, because a single engine makes a vector: "
+            "leave it out",
+            param="kv_transfer_params",
         )
     return CompletionRequest(
         prompt=[],

@@ -83,12 +83,12 @@ def parse_hop(params: KVTransferParams | None, *, num_choices: int, secret: str)
     ours = params.pdserve or PdserveParams()
     if params.do_remote_decode and params.do_remote_prefill:
         raise BadRequestError(
-            f"{PARAMS}: do_remote_decode and do_remote_prefill exclude each other", param=PARAMS
+            f"{PARAMS}: do_remote_decode and do_remote_prefill cannot be combined", param=PARAMS
         )
     ticket = None if ours.ticket is None else _opened(ours.ticket, TICKETS, secret)
     if ticket is not None and num_choices != 1:
         raise BadRequestError(
-            f"{PARAMS}: pdserve.ticket is of one choice, and {num_choices} are asked for",
+            f"{PARAMS}: pdserve.ticket is for one choice, but the request asks for {num_choices}",
             param=PARAMS,
         )
     if params.do_remote_decode:
@@ -96,7 +96,7 @@ def parse_hop(params: KVTransferParams | None, *, num_choices: int, secret: str)
     if ticket is not None:
         if ours.handoffs:
             raise BadRequestError(
-                f"{PARAMS}: pdserve.ticket and pdserve.handoffs exclude each other", param=PARAMS
+                f"{PARAMS}: pdserve.ticket and pdserve.handoffs cannot be combined", param=PARAMS
             )
         return DecodeHop(
             handoffs=[None],
@@ -106,8 +106,8 @@ def parse_hop(params: KVTransferParams | None, *, num_choices: int, secret: str)
         )
     if not ours.handoffs:
         raise BadRequestError(
-            f"{PARAMS}: do_remote_prefill without pdserve.handoffs; "
-            "the prefill ran on an engine whose KV this one cannot read",
+            f"{PARAMS}: do_remote_prefill needs pdserve.handoffs; without them the prefill ran on "
+            "an engine whose KV this engine cannot read",
             param=PARAMS,
         )
     if len(ours.handoffs) != num_choices:
@@ -118,7 +118,7 @@ def parse_hop(params: KVTransferParams | None, *, num_choices: int, secret: str)
         )
     if all(handoff is None for handoff in ours.handoffs):
         raise BadRequestError(
-            f"{PARAMS}: every choice ended at the prefill engine; nothing is left to decode",
+            f"{PARAMS}: every choice ended at the prefill engine, so there is nothing to decode",
             param=PARAMS,
         )
     known = ours.prompt_logprobs or [None] * num_choices

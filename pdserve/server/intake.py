@@ -167,15 +167,15 @@ def refuse_long_prompt(text: str, widest: int | None, max_model_len: int, *, fie
     if widest is not None and len(text) > widest * max_model_len:
         num_tokens = -(-len(text) // widest)
         raise ContextLengthError(
-            f"This model's maximum context length is {max_model_len} tokens, but the "
-            f"request has {num_tokens} tokens of prompt or more; shorten the prompt.",
+            f"This model's maximum context length is {max_model_len} tokens, but the request's "
+            f"prompt has at least {num_tokens} tokens; shorten the prompt.",
             param=field,
         )
     max_chars = max(MIN_PROMPT_CHARS, MAX_CHARS_PER_TOKEN * max_model_len)
     if len(text) > max_chars:
         raise ContextLengthError(
-            f"This model's maximum context length is {max_model_len} tokens, and {field} has "
-            f"{len(text)} characters: at most {max_chars} are tokenized; shorten the prompt.",
+            f"This model's maximum context length is {max_model_len} tokens, but {field} has "
+            f"{len(text)} characters, and at most {max_chars} are tokenized; shorten the prompt.",
             param=field,
         )
 
@@ -215,7 +215,8 @@ def refuse_more(field: str, size: int, maximum: int, what: str) -> None:
     """
     if size > maximum:
         raise BadRequestError(
-            f"{field} has {size} {what}: at most {maximum} are taken; send less, or in pieces",
+            f"{field} has {size} {what}, and at most {maximum} are accepted: send less, or split "
+            "it into several requests",
             param=field,
         )
 

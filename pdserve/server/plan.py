@@ -146,7 +146,7 @@ def _output_limit(
     text, info = service.require_ready()
     if not prompt:
         field = asked.prompt_field
-        raise BadRequestError(f"{field}: the prompt is empty", param=field)
+        raise BadRequestError(f"{field}: the prompt is empty: send at least one token", param=field)
     check_token_ids(asked.prompt_field, prompt, text.vocab_size)
     if _goes_on_elsewhere(hop):
         room = max(1, info.max_model_len - len(prompt))
@@ -232,8 +232,8 @@ def _hop_of(request: web.Request, fields: SamplingFields, *, num_choices: int) -
     hop = parse_hop(fields.kv_transfer_params, num_choices=num_choices, secret=secret)
     if hop is not None and not (secret or is_loopback(request.remote or "")):
         raise HandoffRefusedError(
-            f"{PARAMS} came from {request.remote}: without a secret only this host may "
-            "send them; give every engine and proxy the same one as PDSERVE_SECRET"
+            f"{PARAMS} came from {request.remote}, and without a secret only this host may send "
+            "them: give every engine and proxy the same one as PDSERVE_SECRET"
         )
     return hop
 
@@ -340,9 +340,9 @@ def _check_size(
     wanted = fields.num_choices * sum(num_tokens)
     if wanted > max_tokens and not isinstance(hop, DecodeHop):
         raise BadRequestError(
-            f"n is {fields.num_choices}, for {len(num_tokens)} prompts: the request may take "
-            f"{wanted} tokens (each choice counts its prompt and its max_tokens), at most "
-            f"{max_tokens} are served at once; ask for fewer choices, or for fewer tokens each",
+            f"n is {fields.num_choices} for {len(num_tokens)} prompts, so the request may use "
+            f"{wanted} tokens (each choice counts its prompt and its max_tokens), and at most "
+            f"{max_tokens} are served at once: ask for fewer choices, or for fewer tokens each",
             param="n" if fields.num_choices > 1 else asked.prompt_field,
         )
 
@@ -355,8 +355,8 @@ def _check_priority(
     policy = service.engine_config.scheduler.policy
     if fields.priority and policy is not SchedulingPolicy.PRIORITY and not began_elsewhere:
         raise BadRequestError(
-            f"priority is {fields.priority}: this engine takes requests in the order of their "
-            "arrival; leave it out, or start the engine with --scheduling-policy priority",
+            f"priority is {fields.priority}, but this engine serves requests in the order of "
+            "arrival: leave it out, or start the engine with --scheduling-policy priority",
             param="priority",
         )
 

@@ -156,15 +156,15 @@ class PrefillLegs:
         try:
             raw = top_level(answer).get(PARAMS)
             if raw is None:
-                raise PrefillLegError("every choice ended there", outcome="ended")
+                raise PrefillLegError("every choice ended at the prefill engine", outcome="ended")
             params = msgspec.json.decode(raw, type=KVTransferParams)
             handoffs = (params.pdserve or PdserveParams()).handoffs or []
             held = [HANDOFFS.peek(text).nonce for text in handoffs if text is not None]
         except (BadRequestError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise PrefillLegError(f"its answer cannot be read: {error}") from error
+            raise PrefillLegError(f"the prefill engine's answer cannot be read: {error}") from error
         if not held or None in handoffs:
             self.release(url, held)
-            raise PrefillLegError("a choice ended there", outcome="ended")
+            raise PrefillLegError("a choice ended at the prefill engine", outcome="ended")
         request[UNDO] = partial(self.release, url, held)
         return params
 
@@ -265,8 +265,8 @@ async def as_ordered(request: web.Request, body: T, data: bytes, path: str) -> T
     secret = service.engine_config.transfer.secret
     if not (secret or is_loopback(request.remote or "")):
         raise HandoffRefusedError(
-            f"{PREFILL_HEADER} came from {request.remote}: without a secret only this host may "
-            "send it; give every engine and proxy the same one as PDSERVE_SECRET"
+            f"{PREFILL_HEADER} came from {request.remote}, and without a secret only this host "
+            "may send it: give every engine and proxy the same one as PDSERVE_SECRET"
         )
     order = PREFILL_ORDERS.open(request.headers[PREFILL_HEADER], secret)
     service.require_ready()

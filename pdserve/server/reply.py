@@ -137,7 +137,7 @@ class EventStream:
             last.append(error_object(error))
         elif error is not None:
             log_internal_error(self._request, error)
-            last.append(error_object(PdserveError("the server failed; its log has the details")))
+            last.append(error_object(PdserveError("the server failed: its log has the details")))
         if not self._has_ended:
             with contextlib.suppress(ConnectionError):
                 await self.end(last)
@@ -243,7 +243,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         raise
     except Exception as error:  # noqa: BLE001 (the top of a request: the server goes on)
         log_internal_error(request, error)
-        return _refuse(request, PdserveError("the server failed; its log has the details"))
+        return _refuse(request, PdserveError("the server failed: its log has the details"))
     finally:
         request.app[SERVICE].bodies.free(request)
 

@@ -123,11 +123,11 @@ def output_limit(
     room = max_model_len - num_prompt_tokens
     wanted_tokens = asked.max_tokens
     if room < 1 or (wanted_tokens or 0) > room:
-        wanted = f" and {wanted_tokens} of output" if wanted_tokens is not None else ""
+        wanted = f" and asks for {wanted_tokens} output tokens" if wanted_tokens is not None else ""
         raise ContextLengthError(
-            f"This model's maximum context length is {max_model_len} tokens, but the request "
-            f"has {num_prompt_tokens} tokens of prompt{wanted}; "
-            "shorten the prompt or ask for fewer tokens.",
+            f"This model's maximum context length is {max_model_len} tokens, but the request has "
+            f"{num_prompt_tokens} prompt tokens{wanted}; shorten the prompt or ask for fewer "
+            "tokens.",
             param=asked.prompt_field if room < 1 else asked.max_tokens_field,
         )
     limit = min(room, asked.default_max_tokens or room) if wanted_tokens is None else wanted_tokens
@@ -165,8 +165,8 @@ def resolve_sampling(
     allowed = fields.allowed_token_ids
     if len(allowed or ()) > text.vocab_size:
         raise BadRequestError(
-            f"allowed_token_ids has {len(allowed or ())} ids: the vocabulary has no more than "
-            f"{text.vocab_size}; name each once",
+            f"allowed_token_ids has {len(allowed or ())} ids, but the vocabulary has only "
+            f"{text.vocab_size}: name each id once",
             param="allowed_token_ids",
         )
     check_token_ids("stop_token_ids", fields.stop_token_ids or (), text.vocab_size)
@@ -220,7 +220,7 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise BadRequestError(
-            f"{name} has token id {wrong}: the vocabulary has ids 0 to {vocab_size - 1}",
+            f"{name} contains token id {wrong}, but the vocabulary has ids 0 to {vocab_size - 1}",
             param=name,
         )
 
@@ -245,11 +245,12 @@ def constraint_in(fields: SamplingFields, tools_grammar: str | None = None) -> W
     if len(found) > 1:
         names = " and ".join(wanted.param for wanted in found)
         raise BadRequestError(
-            f"{names} ask for two kinds of output: give one of them", param=found[1].param
+            f"{names} ask for two kinds of output: give only one of them", param=found[1].param
         )
     if fields.ignore_eos:
         raise BadRequestError(
-            f"ignore_eos goes with no {found[0].param}: an output that must be whole has an end",
+            f"ignore_eos cannot be combined with {found[0].param}, whose output must be complete: "
+            "leave one out",
             param="ignore_eos",
         )
     return found[0]
@@ -266,7 +267,7 @@ def _in_response_format(given: ResponseFormat | None) -> Iterator[Wanted]:
             described = given.json_schema if given is not None else None
             if described is None or described.json_schema is None:
                 raise BadRequestError(
-                    "response_format has type json_schema and no json_schema with a schema",
+                    "response_format has type json_schema, but no json_schema with a schema",
                     param=param,
                 )
             yield Wanted(param, "json", described.json_schema)
@@ -296,13 +297,14 @@ def _in_structured_outputs(given: StructuredOutputs | None) -> Iterator[Wanted]:
         options["whitespace_pattern"] = given.whitespace_pattern
     if not found and not given.json_object:
         raise BadRequestError(
-            "structured_outputs asks for nothing: it must have one of json, regex, choice, "
-            "grammar and json_object",
+            "structured_outputs is empty: give json, regex, choice, grammar or json_object",
             param=param,
         )
     if options and not (given.json_object or "json" in found):
         raise BadRequestError(
-            "structured_outputs says how JSON is spaced, and asks for none", param=param
+            "structured_outputs sets how JSON is spaced, but asks for no JSON: give json or "
+            "json_object",
+            param=param,
         )
     for name in found:
         own = options if name == "json" else {}

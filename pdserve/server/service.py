@@ -84,7 +84,8 @@ class TextWork:
             return function()
         if self.num_jobs >= self._max_jobs:
             raise OverloadedError(
-                f"{self.num_jobs} requests for {self._what} of long texts run or wait already",
+                f"{self.num_jobs} requests for {self._what} of long texts are running or waiting: "
+                "try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self.num_jobs += 1
@@ -234,7 +235,7 @@ class Service:
             raise ShuttingDownError("this engine")
         if reason is not None:
             raise UnavailableError(
-                f"{reason}: ask another one; this one goes on, or is ended and started again",
+                f"{reason}: send the request to another engine; this one recovers or is restarted",
                 retry_after_s=1.0,
                 code="engine_stalled",
             )

@@ -130,8 +130,8 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     for name in ("reset_running_requests", "reset_external"):
         if request.query.get(name, "false").lower() not in ("false", "0"):
             raise BadRequestError(
-                f"{name} is not supported: running requests are never preempted for this, and "
-                "there is no cache outside of the engine; leave it out",
+                f"{name} is not supported, because running requests are never preempted for this "
+                "and only the engine's own cache is cleared: leave it out",
                 param=name,
             )
     service = request.app[SERVICE]

@@ -160,7 +160,7 @@ class ChatTemplate:
         where = f"messages[{index}]"
         role = message.get("role")
         if not isinstance(role, str):
-            raise BadRequestError(f"{where}.role must be a string, got {role!r}", param="messages")
+            raise BadRequestError(f"{where}.role must be a string, not {role!r}", param="messages")
         if not self._knows(role):
             raise BadRequestError(
                 f"{where}.role is {role!r}: use one of {', '.join(_ROLES)}", param="messages"
@@ -186,7 +186,7 @@ class ChatTemplate:
 def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
     """Return an assistant's calls with arguments as templates expect them: objects, not texts."""
     if not isinstance(calls, list):
-        raise BadRequestError(f"{where} must be a list of calls", param="messages")
+        raise BadRequestError(f"{where} must be a list of tool calls", param="messages")
     parsed = []
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
@@ -203,7 +203,7 @@ def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
                 arguments = None
         if not isinstance(arguments, dict):
             raise BadRequestError(
-                f"{where}[{index}].function.arguments must be the text of a JSON object",
+                f"{where}[{index}].function.arguments must be a string with a JSON object",
                 param="messages",
             )
         parsed.append({**call, "function": {**function, "arguments": arguments}})
@@ -243,7 +243,8 @@ def _left_open(prompt: str) -> str:
     end = prompt.rfind(_END_MARK.rstrip())
     if end < 0:
         raise BadRequestError(
-            "continue_final_message: the model's chat template leaves the last message out",
+            "continue_final_message cannot be used, because the model's chat template leaves the "
+            "last message out",
             param="continue_final_message",
         )
     # Where it cuts spaces off it would have cut off those of the message, too.

@@ -59,7 +59,9 @@ def load_generation_defaults(
     try:
         return msgspec.convert(fields, GenerationDefaults)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}; mend it or use --generation-config none") from error
+        raise ConfigError(
+            f"{path}: {error}; correct it, or use --generation-config none"
+        ) from error
 
 
 def _ids(config: dict[str, Any], path: Path) -> set[int]:

@@ -56,7 +56,7 @@ class GrammarCompiler:
         eos_token_ids = text.defaults.eos_token_ids
         if not eos_token_ids:
             raise ConfigError(
-                "the model names no end-of-sequence token: its outputs cannot follow a grammar"
+                "the model names no end-of-sequence token, so its output cannot follow a grammar"
             )
         tokenizer = text.tokenizer
         try:
@@ -79,10 +79,10 @@ class GrammarCompiler:
         num_bytes = len(grammar.encode())
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise BadRequestError(
-                f"it has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken"
+                f"it has {num_bytes} bytes, and at most {MAX_GRAMMAR_BYTES} are accepted"
             )
         if not grammar.lstrip().startswith("{") and grammar.count("\n") > MAX_RULES:
-            raise BadRequestError(f"it has more than {MAX_RULES} lines")
+            raise BadRequestError(f"it has more than {MAX_RULES} lines: shorten it")
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         matcher.compute_bitmask()  # what can begin no output is found out by that
         for said in (matcher.get_error(), *matcher.get_grammar_warnings()):

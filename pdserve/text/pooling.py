@@ -66,7 +66,7 @@ def _modules(path: Path) -> list[dict[str, Any]]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no list of modules: {error}") from error
+        raise ConfigError(f"{path} does not hold a list of modules: {error}") from error
 
 
 def _modes(config: dict[str, Any]) -> list[str]:

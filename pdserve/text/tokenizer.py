@@ -109,7 +109,7 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
-                f"{directory} has no tokenizer.json: give --tokenizer a directory that has one"
+                f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer"
             )
         read_json(path)
         try:
@@ -132,7 +132,7 @@ class Tokenizer:
             return self._segmented.encode(text)
         except (TypeError, UnicodeEncodeError) as error:  # which of them depends on the release
             raise BadRequestError(
-                "the text holds a lone surrogate, which is not Unicode text", param="prompt"
+                "the text contains a lone surrogate, which is not valid Unicode", param="prompt"
             ) from error
 
     def _encode_whole(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

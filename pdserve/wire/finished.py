@@ -181,5 +181,5 @@ def number_in(query: Mapping[str, str], name: str) -> int:
     """
     given = query.get(name, "0")
     if not (given.isascii() and given.isdecimal() and len(given) <= 18):
-        raise BadRequestError(f"{name} is {given!r}: a whole number is needed", param=name)
+        raise BadRequestError(f"{name} is {given!r}: it must be a whole number", param=name)
     return int(given)

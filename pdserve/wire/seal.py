@@ -87,15 +87,15 @@ class Seal(Generic[T]):
         if data[0] != PROTOCOL:
             theirs = 1 if data[0] >= _FIRST_OF_A_MAP else data[0]
             raise HandoffRefusedError(
-                f"the {self._what} is of protocol {theirs} and this engine speaks protocol "
-                f"{PROTOCOL}: engines and proxies that share requests must be of versions that "
-                "speak the same"
+                f"the {self._what} uses protocol {theirs} and this engine uses protocol "
+                f"{PROTOCOL}: run versions of pdserve with the same protocol on all engines and "
+                "proxies that share requests"
             )
         mac = data[1:_HEADER_BYTES]
         if not hmac.compare_digest(mac, self._mac(data[:1] + data[_HEADER_BYTES:], secret)):
             raise HandoffRefusedError(
-                f"the {self._what}'s signature is not this deployment's: engines and proxies need "
-                "the same secret, given to each as PDSERVE_SECRET"
+                f"the {self._what}'s signature does not match: give every engine and proxy the "
+                "same secret as PDSERVE_SECRET"
             )
         return self._decode(data[_HEADER_BYTES:])
 
@@ -112,10 +112,10 @@ class Seal(Generic[T]):
         try:
             data = base64.b64decode(text, validate=True)
         except ValueError as error:
-            raise BadRequestError(f"the {self._what} is not base64: {error}") from error
+            raise BadRequestError(f"the {self._what} is not valid base64: {error}") from error
         if len(data) <= _HEADER_BYTES:
             raise BadRequestError(
-                f"the {self._what} has {len(data)} bytes: at least {_HEADER_BYTES + 1} are needed"
+                f"the {self._what} has {len(data)} bytes, but needs at least {_HEADER_BYTES + 1}"
             )
         return data
 

@@ -139,8 +139,8 @@ def device_of(device: torch.device, *, has_graphs: bool = True) -> Device:
     major, minor = capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         raise ConfigError(
-            f"{device} is a {torch.cuda.get_device_name(device)} of compute capability "
-            f"{major}.{minor}, and the kernels need 8.0 (A100, RTX 30 and later): use another "
+            f"{device} is a {torch.cuda.get_device_name(device)} with compute capability "
+            f"{major}.{minor}, but the kernels need 8.0 or later (A100, RTX 30): use another "
             "device, or --device cpu",
             param="device",
         )

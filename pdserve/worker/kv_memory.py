@@ -145,21 +145,21 @@ def require_one_request(
     elif cache.kv_cache_memory_bytes is not None:
         giver = "--kv-cache-memory-bytes"
     else:
-        giver = "the memory that is free"
-    flag, remedy = "max-model-len", "give more with --kv-cache-memory-bytes"
+        giver = "the free memory"
+    flag, remedy = "max-model-len", "raise --kv-cache-memory-bytes"
     if is_share:
         flag = "gpu-memory-utilization"
-        giver = f"what --{flag} {cache.gpu_memory_utilization:g} leaves beside weights and steps"
+        giver = f"what --{flag} {cache.gpu_memory_utilization:g} leaves after weights and steps"
         remedy = (
-            f"raise --{flag}, lower --max-num-batched-tokens or --max-num-seqs, or end what else "
-            "uses the device"
+            f"raise --{flag}, lower --max-num-batched-tokens or --max-num-seqs, or end other "
+            "programs on the device"
         )
     if scarcest.num_blocks:
         fitting = scarcest.num_blocks * block_size
         remedy = f"set --max-model-len to at most {fitting}, or {remedy}"
     raise ConfigError(
         f"one request of {max_model_len} tokens needs {per_request} KV blocks "
-        f"({per_request * scarcest.block_bytes / (1 << 20):.0f} MiB), and {giver} gives "
+        f"({per_request * scarcest.block_bytes / (1 << 20):.0f} MiB), but {giver} gives "
         f"{scarcest.num_blocks}: {remedy}",
         param=flag,
     )
@@ -185,8 +185,8 @@ def allocate(layout: KVLayout, device: torch.device) -> Tensor:
         raw = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise ConfigError(
-            f"{num_bytes / (1 << 20):.0f} MiB of KV memory cannot be allocated: lower "
-            f"--max-model-len or --kv-cache-memory-bytes ({error})",
+            f"{num_bytes / (1 << 20):.0f} MiB of KV memory cannot be allocated ({error}): lower "
+            "--max-model-len or --kv-cache-memory-bytes",
             param="kv-cache-memory-bytes",
         ) from None
     start = -raw.data_ptr() % mmap.PAGESIZE

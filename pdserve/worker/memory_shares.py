@@ -126,8 +126,8 @@ def measure(
             runner.close()
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"a step does not fit into the memory that the weights leave on {device.torch}: lower "
-            f"--max-num-batched-tokens, --max-num-seqs or --max-model-len ({error})",
+            f"a step does not fit in the memory that the weights leave on {device.torch} "
+            f"({error}): lower --max-num-batched-tokens, --max-num-seqs or --max-model-len",
             param="max-num-batched-tokens",
         ) from None
     del runner

@@ -422,15 +422,16 @@ def _device(wanted: str, place: RankPlace) -> torch.device:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and not num_devices:
         raise ConfigError(
-            f"--device is 'cuda': torch {torch.__version__} finds no CUDA device; use --device cpu",
+            f"--device is 'cuda', but torch {torch.__version__} finds no CUDA device: use "
+            "--device cpu",
             param="device",
         )
     if wanted == "cpu" or not num_devices:
         return torch.device("cpu")
     if num_devices < place.num_local:
         raise ConfigError(
-            f"{place.num_local} ranks of this machine need a CUDA device each, and {num_devices} "
-            "are visible: use smaller parallel sizes, or --device cpu",
+            f"{place.num_local} ranks on this machine need one CUDA device each, but only "
+            f"{num_devices} are visible: use smaller parallel sizes, or --device cpu",
             param="device",
         )
     device = torch.device("cuda", place.local_index % num_devices)

@@ -119,7 +119,7 @@ class GatewayExchange:
             return (await self._picked(MessagePart.REQUEST_BODY, is_end=True))[:1]
         if mode is not BodyMode.FULL_DUPLEX_STREAMED:
             raise PdserveError(
-                f"the gateway shows request bodies as {mode.name}: its ext_proc filter needs "
+                f"the gateway sends request bodies in mode {mode.name}: its ext_proc filter needs "
                 "request_body_mode FULL_DUPLEX_STREAMED and request_trailer_mode SEND"
             )
         return []
@@ -139,7 +139,10 @@ class GatewayExchange:
             PdserveError: No engine is available, or the request is invalid.
         """
         if self._begun is None:
-            raise PdserveError("the gateway shows no request headers: its ext_proc filter has to")
+            raise PdserveError(
+                "the gateway sends no request headers: set request_header_mode SEND in its "
+                "ext_proc filter"
+            )
         body = bytes(self._body)
         self._body.clear()
         headers = CIMultiDict(self._begun.headers)

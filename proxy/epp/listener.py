@@ -25,7 +25,7 @@ try:
     import grpc.aio
 except ImportError as error:
     raise ConfigError(
-        f"--epp-port needs grpcio, which is not installed: pip install 'pdserve[epp]' ({error})"
+        f"--epp-port needs grpcio, which is not installed ({error}): pip install 'pdserve[epp]'"
     ) from error
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class EppListener:
             else:
                 port = self._server.add_insecure_port(where)
         except RuntimeError as error:
-            raise ConfigError(f"--epp-port: {where} cannot be bound: {error}") from None
+            raise ConfigError(f"--epp-port: cannot listen on {where}: {error}") from None
         await self._server.start()
         self.address = f"{host}:{port}"
         log_event(log, "gateways are answered", address=self.address)

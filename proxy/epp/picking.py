@@ -172,8 +172,8 @@ class Picker:
         named = [each for each in engines if endpoint_of(each.url) in subset]
         if not named:
             raise UnavailableError(
-                f"none of the {len(subset)} endpoints that the gateway may use is a decode engine "
-                "that is known here",
+                f"none of the {len(subset)} endpoints that the gateway allows is a known decode "
+                "engine",
                 retry_after_s=RETRY_AFTER_S,
                 code="no_engine_in_subset",
             )
@@ -206,7 +206,7 @@ class Picker:
             preferred = router.decode_for(plan.prefill, prompt, (), without=others)
         if preferred is None:
             raise UnavailableError(
-                "no decode engine can read from the prefill engine",
+                "no decode engine can read the prefill engine's KV",
                 retry_after_s=RETRY_AFTER_S,
                 code="no_decode_available",
             )

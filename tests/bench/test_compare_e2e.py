@@ -313,9 +313,12 @@ class TestProcesses:
     @pytest.mark.parametrize(
         ("words", "says"),
         [
-            (("pd+tiers",), "--topologies pd\\+tiers: use some of .*, each also with \\+store"),
-            (("pd", "pd"), "the deployment P/D 1:1 stands there twice"),
-            (("pd+store", "pd+store"), "the deployment P/D 1:1 \\+ store stands there twice"),
+            (
+                ("pd+tiers",),
+                "--topologies contains .pd\\+tiers.: use some of .*, alone or followed by \\+store",
+            ),
+            (("pd", "pd"), "--topologies names the deployment P/D 1:1 twice"),
+            (("pd+store", "pd+store"), "--topologies names the deployment P/D 1:1 \\+ store twice"),
         ],
     )
     def test_a_deployment_that_is_unknown_or_stands_there_twice_is_refused(self, words, says):

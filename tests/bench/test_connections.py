@@ -176,5 +176,5 @@ async def test_a_connection_that_cannot_be_made_ahead_is_an_error_of_its_request
     connections = Connections(Address(url), {})
     connections.want(1)
     await connections.settle(10.0)
-    with pytest.raises(HttpError, match="no connection"):
+    with pytest.raises(HttpError, match="cannot connect"):
         await exchange(connections)

@@ -132,7 +132,7 @@ def test_what_exceeds_the_models_context_is_left_out_and_counted(tmp_path, token
 def test_if_all_is_left_out_the_reasons_are_told(tmp_path, tokenizer):
     config = sharegpt(tmp_path, (words(90), words(9)))
     prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=64)
-    with pytest.raises(ConfigError, match=r"no request at all.*over the model's 64 tokens"):
+    with pytest.raises(ConfigError, match=r"gives no requests.*over the model's 64 tokens"):
         make_plan(config, prompts)
 
 
@@ -225,18 +225,18 @@ def test_without_a_tokenizer_it_is_said_that_prompts_were_not_counted(tmp_path):
     ("line", "endpoint", "words"),
     [
         ({"promt": "x"}, "completions", "one of the fields 'prompt' and 'messages' is needed"),
-        ({"prompt": 3}, "completions", "'prompt' is neither text nor an array of token ids"),
-        ({"prompt": []}, "completions", "'prompt' is neither text nor an array of token ids"),
-        ({"prompt": [1, True]}, "completions", "'prompt' is neither text nor"),
+        ({"prompt": 3}, "completions", "'prompt' is neither a string nor an array of token ids"),
+        ({"prompt": []}, "completions", "'prompt' is neither a string nor an array of token ids"),
+        ({"prompt": [1, True]}, "completions", "'prompt' is neither a string nor"),
         ({"prompt": ""}, "completions", "'prompt' is empty"),
         ({"prompt": [1]}, "chat", "use --endpoint completions"),
         ({"prompt": "x", "output_tokens": 0}, "completions", "'output_tokens' is 0; it must be"),
         ({"prompt": "x", "output_tokens": "9"}, "completions", "'output_tokens' is \"9\"; it must"),
-        ({"prompt": "x", "output_tokens": 1, "max_tokens": 2}, "completions", "say the same"),
+        ({"prompt": "x", "output_tokens": 1, "max_tokens": 2}, "completions", "mean the same"),
         ({"messages": [{"role": "user", "content": "x"}]}, "completions", "use --endpoint chat"),
-        ({"messages": []}, "chat", "'messages' is no array"),
-        ({"messages": [{"role": "user"}]}, "chat", r"'messages\[0\]' has no 'role' or no"),
-        ("[1, 2]\n", "completions", "a JSON object is needed"),
+        ({"messages": []}, "chat", "'messages' is not an array"),
+        ({"messages": [{"role": "user"}]}, "chat", r"'messages\[0\]' lacks 'role', or"),
+        ("[1, 2]\n", "completions", "must be a JSON object"),
         ("nonsense\n", "completions", "this is not JSON"),
     ],
 )
@@ -374,11 +374,14 @@ def test_a_table_of_times_and_lengths_is_a_trace_too(tmp_path, ids, rows):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (("at,in,out", "0,1,1"), "line 1: the columns are at,in,out; they must be TIMESTAMP,"),
+        (("at,in,out", "0,1,1"), "line 1: the columns are at,in,out, but must be TIMESTAMP,"),
         ((), "line 1: the columns are missing"),
-        (("noon,1,1",), "line 2: 'noon' is no time; write seconds"),
-        (("nan,1,1",), "line 2: 'nan' is no time"),
-        (("1,1,1", "0,1,1"), "line 3: the field 'timestamp' is 0, before the line above"),
+        (("noon,1,1",), "line 2: 'noon' is not a time; write seconds"),
+        (("nan,1,1",), "line 2: 'nan' is not a time"),
+        (
+            ("1,1,1", "0,1,1"),
+            "line 3: the field 'timestamp' is 0, earlier than 1000 in the line above",
+        ),
         (("0,1",), "line 2: the row has 2 of 3 columns"),
         (("0,-3,1",), "line 2: the field 'input_length' is \"-3\"; it must be a whole number"),
         (("0,3,0",), "line 2: the field 'output_length' is 0; it must be at least 1"),
@@ -395,13 +398,16 @@ def test_a_bad_row_of_a_table_is_refused(tmp_path, ids, rows, words):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({**request(1), "timestamp": "1"}, "'timestamp' is no number"),
-        ({**request(1), "timestamp": -5}, "'timestamp' is -5, before the line above .0.; sort"),
+        ({**request(1), "timestamp": "1"}, "'timestamp' is not a number"),
+        (
+            {**request(1), "timestamp": -5},
+            "'timestamp' is -5, earlier than 0 in the line above; sort",
+        ),
         ({**request(1), "input_length": 0}, "'input_length' is 0; it must be at least 1"),
         ({**request(1), "output_length": None}, "'output_length' is null; it must be a whole"),
         ({**request(1), "hash_ids": None}, "'hash_ids' is missing"),
-        ({**request(1), "hash_ids": [1.5]}, "'hash_ids' is no array of whole numbers"),
-        (request(1, 5000), "2 ids for 5000 tokens; with 512 tokens each there are 10: --trace-bl"),
+        ({**request(1), "hash_ids": [1.5]}, "'hash_ids' is not an array of whole numbers"),
+        (request(1, 5000), "2 ids for 5000 tokens; 512 tokens per id make 10 ids: set --trace-bl"),
     ],
 )
 def test_a_bad_line_of_a_trace_is_refused(tmp_path, ids, line, words):

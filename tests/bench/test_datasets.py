@@ -117,7 +117,7 @@ def test_a_chat_prompt_shorter_than_its_template_is_refused(chat):
 
 
 def test_a_chat_prompt_never_loses_what_is_its_own(chat):
-    with pytest.raises(ConfigError, match="only 2 are this prompt's own"):
+    with pytest.raises(ConfigError, match="only 2 are the prompt's own"):
         chat.make([Segment("shared", 100), Segment("own", 2)])
 
 
@@ -174,7 +174,7 @@ def test_chat_prompts_share_their_prefix_too(chat):
 
 def test_more_prefixes_than_prompts_are_refused(ids):
     config = small(DatasetName.PREFIX_REPETITION, num_prompts=2)
-    with pytest.raises(ConfigError, match="no prefix would be repeated"):
+    with pytest.raises(ConfigError, match="no prefix would repeat"):
         make_plan(config, ids)
 
 

@@ -84,7 +84,7 @@ def test_an_objective_that_is_none_is_refused(word: str) -> None:
 
 
 def test_one_figure_cannot_have_two_limits() -> None:
-    with pytest.raises(ConfigError, match="limited to 1 already"):
+    with pytest.raises(ConfigError, match="already has the limit 1"):
         parse_goodput(["ttft:1", "ttft:2"])
 
 
@@ -216,7 +216,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load(path)
     path.write_text("[1]")
-    with pytest.raises(ConfigError, match="no saved run"):
+    with pytest.raises(ConfigError, match="not a saved run"):
         load(path)
 
 

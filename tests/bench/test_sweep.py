@@ -280,7 +280,7 @@ async def test_a_sweep_is_read_back_as_it_was_saved(tmp_path):
 def test_a_file_that_is_no_sweep_is_refused(tmp_path):
     path = tmp_path / "other.json"
     path.write_text('{"num_prompts": 3}')
-    with pytest.raises(ConfigError, match=r"other.json is no sweep"):
+    with pytest.raises(ConfigError, match=r"other.json is not a saved sweep"):
         load(path)
 
 
@@ -335,7 +335,7 @@ def test_loads_are_measured_in_ascending_order():
         ({"request_rates": ("1", "1.0")}, "--request-rates is .* once"),
         ({"request_rates": ("0",)}, "--request-rates is 0"),
         ({"max_concurrencies": (0,)}, "--max-concurrencies is"),
-        ({"request_rates": ("1",), "max_concurrencies": (1,)}, "do not go together"),
+        ({"request_rates": ("1",), "max_concurrencies": (1,)}, "cannot be combined"),
         ({"slo": ("ttft:5",), "bisect": False}, "--no-bisect leaves no loads"),
         ({"slo": ("ttft:5", "p99", "p90")}, "--slo is p99 p90"),
         ({"slo": ("ttft:5", "often")}, "--slo is often"),

@@ -143,7 +143,10 @@ def test_every_picture_is_in_the_page_and_a_label_stays_text() -> None:
     [
         ({"slo": {"ttft": 50.0}}, "has the objectives ttft ≤ 50 ms for 90% of the requests"),
         ({"share": 0.99}, "99% of the requests"),
-        ({"axis": "concurrency", "best_rate": None}, "is over concurrency and that of a over rate"),
+        (
+            {"axis": "concurrency", "best_rate": None},
+            "varies concurrency and that of a varies rate",
+        ),
     ],
 )
 def test_sweeps_that_cannot_be_compared_are_refused(fields: Any, words: str) -> None:
@@ -164,7 +167,7 @@ def test_a_sweep_beside_a_run_or_a_comparison_is_refused(tmp_path: Path) -> None
     files.save(run, figures(run), tmp_path / "run.json")
     save_comparison(synthetic.comparison(num_runs=1), tmp_path / "comparison.json")
     for name in ("run.json", "comparison.json"):
-        with pytest.raises(ConfigError, match=rf"sweep.json is a sweep and .*{name} is none"):
+        with pytest.raises(ConfigError, match=rf"sweep.json is a sweep and .*{name} is not"):
             drawn([path, tmp_path / name])
 
 
@@ -173,12 +176,12 @@ def test_sweeps_in_which_nothing_was_answered_are_refused(tmp_path: Path) -> Non
     for each in made.points:
         for run in each.runs:
             run["completed"] = 0
-    with pytest.raises(ConfigError, match="nothing to draw"):
+    with pytest.raises(ConfigError, match="nothing to plot"):
         drawn([save(made, tmp_path / "s.json")])
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     content = msgspec.to_builtins(sweep()) | {"points": 3}
     (tmp_path / "s.json").write_bytes(msgspec.json.encode(content))
-    with pytest.raises(ConfigError, match=r"s\.json is no sweep"):
+    with pytest.raises(ConfigError, match=r"s\.json is not a saved sweep"):
         drawn([tmp_path / "s.json"])

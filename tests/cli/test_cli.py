@@ -121,12 +121,15 @@ def test_an_unknown_flag_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--quantization", "awq"), "vLLM's --quantization is not here: weights are used as"),
-        (("-q", "awq"), "vLLM's --quantization is not here"),
+        (("--quantization", "awq"), "vLLM's --quantization is not supported: weights are used as"),
+        (("-q", "awq"), "vLLM's --quantization is not supported"),
         (("--quantisation", "awq"), "did you mean --quantization? vLLM's --quantization is not"),
-        (("--no-enable-lora",), "vLLM's --enable-lora is not here: there are no LoRA adapters"),
+        (
+            ("--no-enable-lora",),
+            "vLLM's --enable-lora is not supported: there are no LoRA adapters",
+        ),
         (("--data_parallel_rank", "1"), "start several behind `pdserve proxy`"),
-        (("--kv-cache-dtype", "fp8"), "'fp8' is not here, only auto: KV has the dtype"),
+        (("--kv-cache-dtype", "fp8"), "'fp8' is not supported, only auto: KV has the dtype"),
         (("--some-flag-of-next-year",), "nothing here has a name like it"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
@@ -140,7 +143,7 @@ def test_a_flag_of_vllm_that_is_not_here_says_why(arguments: tuple[str, ...], wo
 def test_a_command_of_vllm_that_is_not_here_says_what_to_do() -> None:
     done = pdserve_here("run-batch", "-i", "x")
     assert done.returncode == 2
-    assert "vLLM's `run-batch` is not here: requests come over HTTP" in done.stderr
+    assert "vLLM's `run-batch` is not supported: requests come over HTTP" in done.stderr
 
 
 def test_what_changes_nothing_is_said_and_not_passed_over_in_silence(
@@ -192,7 +195,7 @@ def test_a_model_path_that_does_not_exist_is_named(command: str, tmp_path: Path)
 def test_a_model_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     message = _refused("serve", f"{tmp_path}/model.safetensors")
-    assert "is a file: give the directory" in message
+    assert "a file: name the directory" in message
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
@@ -201,7 +204,7 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
 
 def test_a_name_the_hub_does_not_give_is_refused(tmp_path: Path) -> None:
     message = _refused("serve", "nobody/nothing", HF_HOME=str(tmp_path))
-    assert "the hub does not give a model of that name" in message
+    assert "nor a model that the hub gives" in message
 
 
 def test_an_impossible_setting_names_its_flag_and_the_remedy() -> None:
@@ -220,7 +223,7 @@ def test_an_unknown_key_of_the_file_names_the_nearest_flag(tmp_path: Path) -> No
 def test_a_port_in_use_names_its_flag() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert f"--port {port}: another program listens on 127.0.0.1:{port}" in _refused(
+        assert f"--port is {port}, where another program listens on 127.0.0.1:{port}" in _refused(
             "proxy", "--port", str(port)
         )
 
@@ -230,7 +233,7 @@ def test_up_names_the_flag_of_a_port_in_use_before_it_starts_anything(tmp_path: 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         message = _refused("up", str(tmp_path), "--decode-port", str(port))
-    assert f"--decode-port {port}: another program listens" in message
+    assert f"--decode-port is {port}, where another program listens" in message
 
 
 def test_up_refuses_two_processes_on_one_port(tmp_path: Path) -> None:

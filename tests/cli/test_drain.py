@@ -77,7 +77,7 @@ def test_what_a_proxy_refuses_is_told(capsys, status, code, told):
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        ((), 3, "no engine is named"),
+        ((), 3, "ENGINE is missing"),
         (("8200",), 3, "'8200'"),
         ((ENGINE, "--deadline", "-1"), 3, "--deadline"),
     ],

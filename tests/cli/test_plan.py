@@ -86,16 +86,16 @@ def test_objectives_that_no_layout_holds_are_no_success():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((*TIMES, *SLO), "--num-engines is missing: say how many there are"),
-        (("--num-engines", "2", *TIMES), "--slo is missing: say what a request is to keep"),
-        (("--num-engines", "2", *SLO), "--prompt-times is missing: say what engines take"),
+        ((*TIMES, *SLO), "--num-engines is missing: say how many engines there are"),
+        (("--num-engines", "2", *TIMES), "--slo is missing: give the limits of a request"),
+        (("--num-engines", "2", *SLO), "--prompt-times is missing: give it"),
         (
             ("--num-engines", "2", "--layout", "2B", *TIMES, *SLO),
             "--num-engines is 2: --layout says it",
         ),
         (("--num-engines", "0", *TIMES, *SLO), "--num-engines is 0: it must be positive"),
-        (("--layout", "2P", *TIMES, *SLO), "--layout 2P: write it as 4P4D"),
-        (("--num-engines", "2", *TIMES, "--slo", "tft:1"), "--slo tft:1: write objectives as"),
+        (("--layout", "2P", *TIMES, *SLO), "--layout is '2P': write layouts such as 4P4D"),
+        (("--num-engines", "2", *TIMES, "--slo", "tft:1"), "--slo is 'tft:1': write objectives in"),
         (
             ("--num-engines", "2", *TIMES[:-1], "7,0.06", *SLO),
             "--step-times is '7,0.06': write 3 times in milliseconds, as 7 0.06 6e-5",
@@ -109,7 +109,7 @@ def test_objectives_that_no_layout_holds_are_no_success():
             ("--num-engines", "2", *TIMES, *SLO, "--times-error", "2"),
             "--times-error is 2.0: use 0 to",
         ),
-        (("--num-engines", "2", *TIMES, *SLO), "all requests are due at once: give --request-rate"),
+        (("--num-engines", "2", *TIMES, *SLO), "all requests arrive at once: give --request-rate"),
         (
             ("--num-engines", "2", *TIMES, *SLO, "--kv-tokens", "100", "--max-model-len", "200"),
             "--max-model-len is 200: an engine's cache has room for 100 tokens",

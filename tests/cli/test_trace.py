@@ -96,7 +96,7 @@ def test_an_answer_that_is_no_trace_is_told_as_that():
     with tracing(200, b"<html>") as url:
         done = pdserve("trace", "--url", url, "--api-key", "k")
     assert done.returncode == 4
-    assert "no trace of pdserve" in done.stderr
+    assert "did not answer with a trace of pdserve" in done.stderr
 
 
 def test_a_directory_that_is_not_there_is_told_before_anybody_is_asked(tmp_path):

@@ -240,7 +240,7 @@ def test_a_key_given_twice_is_refused(tmp_path: Path, text: str) -> None:
     "raw", ['{"depth": 1, "depth": 2}', '{"a_b": 1, "a-b": 2}', {"a_b": 1, "a-b": 2}]
 )
 def test_a_key_given_twice_in_an_object_is_refused(raw: object) -> None:
-    with pytest.raises(ConfigError, match=r"--inner: the key .* stands there twice"):
+    with pytest.raises(ConfigError, match=r"--inner: the key .* is given twice"):
         resolve(TABLE, command_line={"inner": raw}, environ={})
 
 

@@ -306,10 +306,12 @@ def test_a_loopback_host_needs_no_secret(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.2", "::", "node7", ""])
 def test_whoever_is_reached_from_elsewhere_and_hands_kv_over_needs_a_secret(host: str) -> None:
-    with pytest.raises(ConfigError, match=f"--kv-transfer-config.host is '{host}': and there"):
+    with pytest.raises(
+        ConfigError, match=f"--kv-transfer-config.host is '{host}': there is no secret"
+    ):
         TransferConfig(kv_connector="nixl", host=host)
     local = TransferConfig(kv_connector="nixl")
-    with pytest.raises(ConfigError, match=f"--host is '{host}': and there is no secret"):
+    with pytest.raises(ConfigError, match=f"--host is '{host}': there is no secret"):
         local.require_secret("host", host)
     TransferConfig(kv_connector="nixl", host=host, secret="s").require_secret("host", host)
     TransferConfig(kv_connector="null", host=host).require_secret("host", host)

@@ -82,7 +82,7 @@ def test_garbage_is_refused_at_the_magic(garbage: bytes) -> None:
 
 def test_a_peer_of_another_protocol_is_told_which_the_two_speak() -> None:
     server = FrameSession(b"s", is_client=False, nonce=b"s" * 32)
-    with pytest.raises(FrameError, match=f"speaks protocol 1 and this engine {PROTOCOL}"):
+    with pytest.raises(FrameError, match=f"speaks protocol 1 and this engine speaks {PROTOCOL}"):
         server.receive(b"pdserve\x01" + b"c" * 32)
 
 

@@ -25,8 +25,8 @@ _NIXL = "from pdserve.connectors.nixl.agent import NixlAgent as Make; arguments 
 @pytest.mark.parametrize(
     ("load", "loaded", "says"),
     [
-        (_UCX, "nixl._bindings", "'ucx' cannot be used in a process that has loaded NIXL"),
-        (_NIXL, "ucxx", "'nixl' cannot be used in a process that has loaded ucxx"),
+        (_UCX, "nixl._bindings", "'ucx' cannot run in a process that has loaded NIXL"),
+        (_NIXL, "ucxx", "'nixl' cannot run in a process that has loaded ucxx"),
     ],
 )
 def test_a_second_copy_of_ucx_in_a_process_is_refused(load: str, loaded: str, says: str) -> None:

@@ -28,12 +28,12 @@ def test_what_the_core_does_not_run_yet_counts_as_waiting_before_its_first_word(
         requests.add([request_id], 5)
     requests.refuse_if_full(5, max_running=2, num_waiting=0)
     requests.add([C], 5)
-    with pytest.raises(OverloadedError, match=r"1 requests wait already \(at most 1\)"):
+    with pytest.raises(OverloadedError, match=r"requests are waiting \(1, at most 1\)"):
         requests.refuse_if_full(5, max_running=2, num_waiting=0)
 
 
 def test_what_the_core_says_is_waiting_counts_too() -> None:
-    with pytest.raises(OverloadedError, match="7 requests wait"):
+    with pytest.raises(OverloadedError, match=r"requests are waiting \(7,"):
         open_requests(max_waiting=7).refuse_if_full(1, max_running=2, num_waiting=7)
 
 
@@ -42,7 +42,7 @@ def test_too_many_prompt_tokens_wait_until_their_first_token_is_out() -> None:
     requests.refuse_if_full(99, max_running=2, num_waiting=0)  # an empty queue takes any
     requests.add([A, B], 4)
     requests.refuse_if_full(2, max_running=2, num_waiting=0)
-    with pytest.raises(OverloadedError, match=r"8 prompt tokens wait .* has 3 "):
+    with pytest.raises(OverloadedError, match=r"prompt tokens are waiting \(8, .* adds 3 "):
         requests.refuse_if_full(3, max_running=2, num_waiting=0)
     requests.deliver(output(A))
     requests.refuse_if_full(3, max_running=2, num_waiting=0)

@@ -105,7 +105,7 @@ def test_a_killed_rank_ends_the_engine_with_its_story() -> None:
 
 def test_a_cluster_without_room_says_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.executor.ray._GROW_TIMEOUT_S", 0.5)
-    with pytest.raises(ConfigError, match=r"Ray has no room for 3 CPUs .*it has 2\)"):
+    with pytest.raises(ConfigError, match=r"Ray did not find room for 3 CPUs .*it has 2\)"):
         executor(tensor_parallel_size=3)
 
 

@@ -112,7 +112,7 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(file: Path, cache: Di
     with closing(files):
         poke(file, 5)
         os.utime(file, ns=(0, 0))  # a clock too coarse to tell is no help to the test
-        with pytest.raises(ConfigError, match=r"model\.safetensors was changed while"):
+        with pytest.raises(ConfigError, match=r"model\.safetensors changed while"):
             files.result()
     assert cache.find(FileIdentity.of(file)) is None
 

@@ -197,10 +197,10 @@ def test_a_directory_without_heads_is_refused(tmp_path: Path, arch: ModelArch) -
     with pytest.raises(ConfigError, match="is not a directory"):
         loaded(tmp_path / "nowhere", arch)
     (tmp_path / "config.json").write_text(json.dumps(vllms()[0]))
-    with pytest.raises(ConfigError, match="there are no Medusa heads"):
+    with pytest.raises(ConfigError, match="holds no Medusa heads"):
         loaded(tmp_path, arch)
     (tmp_path / MEDUSA_PT).write_bytes(b"no tensors")
-    with pytest.raises(ConfigError, match="is not readable"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         loaded(tmp_path, arch)
 
 

@@ -345,13 +345,13 @@ def _too_many_stages(world: World, directory: Path, fields: dict[str, Any]) -> s
 @pytest.mark.parametrize(
     ("shape", "fields", "message"),
     [
-        (MeshShape(pp=4), {}, "--pipeline-parallel-size is 4: the model has 3 layers"),
+        (MeshShape(pp=4), {}, "--pipeline-parallel-size is 4, but the model has only 3 layers"),
         (
             MeshShape(pp=2),
             {"pipeline_layers": (1, 3)},
-            "--pipeline-layers is [1, 3], 4 in all: the model has 3 layers",
+            "--pipeline-layers is [1, 3], a total of 4: it must be 3",
         ),
-        (MeshShape(tp=3), {}, "--tensor-parallel-size is 3: the model's num_attention_heads is 4"),
+        (MeshShape(tp=3), {}, "--tensor-parallel-size is 3, .* num_attention_heads of 4"),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused_with_the_sizes(

@@ -160,7 +160,7 @@ def test_a_missing_shard_is_named(save_model: Callable[..., Any], tmp_path: Path
     save_model(max_shard_size="60KB")
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(ConfigError, match=rf"lacks 1 of \d+ shards.*{gone.name}"):
+    with pytest.raises(ConfigError, match=rf"lacks 1 of the \d+ shards.*{gone.name}"):
         load(tmp_path)
 
 
@@ -179,7 +179,7 @@ def test_a_file_cut_short_is_refused(
     save_model()
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ConfigError, match=r"model\.safetensors is not usable"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be used"):
         load(tmp_path)
 
 
@@ -254,5 +254,5 @@ def test_a_context_beyond_the_models_positions_is_refused(
     save_model: Callable[..., Any], tmp_path: Path
 ) -> None:
     save_model()
-    with pytest.raises(ConfigError, match=r"--max-model-len is 513.*end at 512"):
+    with pytest.raises(ConfigError, match=r"--max-model-len is 513.*at most 512"):
         load(tmp_path, max_model_len=513)

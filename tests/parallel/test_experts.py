@@ -74,7 +74,7 @@ def test_redundant_copies_fill_the_emptiest_ranks_first() -> None:
 
 
 def test_more_copies_than_ranks_can_hold_are_refused_with_the_limit() -> None:
-    with pytest.raises(ConfigError, match=r"num-redundant-experts is 5: .* at most 4 further"):
+    with pytest.raises(ConfigError, match=r"num-redundant-experts is 5, .* at most 4 copies"):
         place(4, 2, num_redundant=5)
 
 

@@ -202,7 +202,7 @@ async def test_what_an_engine_has_that_gets_sigterm_goes_on_elsewhere_before_it_
         (b'{"url": "x", "deadline_s": -1}', 400, "deadline_s"),
         (b'{"url": "x", "deadline_s": 1e9}', 400, "deadline_s"),
         (b"{}", 400, "url"),
-        (b"\xff", 400, "names no engine to drain"),
+        (b"\xff", 400, "does not name an engine to drain"),
     ],
 )
 async def test_what_cannot_be_drained_is_told(make_stack, body, status, told):

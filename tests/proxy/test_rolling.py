@@ -100,7 +100,7 @@ async def test_a_stream_whose_weights_are_gone_ends_with_an_error_that_says_so(m
     first, last = events_of(await stack.stream())
     assert first["choices"][0]["text"] == word(3, 0)
     assert last["error"]["code"] == "weights_replaced"
-    assert "weights this stream began with" in last["error"]["message"]
+    assert "weights with which this stream started" in last["error"]["message"]
     assert legs(others) == []
 
 

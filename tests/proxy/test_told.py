@@ -77,4 +77,4 @@ async def test_engines_that_are_away_are_told_by_number(make_stack, path):
         told = await response.text()
     assert response.status == 503
     assert "127.0.0.1" not in told
-    assert "1 that are known" in told
+    assert "(1 known)" in told

@@ -100,8 +100,8 @@ def test_where_nobody_listens_nothing_is_noted_and_no_connector_is_asked():
     ("keys", "why"),
     [
         ({"publisher": "kafka"}, "publisher is 'kafka': use zmq, or null"),
-        ({"publisher": "zmq"}, "endpoint is None: give one"),
-        ({"replay_endpoint": "tcp://*:5558"}, "endpoint is None: give one"),
+        ({"publisher": "zmq"}, "endpoint is None: give an address"),
+        ({"replay_endpoint": "tcp://*:5558"}, "endpoint is None: give an address"),
         ({"endpoint": "127.0.0.1:5557"}, "endpoint is '127.0.0.1:5557': write it as tcp://"),
         ({"endpoint": "tcp://*:0"}, "endpoint is 'tcp://.:0': write it as tcp://"),
         ({"max_queue_size": 0}, "max-queue-size is 0: it must be positive"),
@@ -118,6 +118,6 @@ def test_events_need_a_prefix_cache_and_a_secret_or_a_loopback_address():
     with pytest.raises(ConfigError, match="leave --enable-prefix-caching on"):
         CacheConfig(enable_prefix_caching=False, events=events)
     model, cache = ModelConfig(model="m"), CacheConfig(events=events)
-    with pytest.raises(ConfigError, match="KV events are told there, and there is no secret"):
+    with pytest.raises(ConfigError, match="it serves KV events, and there is no secret"):
         EngineConfig(model=model, cache=cache, transfer=TransferConfig(host="10.0.0.2"))
     EngineConfig(model=model, cache=cache, transfer=TransferConfig(host="10.0.0.2", secret="s"))

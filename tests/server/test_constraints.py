@@ -134,7 +134,7 @@ async def test_a_format_of_text_constrains_nothing(server):
             "guided_json",
             "contains",
         ),
-        ({"guided_json": "{"}, "guided_json", "not JSON"),
+        ({"guided_json": "{"}, "guided_json", "not valid JSON"),
         ({"guided_json": {"enum": []}}, "guided_json", "Unsatisfiable"),
         ({"guided_json": {"allOf": [{"$ref": "#"}]}}, "guided_json", "guided_json"),
         ({"guided_regex": "(?=a)b"}, "guided_regex", "look-ahead"),
@@ -146,7 +146,7 @@ async def test_a_format_of_text_constrains_nothing(server):
         ({"guided_grammar": "root ::= " + "(" * 9000}, "guided_grammar", "recursion"),
         ({"guided_grammar": "start: gone"}, "guided_grammar", "gone"),
         ({"guided_grammar": "start: <|gone|>"}, "guided_grammar", "gone"),
-        ({"structured_outputs": {}}, "structured_outputs", "nothing"),
+        ({"structured_outputs": {}}, "structured_outputs", "is empty"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},
             "structured_outputs.choice",

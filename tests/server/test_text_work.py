@@ -131,7 +131,7 @@ async def test_work_whose_client_has_left_counts_until_it_ends():
 async def test_what_is_longer_than_it_may_be_is_refused_by_its_name(server, path, body, field):
     status, error = await server.refused(path, body)
     assert (status, error["param"]) == (400, field)
-    assert "at most" in error["message"] or "no more than" in error["message"]
+    assert "at most" in error["message"] or "has only" in error["message"]
     assert any(character.isdigit() for character in error["message"])
     assert not server.engine.requests
 

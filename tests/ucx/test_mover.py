@@ -280,7 +280,7 @@ def test_a_tag_is_told_once(sides: tuple[Side, Side]) -> None:
     ours, _ = sides
     for copy_id in (1, 2, 3):  # more than are posted at once
         ours.mover.hear(ours.link, encode(TakeCopy(copy_id, copy_id)))
-    with pytest.raises(FrameError, match="told twice"):
+    with pytest.raises(FrameError, match="sent twice"):
         for _ in range(2):
             ours.mover.hear(ours.link, encode(TakeCopy(9, 9)))
 

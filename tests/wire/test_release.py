@@ -73,10 +73,10 @@ def test_its_handoff_is_carried_to_its_like_as_it_came() -> None:
 def test_its_handoff_and_its_ticket_are_refused_here_by_their_protocol() -> None:
     events = SseParser().feed(RECORDED["handoff"]["body"].encode())
     (params,) = [json.loads(e.data)["pdserve_handoff"] for e in events if b"_handoff" in e.data]
-    with pytest.raises(HandoffRefusedError, match="of protocol 1 and this engine speaks"):
+    with pytest.raises(HandoffRefusedError, match="uses protocol 1 and this engine uses"):
         HANDOFFS.open(params["pdserve"]["handoffs"][0], SECRET)
     for name in ("prefill with ticket", "decode with ticket"):
-        with pytest.raises(HandoffRefusedError, match="of protocol 1 and this engine speaks"):
+        with pytest.raises(HandoffRefusedError, match="uses protocol 1 and this engine uses"):
             TICKETS.open(ticket_in(name), SECRET)
 
 

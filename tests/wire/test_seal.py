@@ -39,7 +39,7 @@ def test_a_value_of_a_peer_with_one_field_less_is_believed() -> None:
 def test_another_secret_or_another_purpose_opens_nothing() -> None:
     tickets: Seal[Note] = Seal(Note, Purpose.TICKET, what="note")
     for seal, secret in ((NOTES, "other"), (NOTES, ""), (tickets, "s3cret")):
-        with pytest.raises(HandoffRefusedError, match="signature is not this deployment's"):
+        with pytest.raises(HandoffRefusedError, match="signature does not match"):
             seal.open(TEXT, secret)
 
 
@@ -57,7 +57,7 @@ def test_a_value_of_another_protocol_is_refused_with_both_versions() -> None:
         data[0] = first_byte
         with pytest.raises(HandoffRefusedError) as caught:
             NOTES.open(base64.b64encode(data).decode(), "s3cret")
-        assert f"of protocol {theirs} and this engine speaks protocol {PROTOCOL}" in str(
+        assert f"uses protocol {theirs} and this engine uses protocol {PROTOCOL}" in str(
             caught.value
         )
 

@@ -229,7 +229,7 @@ def test_an_engine_that_computes_prompts_alone_has_no_draft_model(
     ("arch", "words"),
     [
         (None, "is not a directory"),
-        ({"vocab_size": 300}, "its vocabulary has 300 tokens, the model's 211"),
+        ({"vocab_size": 300}, "its vocabulary has 300 tokens, but the model's has 211"),
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
     ],
@@ -249,7 +249,7 @@ def test_a_draft_model_that_cannot_be_used_is_refused_at_the_start_and_named(
 
 def test_a_draft_model_needs_its_directory() -> None:
     for fields in ({"method": "draft_model"}, {"model": "/m"}, {"method": "ngram", "model": "/m"}):
-        with pytest.raises(ConfigError, match="need a directory, a smaller model"):
+        with pytest.raises(ConfigError, match="need a directory"):
             SpeculativeConfig(**fields)
 
 

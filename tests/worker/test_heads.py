@@ -350,7 +350,7 @@ def test_engines_with_cached_prefixes_and_preemptions_put_out_the_same(
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2: heads of one layer"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}, "eagle_aux_hidden_state_layer_ids"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 99]}, "different layers from 0 to 8"),
-        ({"draft_vocab_size": 77}, "d2t is"),
+        ({"draft_vocab_size": 77}, "d2t has"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints"),
     ],
 )

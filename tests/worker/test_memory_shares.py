@@ -221,7 +221,7 @@ def test_what_others_have_is_not_of_this_share_but_for_a_context() -> None:
 
 def test_a_step_that_does_not_fit_says_what_to_lower() -> None:
     step = Step(torch.OutOfMemoryError("tried to allocate 2 GiB"))
-    with pytest.raises(ConfigError, match=r"lower --max-num-batched-tokens.*2 GiB"):
+    with pytest.raises(ConfigError, match=r"2 GiB.*lower --max-num-batched-tokens"):
         shares_on(Shared(), step)
     assert step.is_closed
 

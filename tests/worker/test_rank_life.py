@@ -170,7 +170,7 @@ def test_each_rank_of_a_machine_takes_a_device_of_its_own(monkeypatch: pytest.Mo
 
 def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Cuda(monkeypatch, 2)
-    with pytest.raises(ConfigError, match=r"4 ranks of this machine need .* and 2 are visible"):
+    with pytest.raises(ConfigError, match=r"4 ranks on this machine need .* only 2 are visible"):
         worker._device("cuda", place_of(0, 4))
 
 

@@ -274,7 +274,7 @@ def test_fast_numerics_without_cuda_are_a_configuration_error(tmp_path: Path) ->
     config = EngineConfig(
         model=ModelConfig(model=str(tmp_path)), device="cpu", numerics=NumericsMode.FAST
     )
-    refusal = "--numerics is 'fast': .* 'cpu'; use --numerics exact"
+    refusal = "--numerics is 'fast', .* 'cpu': use --numerics exact"
     with workers() as begin, pytest.raises(ConfigError, match=refusal) as refused:
         begin(config)
     assert refused.value.param == "numerics"
@@ -320,7 +320,7 @@ def test_a_pool_too_small_for_one_request_says_what_to_change(
 def test_a_pool_without_a_block_asks_for_more_memory_and_not_for_no_tokens(
     make_driver: Callable[..., Driver],
 ) -> None:
-    with pytest.raises(ConfigError, match="gives 0: give more with --kv-cache-memory-bytes"):
+    with pytest.raises(ConfigError, match="gives 0: raise --kv-cache-memory-bytes"):
         make_driver(cache=CacheConfig(kv_cache_memory_bytes=1))
 
 
@@ -350,7 +350,7 @@ def test_a_devices_offer_is_taken_within_its_limit(
         return found.num_blocks
 
     if num_blocks is None:
-        with pytest.raises(ConfigError, match="the memory that is free gives 15"):
+        with pytest.raises(ConfigError, match="the free memory gives 15"):
             plan()
     else:
         assert plan() == num_blocks

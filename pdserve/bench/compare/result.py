@@ -201,7 +201,7 @@ def load(path: Path) -> Comparison:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (msgspec.DecodeError, KeyError, TypeError) as error:  # ValidationError is a DecodeError
-        raise ConfigError(f"{path} is no comparison: {error}") from error
+        raise ConfigError(f"{path} is not a saved comparison: {error}") from error
 
 
 def of_runs(runs: Sequence[Run], slos: Sequence[Slo]) -> Comparison:

@@ -143,7 +143,8 @@ def pairs(words: Sequence[str]) -> list[tuple[int, int]]:
         match = _PAIR.fullmatch(word)
         if match is None:
             raise ConfigError(
-                f"--pd {word}: write prefill engines, a colon, decode engines, as 1:1 or 2:1",
+                f"--pd is {word!r}: write the numbers of prefill and decode engines with a colon "
+                "between them, such as 1:1 or 2:1",
                 param="pd",
             )
         found.append((int(match[1]), int(match[2])))
@@ -158,9 +159,8 @@ def share(units: Sequence[int], num: int, *, what: str = "cores") -> list[tuple[
     """
     if num > len(units):
         raise ConfigError(
-            f"{num} engines need {num} {what}, and there are {len(units)}: "
-            f"let more be used (--{what.lower()}), compare a smaller --pd, or leave replicas out "
-            "of --topologies",
+            f"{num} engines need {num} {what}, but only {len(units)} can be used: allow more with "
+            f"--{what.lower()}, use a smaller --pd, or leave replicas out of --topologies",
             param="pd",
         )
     each, more = divmod(len(units), num)
@@ -280,12 +280,15 @@ def peers(words: Sequence[str]) -> list[Topology]:
         url = url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"--peer {word}: write a URL, or a label and a URL, as vllm=http://127.0.0.1:8000",
+                f"--peer is {word!r}: write a URL, or a label and a URL, such as "
+                "vllm=http://127.0.0.1:8000",
                 param="peer",
             )
         label = name or url.partition("://")[2]
         if any(label == other.label for other in found):
-            raise ConfigError(f"--peer {word}: the label {label} stands there twice", param="peer")
+            raise ConfigError(
+                f"--peer {word}: the label {label} is used twice; choose another one", param="peer"
+            )
         found.append(Topology(label, Kind.PEER, url=url))
     return found
 

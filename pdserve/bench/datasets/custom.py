@@ -48,7 +48,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
 def _num_output(entry: Entry) -> int:
     given = [name for name in _OUTPUT_FIELDS if entry.fields.get(name) is not None]
     if len(given) > 1:
-        entry.refuse(f"the fields {given[0]!r} and {given[1]!r} say the same", "leave one out")
+        entry.refuse(f"the fields {given[0]!r} and {given[1]!r} mean the same", "leave one out")
     return entry.integer(given[0]) if given else DEFAULT_OUTPUT_TOKENS
 
 
@@ -56,7 +56,7 @@ def _prompt(entry: Entry, prompts: PromptMaker) -> Prompt:
     fields = entry.fields
     if ("prompt" in fields) == ("messages" in fields):
         entry.refuse(
-            "one of the fields 'prompt' and 'messages' is needed",
+            "exactly one of the fields 'prompt' and 'messages' is needed",
             'write {"prompt": "..."}, or {"messages": [{"role": "user", "content": "..."}]}',
         )
     if "messages" in fields:
@@ -66,7 +66,7 @@ def _prompt(entry: Entry, prompts: PromptMaker) -> Prompt:
     prompt = fields["prompt"]
     if isinstance(prompt, str):
         if not prompt:
-            entry.refuse("the field 'prompt' is empty", "write what is to be asked")
+            entry.refuse("the field 'prompt' is empty", "write a prompt")
         return prompts.for_text(prompt)
     if (
         isinstance(prompt, list)
@@ -75,12 +75,12 @@ def _prompt(entry: Entry, prompts: PromptMaker) -> Prompt:
     ):
         if prompts.endpoint is not ApiEndpoint.COMPLETIONS:
             entry.refuse(
-                "the field 'prompt' has token ids, which chat does not take",
+                "the field 'prompt' has token ids, which chat does not accept",
                 "use --endpoint completions",
             )
         return prompt
     return entry.refuse(
-        "the field 'prompt' is neither text nor an array of token ids",
+        "the field 'prompt' is neither a string nor an array of token ids",
         'write {"prompt": "..."} or {"prompt": [1, 2, 3]}',
     )
 
@@ -89,7 +89,7 @@ def _messages(entry: Entry) -> list[Message]:
     messages = entry.fields["messages"]
     if not isinstance(messages, list) or not messages:
         entry.refuse(
-            "the field 'messages' is no array of messages",
+            "the field 'messages' is not an array of messages",
             'write {"messages": [{"role": "user", "content": "..."}]}',
         )
     result = []
@@ -98,8 +98,8 @@ def _messages(entry: Entry) -> list[Message]:
             isinstance(message.get(name), str) for name in ("role", "content")
         ):
             entry.refuse(
-                f"the field 'messages[{place}]' has no 'role' or no 'content' that is text",
-                'a message is {"role": "user", "content": "..."}',
+                f"the field 'messages[{place}]' lacks 'role', or a 'content' that is a string",
+                'write each message as {"role": "user", "content": "..."}',
             )
         result.append({"role": message["role"], "content": message["content"]})
     return result

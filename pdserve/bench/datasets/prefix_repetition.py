@@ -25,8 +25,8 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     own = config.prefix_repetition
     if own.num_prefixes > config.num_prompts:
         raise ConfigError(
-            f"--prefix-repetition-num-prefixes is {own.num_prefixes}, above --num-prompts "
-            f"{config.num_prompts}: no prefix would be repeated",
+            f"--prefix-repetition-num-prefixes is {own.num_prefixes}, more than --num-prompts "
+            f"{config.num_prompts}, so no prefix would repeat: lower it, or raise --num-prompts",
             param="prefix-repetition-num-prefixes",
         )
     num_prompt_tokens = own.prefix_len + own.suffix_len

@@ -87,8 +87,8 @@ class Vocabulary:
                     break
         if len(words) < _MIN_WORDS:
             raise ConfigError(
-                "the model's tokenizer has no words of one token, so no text of an exact number "
-                "of tokens can be made: use --endpoint completions, which takes token ids",
+                "the model's tokenizer has no words of a single token, so no text can have an "
+                "exact number of tokens: use --endpoint completions, which accepts token ids",
                 param="endpoint",
             )
         return tuple(words)
@@ -185,7 +185,7 @@ class PromptMaker:
         if not self.fits(num_prompt_tokens, num_output_tokens):
             raise ConfigError(
                 f"{num_prompt_tokens} prompt tokens and {num_output_tokens} output tokens exceed "
-                f"the {self.max_model_len} tokens that the endpoint's model takes: lower {flags}"
+                f"the {self.max_model_len} tokens of the endpoint's model: lower {flags}"
             )
 
     # ---- prompts that are given -------------------------------------------------------
@@ -233,7 +233,7 @@ class PromptMaker:
         if self._vocabulary is None:
             raise ConfigError(
                 "this data set needs the model's tokenizer, and the endpoint does not say where "
-                "it is: give its directory as --tokenizer DIR",
+                "it is: name its directory with --tokenizer DIR",
                 param="tokenizer",
             )
         return self._vocabulary
@@ -263,8 +263,8 @@ class PromptMaker:
         for _ in range(_MAX_TRIES):
             if num_cut > num_own:
                 raise ConfigError(
-                    f"a chat prompt of {total} tokens cannot be made: the model's template takes "
-                    f"{num_around} of them, and only {num_own} are this prompt's own: ask for "
+                    f"no chat prompt can have {total} tokens: the model's template uses "
+                    f"{num_around} of them, and only {num_own} are the prompt's own; ask for "
                     "longer prompts, or use --endpoint completions",
                     param="endpoint",
                 )
@@ -275,8 +275,8 @@ class PromptMaker:
                 return text
             num_cut += num - total
         raise ConfigError(
-            f"no chat prompt of exactly {total} tokens can be made with this tokenizer: use "
-            "--endpoint completions, which takes token ids",
+            f"no chat prompt can have exactly {total} tokens with this tokenizer: use --endpoint "
+            "completions, which accepts token ids",
             param="endpoint",
         )
 
@@ -284,8 +284,8 @@ class PromptMaker:
         num = self._count_messages([{"role": "user", "content": content}])
         if num is None:
             raise ConfigError(
-                "the model's tokenizer has no chat template, so the tokens of a chat prompt cannot "
-                "be counted: use --endpoint completions, which takes token ids",
+                "the model's tokenizer has no chat template, so the tokens of a chat prompt "
+                "cannot be counted: use --endpoint completions, which accepts token ids",
                 param="endpoint",
             )
         return num

@@ -52,7 +52,9 @@ class Entry(msgspec.Struct, frozen=True):
         value = self.fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int):
             found = "is missing" if name not in self.fields else f"is {_short(value)}"
-            self.refuse(f"the field {name!r} {found}", f"it must be a whole number from {least} on")
+            self.refuse(
+                f"the field {name!r} {found}", f"it must be a whole number of at least {least}"
+            )
         if value < least:
             self.refuse(f"the field {name!r} is {value}", f"it must be at least {least}")
         return int(value)
@@ -84,8 +86,8 @@ def json_lines(path: Path) -> Iterator[Entry]:
                 ) from None
             if not isinstance(value, dict):
                 raise ConfigError(
-                    f"{path}, line {number}: a JSON object is needed, as "
-                    f'{{"prompt": "..."}}, not {_short(value)}',
+                    f'{path}, line {number}: a line must be a JSON object such as {{"prompt": '
+                    f'"..."}}, not {_short(value)}',
                     param="dataset-path",
                 )
             yield Entry(path, number, value)
@@ -108,7 +110,7 @@ def csv_rows(path: Path, forms: Sequence[Sequence[str]]) -> Iterator[Entry]:
         if columns is None:
             wanted = " or ".join(",".join(each) for each in forms)
             raise ConfigError(
-                f"{path}, line 1: the columns are {','.join(head) or 'missing'}; they must be "
+                f"{path}, line 1: the columns are {','.join(head) or 'missing'}, but must be "
                 f"{wanted}",
                 param="dataset-path",
             )
@@ -118,7 +120,9 @@ def csv_rows(path: Path, forms: Sequence[Sequence[str]]) -> Iterator[Entry]:
                 continue
             if len(row) <= max(places):
                 lacking = Entry(path, rows.line_num, {})
-                lacking.refuse(f"the row has {len(row)} of {len(head)} columns", "add the others")
+                lacking.refuse(
+                    f"the row has {len(row)} of {len(head)} columns", "add the missing ones"
+                )
             texts = [row[place].strip() for place in places]
             yield Entry(path, rows.line_num, dict(zip(columns, texts, strict=True)))
 
@@ -143,7 +147,7 @@ def json_array(path: Path) -> Iterator[Entry]:
             value = text.decode(decoder)
             if not isinstance(value, dict):
                 raise ConfigError(
-                    f"{path}, line {line}: an entry of the array is {_short(value)}; each must be "
+                    f"{path}, line {line}: an entry of the array is {_short(value)}, but must be "
                     "a JSON object",
                     param="dataset-path",
                 )
@@ -154,9 +158,11 @@ def json_array(path: Path) -> Iterator[Entry]:
                 case "]":
                     return
                 case "":
-                    text.refuse("the file ends inside its array", "it was cut off: fetch it again")
+                    text.refuse(
+                        "the file ends inside its array", "it is incomplete: download it again"
+                    )
                 case other:
-                    text.refuse(f"{other!r} stands between two entries", "a comma is needed")
+                    text.refuse(f"{other!r} stands between two entries", "put a comma there")
 
 
 class _Text:
@@ -197,7 +203,7 @@ class _Text:
                 if num_held > _MAX_ENTRY_CHARS or not self._read(max(_CHUNK_CHARS, num_held)):
                     self.skip(error.pos - self._at)
                     self.refuse(
-                        f"this is not JSON ({error.msg})", "mend the file, or fetch it again"
+                        f"this is not JSON ({error.msg})", "correct the file, or download it again"
                     )
                 continue
             self.skip(end - self._at)
@@ -252,8 +258,7 @@ def _read(path: Path, file: TextIO, num_chars: int) -> str:
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> ConfigError:
     return ConfigError(
-        f"--dataset-path {path} is not UTF-8 ({error.reason}): write it anew in UTF-8, and "
-        "uncompressed",
+        f"--dataset-path {path} is not UTF-8 ({error.reason}): save it as uncompressed UTF-8",
         param="dataset-path",
     )
 

@@ -51,9 +51,9 @@ def make_plan(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     plan = _MAKERS[config.name](config, prompts.with_seed(config.seed))
     if not plan.requests:
         raise ConfigError(
-            f"--dataset-name {config.name.value} gives no request at all"
+            f"--dataset-name {config.name.value} gives no requests"
             + "".join(f"; {note}" for note in plan.notes)
-            + ": take another file, a wider window, or a model with more context",
+            + ": use another file, a wider window, or a model with a longer context",
             param="dataset-name",
         )
     return plan

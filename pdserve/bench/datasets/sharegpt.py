@@ -59,7 +59,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
 def _turns(entry: Entry) -> list[Any]:
     turns = entry.fields.get("conversations")
     if not isinstance(turns, list):
-        found = "is missing" if turns is None else "is no array"
+        found = "is missing" if turns is None else "is not an array"
         entry.refuse(
             f"the field 'conversations' {found}",
             "ShareGPT's format is "
@@ -73,8 +73,8 @@ def _value(entry: Entry, place: int) -> str:
     value = turn.get("value") if isinstance(turn, dict) else None
     if not isinstance(value, str):
         entry.refuse(
-            f"the field 'conversations[{place}].value' is missing or no text",
-            'each turn is written as {"from": "human", "value": "..."}',
+            f"the field 'conversations[{place}].value' is missing or not a string",
+            'write each turn as {"from": "human", "value": "..."}',
         )
     return value
 

@@ -128,7 +128,10 @@ def _milliseconds(row: Entry, text: str) -> float:
             continue
         break
     if not math.isfinite(seconds):
-        row.refuse(f"{text!r} is no time", "write seconds, or 2023-11-16 18:17:03.979")
+        row.refuse(
+            f"{text!r} is not a time",
+            "write seconds, or a date and time such as 2023-11-16 18:17:03.979",
+        )
     return seconds * 1000
 
 
@@ -149,12 +152,12 @@ def _num_shared(entry: Entry, segments: list[Segment], seen: set[int]) -> int:
 def _timestamp(entry: Entry, before_ms: float) -> float:
     value = entry.fields.get("timestamp")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        found = "is missing" if value is None else "is no number"
+        found = "is missing" if value is None else "is not a number"
         entry.refuse(f"the field 'timestamp' {found}", f"{_FORM}, in milliseconds")
     if value < before_ms:
         entry.refuse(
-            f"the field 'timestamp' is {value:g}, before the line above ({before_ms:g})",
-            "sort the file by time",
+            f"the field 'timestamp' is {value:g}, earlier than {before_ms:g} in the line above",
+            "sort the lines by time",
         )
     return float(value)
 
@@ -167,14 +170,14 @@ def _segments(entry: Entry, own: TraceDataConfig) -> list[Segment]:
         return [Segment(f"line/{entry.line}", num_own)]
     hash_ids = entry.fields.get("hash_ids")
     if not isinstance(hash_ids, list) or not all(type(each) is int for each in hash_ids):
-        found = "is missing" if hash_ids is None else "is no array of whole numbers"
+        found = "is missing" if hash_ids is None else "is not an array of whole numbers"
         entry.refuse(f"the field 'hash_ids' {found}", _FORM)
     num_whole, num_behind = divmod(num_input, own.block_size)
     if len(hash_ids) not in {num_whole, num_whole + (num_behind > 0)}:
         entry.refuse(
             f"the field 'hash_ids' has {len(hash_ids)} ids for {num_input} tokens",
-            f"with {own.block_size} tokens each there are {num_whole + (num_behind > 0)}: "
-            "--trace-block-size says how many tokens are behind an id",
+            f"{own.block_size} tokens per id make {num_whole + (num_behind > 0)} ids: set "
+            "--trace-block-size to the tokens that an id stands for",
         )
     block = max(1, round(own.block_size * own.length_scale))
     num_left = max(1, round(num_input * own.length_scale))

@@ -77,19 +77,21 @@ def _check(sweeps: Sequence[Sweep]) -> None:
     for each in sweeps[1:]:
         if each.axis != first.axis:
             raise ConfigError(
-                f"the sweep of {each.label} is over {each.axis} and that of {first.label} over "
-                f"{first.axis}: draw them one by one",
+                f"the sweep of {each.label} varies {each.axis} and that of {first.label} varies "
+                f"{first.axis}: plot them separately",
                 param="files",
             )
         if (each.slo, each.share) != (first.slo, first.share):
             raise ConfigError(
-                f"the sweep of {each.label} has the objectives {_slo_words(each)}, and that of "
-                f"{first.label} {_slo_words(first)}: draw them one by one",
+                f"the sweep of {each.label} has the objectives {_slo_words(each)}, but that of "
+                f"{first.label} has {_slo_words(first)}: plot them separately",
                 param="files",
             )
     if not any(run["completed"] for each in sweeps for p in each.points for run in p.runs):
         raise ConfigError(
-            "no request in these sweeps was answered: there is nothing to draw", param="files"
+            "these sweeps contain no answered request, so there is nothing to plot: name other "
+            "files",
+            param="files",
         )
 
 

@@ -20,7 +20,7 @@ class VllmAnswer(enum.Enum):
     SAME = "same"
     TRANSLATED = "translated"
     NO_EFFECT = "no effect"
-    ABSENT = "not here"
+    ABSENT = "not supported"
 
 
 class VllmKind(enum.Enum):
@@ -39,7 +39,7 @@ class VllmName:
 
     Attributes:
         name: As it is written, with its dashes and short forms.
-        text: What it becomes, or why it is not here; empty if there is nothing to say.
+        text: What it becomes, or why it is not supported; empty if there is nothing to say.
     """
 
     kind: VllmKind
@@ -155,7 +155,7 @@ def _one_by_one(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def absent_flags() -> dict[str, str]:
-    """Why flags of `vllm serve` are not here, by flag and short form, without dashes in front."""
+    """Why flags of `vllm serve` are not supported, by flag or short form, without dashes."""
     found = {flag: _not_here(flag, text) for flag, text in _one_by_one(flags.ABSENT)}
     found |= {short: found[flag] for short, flag in flags.SHORT.items() if flag in found}
     for key, text in connectors.ABSENT_KEYS.items():
@@ -173,7 +173,7 @@ def absent_bench_flags() -> dict[str, str]:
 
 
 def _not_here(flag: str, text: str) -> str:
-    return f"vLLM's --{flag} is not here: {text}"
+    return f"vLLM's --{flag} is not supported: {text}"
 
 
 def unread(environ: Iterable[str]) -> list[str]:

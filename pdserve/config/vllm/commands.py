@@ -15,7 +15,7 @@ ABSENT_COMMANDS: Final = {
     "bench mm-processor": "only text is served",
     "bench startup": "an engine's log says how long each part of its start takes",
 }
-"""Commands that are not here, and what to do in place of them."""
+"""Commands that are not supported, and what to use instead."""
 
 
 BENCH_NO_EFFECT: Final = {
@@ -64,4 +64,4 @@ BENCH_ABSENT: Final = {
         lora-modules lora-assignment
     """,
 }
-"""Reasons, and the flags of `vllm bench serve` that are not here for them."""
+"""Reasons, with the flags of `vllm bench serve` that are not supported for each."""

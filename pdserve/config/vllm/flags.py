@@ -189,7 +189,7 @@ ABSENT_SPECULATIVE_KEYS: Final = {
         parallel-drafting
     """,
 }
-"""Keys of `--speculative-config` that are not here."""
+"""Keys of `--speculative-config` that are not supported."""
 
 ABSENT: Final = {
     "weights are used as the checkpoint has them, those in FP8 in its other dtype": """
@@ -359,4 +359,4 @@ ABSENT: Final = {
         ssl-ciphers enable-ssl-refresh
     """,
 }
-"""Reasons, and the flags that are not here for them."""
+"""Reasons, with the flags that are not supported for each."""

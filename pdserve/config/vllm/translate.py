@@ -45,7 +45,7 @@ def _connector_names(raw: object) -> object:
     """Names with commas between them, vLLM's among them.
 
     Raises:
-        ValueError: One is of a connector that is not here.
+        ValueError: One is of a connector that is not supported.
     """
     if not isinstance(raw, str):
         return raw
@@ -54,11 +54,11 @@ def _connector_names(raw: object) -> object:
 
 def _connector_name(name: str) -> str:
     if name in connectors.ABSENT_CONNECTORS:
-        raise ValueError(f"vLLM's {name} is not here: {connectors.ABSENT_CONNECTORS[name]}")
+        raise ValueError(f"vLLM's {name} is not supported: {connectors.ABSENT_CONNECTORS[name]}")
     if name == connectors.MULTI:
         raise ValueError(
-            f"{name} needs its connectors: write their names with commas between them, as "
-            "nixl,lmcache, or all in one object, under kv_connector_extra_config.connectors"
+            f"{name} needs a list of connectors: write their names with commas between them, such "
+            "as nixl,lmcache, or put them under kv_connector_extra_config.connectors"
         )
     return connectors.CONNECTORS.get(name, name)
 
@@ -101,13 +101,13 @@ def _ignored(
 
 def _only(words: tuple[str, ...], text: str, raw: object) -> object:
     if str(raw).lower() not in (*words, "none"):
-        raise ValueError(f"{raw!r} is not here, only {' or '.join(words)}: {text}")
+        raise ValueError(f"{raw!r} is not supported, only {' or '.join(words)}: {text}")
     return raw
 
 
 def _role(raw: object) -> object:
     if raw not in ("", *connectors.ROLES):
-        raise ValueError(f"{raw!r} is not known: use {', '.join(connectors.ROLES)}")
+        raise ValueError(f"{raw!r} is unknown: use {', '.join(connectors.ROLES)}")
     return raw
 
 
@@ -124,8 +124,8 @@ def role_of(role: Role, said: str) -> Role:
     for_part = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE}.get(said, role)
     if role not in (Role.BOTH, for_part):
         raise ConfigError(
-            f"--{ROLE} is {said!r}, but `pdserve {role.value}` was called: use "
-            f"`pdserve {for_part.value}`, or leave the role out",
+            f"--{ROLE} is {said!r}, but the command is `pdserve {role.value}`: use `pdserve "
+            f"{for_part.value}`, or leave the role out",
             param=ROLE,
         )
     return for_part
@@ -172,7 +172,7 @@ def _failure_policy(raw: object) -> Mapping[str, object]:
         return {}
     if raw == "fail":
         return {"recompute-tokens-per-second": 0}
-    raise ValueError(f"{raw!r} is not known: use recompute or fail")
+    raise ValueError(f"{raw!r} is unknown: use recompute or fail")
 
 
 def transfer_config(raw: object) -> Mapping[str, object]:
@@ -181,7 +181,7 @@ def transfer_config(raw: object) -> Mapping[str, object]:
     The secret has a flag without the prefix.
 
     Raises:
-        ValueError: It is no object, or has what is not here.
+        ValueError: It is no object, or has what is not supported.
     """
     content = {canonical(key): value for key, value in parse_object(raw).items()}
     extra = content.pop("kv-connector-extra-config", None) or {}
@@ -202,7 +202,8 @@ def _several(extra: Mapping[str, object]) -> dict[str, object]:
     objects = extra.get("connectors")
     if not isinstance(objects, list) or not objects:
         raise ValueError(
-            f"{connectors.MULTI} needs its connectors, under kv_connector_extra_config.connectors"
+            f"{connectors.MULTI} needs a list of connectors under "
+            "kv_connector_extra_config.connectors"
         )
     names: list[str] = []
     found: dict[str, object] = {}
@@ -225,7 +226,7 @@ def _extra(name: str, raw: object) -> Mapping[str, object]:
         found[f"{_TRANSFER}.lmcache.url"] = f"tcp://{address}:{port or _LMCACHE_PORT}"
     for key, value in content.items():
         if key in connectors.ABSENT_EXTRA:
-            raise ValueError(f"vLLM's {key} is not here: {connectors.ABSENT_EXTRA[key]}")
+            raise ValueError(f"vLLM's {key} is not supported: {connectors.ABSENT_EXTRA[key]}")
         flag = connectors.EXTRA.get((name, key), f"{_TRANSFER}.{canonical(name)}.{key}")
         found[flag] = value
     return found

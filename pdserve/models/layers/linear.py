@@ -203,8 +203,8 @@ def kv_heads_of(num_kv_heads: int, placement: Placement) -> range:
     tp = placement.world.tp
     if num_kv_heads % tp.size and tp.size % num_kv_heads:
         raise ConfigError(
-            f"--tensor-parallel-size is {tp.size}: the model's num_key_value_heads is "
-            f"{num_kv_heads}; use a size that divides it or is a multiple of it",
+            f"--tensor-parallel-size is {tp.size}, but the model has {num_kv_heads} KV heads "
+            "(num_key_value_heads): use a size that divides this number or is a multiple of it",
             param="tensor-parallel-size",
         )
     each = max(1, num_kv_heads // tp.size)

@@ -59,8 +59,8 @@ class Placement:
         if size % tp.size:
             fitting = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
             raise ConfigError(
-                f"--tensor-parallel-size is {tp.size}: the model's {field} is {size}, which does "
-                f"not divide by it; use one of {fitting}",
+                f"--tensor-parallel-size is {tp.size}, which does not divide the model's {field} "
+                f"of {size}: use one of {fitting}",
                 param="tensor-parallel-size",
             )
         each = size // tp.size

@@ -98,7 +98,7 @@ class AnswerStyle:
             if self.token_machine is XtmlMachine:
                 return xtml_grammar(prompt, self.tokens, use)
             if self.calls is None:
-                raise ValueError("the calls of this model cannot be constrained")
+                raise ValueError("the format of this model's calls does not allow constraints")
             return calls_grammar(self.calls, self.reasoning, self.tokens, use, prompt=prompt)
         except ValueError as error:
             raise BadRequestError(f"tools: {error}", param="tools") from error
@@ -142,8 +142,8 @@ def style_of(model: ModelConfig, tokenizer: Tokenizer, template: str) -> AnswerS
         if {model.tool_call_parser, model.reasoning_parser} - {_AUTO}:
             lacking = ", ".join(sorted(set(token_machine.markers) - added))
             raise ConfigError(
-                f"the parser {call_parser} reads tokens that this tokenizer lacks ({lacking}): "
-                "name the model's own format with --tool-call-parser, or none",
+                f"the parser {call_parser} needs tokens that this tokenizer lacks ({lacking}): "
+                "name the model's own format with --tool-call-parser, or use none",
                 param="tool-call-parser",
             )
         token_machine = None

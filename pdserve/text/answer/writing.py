@@ -187,7 +187,7 @@ def calls_grammar(
     """
     writing = calls.writing
     if writing is None:
-        raise ValueError("this model's calls cannot be constrained unless one is required")
+        raise ValueError("this model's calls can only be constrained when one is required")
     check_tools(use.tools, with_keys=writing.parameter is not None)
     writer = GrammarWriter(tokens)
     thought = ""
@@ -205,9 +205,12 @@ def check_tools(tools: Tools, *, with_keys: bool) -> None:
     """
     for name, schema in tools.items():
         if not _NAME.fullmatch(name):
-            raise ValueError(f"the tool {name!r} has a name with more than letters, digits, _.-")
+            raise ValueError(
+                f"the tool {name!r} has a name with characters other than letters, digits, _, . "
+                "and -: rename it"
+            )
         if schema.get("type", "object") != "object":
-            raise ValueError(f"the parameters of {name!r} must be a schema of an object")
+            raise ValueError(f"the parameters of {name!r} must be the schema of an object")
         properties = schema.get("properties")
         for key in properties if with_keys and isinstance(properties, dict) else ():
             if not _KEY.fullmatch(key):

@@ -123,8 +123,8 @@ def _load_model(
     arch = read_arch(Path(path))
     if arch.vocab_size != target.arch.vocab_size:
         raise ConfigError(
-            f"its vocabulary has {arch.vocab_size} tokens, the model's {target.arch.vocab_size}: "
-            "use a model with the same tokenizer"
+            f"its vocabulary has {arch.vocab_size} tokens, but the model's has "
+            f"{target.arch.vocab_size}: use a draft model with the same tokenizer"
         )
     model = msgspec.structs.replace(
         config.model,

@@ -209,6 +209,6 @@ def test_tools_that_cannot_stand_in_a_format_are_named(tools, said):
 def test_a_format_without_a_grammar_is_forced_in_plain_json():
     style = AnswerStyle(calls=TOOL_PARSERS["gemma4"])
     assert style.forcing.calls is JSON_LIST
-    with pytest.raises(BadRequestError, match="unless one is required"):
+    with pytest.raises(BadRequestError, match="only be constrained when one is required"):
         style.grammar("", ToolUse(TOOLS))
     assert AnswerStyle(calls=TOOL_PARSERS["hermes"]).forcing.calls is TOOL_PARSERS["hermes"]
