@@ -133,7 +133,7 @@ class LMCacheServer:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it as a crash does; its shared memory stays behind."""
+        """End it as a crash does."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

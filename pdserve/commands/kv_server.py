@@ -25,7 +25,7 @@ from pdserve.commands.announce import START
 from pdserve.commands.exit_codes import EXIT_CONFIG, EXIT_DONE
 from pdserve.commands.findings import Grade
 from pdserve.commands.running import require_free
-from pdserve.commands.segments import owned_segment
+from pdserve.commands.segments import own_segment
 from pdserve.commands.tier_checks import files_of, findings_of
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.tiers import (
@@ -69,12 +69,11 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         "--kv-transfer-config.lmcache.http-url http://%s:%d",
         *(LOOPBACK, config.port, LOOPBACK, config.http_port),
     )
-    with owned_segment() as segment:
-        reserving = _Reserving(segment, tiers.cpu_bytes)
-        reserving.start()
-        disk_bytes = 0 if tiers.disk is None else make_room(tiers.disk)
-        _serve(arguments_of(config, tiers, segment.name, disk_bytes=disk_bytes))
-        return EXIT_CONFIG if reserving.failure else EXIT_DONE
+    segment = own_segment()
+    _Reserving(segment, tiers.cpu_bytes).start()
+    disk_bytes = 0 if tiers.disk is None else make_room(tiers.disk)
+    _serve(arguments_of(config, tiers, segment.name, disk_bytes=disk_bytes))
+    return EXIT_DONE
 
 
 def arguments_of(
@@ -132,14 +131,10 @@ class _Reserving(threading.Thread):
 
     A page that was only promised is cleared by whoever writes to it first, which takes a save ten
     times as long as its copy.
-
-    Attributes:
-        failure: Whether it did.
     """
 
     def __init__(self, segment: Path, num_bytes: int) -> None:
         super().__init__(name="reserve", daemon=True)
-        self.failure = False
         self._segment = segment
         self._num_bytes = num_bytes
 
@@ -152,13 +147,12 @@ class _Reserving(threading.Thread):
                 os.posix_fallocate(file.fileno(), 0, self._num_bytes)
                 _clear(file.fileno(), self._num_bytes)
             except OSError as error:
-                self.failure = True
                 _log.error(
                     "the cpu tier's %d MiB of shared memory cannot be had: %s; make the tier "
                     "smaller",
                     *(self._num_bytes >> 20, error.strerror),
                 )
-                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(EXIT_CONFIG)
 
 
 def _clear(descriptor: int, num_bytes: int) -> None:
@@ -177,14 +171,16 @@ def _clear(descriptor: int, num_bytes: int) -> None:
 
 
 def _serve(arguments: list[str]) -> None:
-    """Run LMCache's server, in this process, until it is interrupted."""
+    """Run LMCache's server, in this process, until it is interrupted.
+
+    Until it has handlers of its own, and again once it has closed, a signal ends the process at
+    once: an exception could be swallowed by what is being imported, and the server would go on.
+    """
     # Engines bring their KV themselves: a device would only be asked for memory.
     os.environ.update(LMCACHE_SILENT, CUDA_VISIBLE_DEVICES="")
     if os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING") == "WARNING":
         logging.disable(logging.INFO)  # uvicorn's as well, which has a line for each request
     sys.argv = [_PROGRAM, *arguments]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        runpy.run_module(_PROGRAM, run_name="__main__")
-    except KeyboardInterrupt:
-        pass  # it is asked to end
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(EXIT_DONE))
+    runpy.run_module(_PROGRAM, run_name="__main__")

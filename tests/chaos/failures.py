@@ -372,8 +372,8 @@ ROWS = (
     Row(
         "supervisor and store are killed",
         "the connection is lost",
-        "The server ends with `pdserve up` and frees its shared memory. If the server is killed "
-        "as well, the next one to start removes the remains.",
+        "The server ends with `pdserve up`. A small process that outlives both removes its shared "
+        "memory. If that process is killed as well, the next server to start removes the remains.",
         ("test_no_shared_memory_is_left_when_supervisor_and_server_are_killed",),
     ),
     Row(

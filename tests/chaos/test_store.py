@@ -11,6 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -325,7 +326,10 @@ def test_a_store_that_cannot_be_had_is_refused_at_start(tiers: str, says: str) -
     assert "Traceback" not in done.stderr
 
 
-def test_no_shared_memory_is_left_when_supervisor_and_server_are_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["supervisor alone", "supervisor and server"])
+def test_no_shared_memory_is_left_when_supervisor_and_server_are_killed(
+    what: str, tmp_path: Path
+) -> None:
     ports = free_ports(5)
     flags = ("--port", "--prefill-port", "--decode-port", "--kv-port", "--kv-http-port")
     before = segments()
@@ -342,10 +346,12 @@ def test_no_shared_memory_is_left_when_supervisor_and_server_are_killed(tmp_path
         env=environment(),
     )
     try:
-        wait_until(lambda: segments() > before, 120.0)
+        wait_until(lambda: segments() - before, 120.0)
+        (server,) = psutil.Process(up.pid).children()
+        if what == "supervisor and server":
+            os.killpg(server.pid, signal.SIGKILL)
     finally:
         up.kill()
         up.wait()
         log.close()
-    # The server ends with its supervisor, and takes its memory along.
-    wait_until(lambda: segments() <= before, 30.0)
+    wait_until(lambda: not server.is_running() and segments() <= before, 30.0)

@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -19,9 +21,19 @@ from pdserve.commands.findings import Grade
 from pdserve.commands.kv_server import arguments_of, make_room
 from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
 from tests.cli.answering import Asked, answering
-from tests.cli.process import pdserve_here
+from tests.cli.process import ROOT, environment, free_ports, pdserve_here
 
 MIB = 1 << 20
+
+HEARS_NO_INTERRUPT = """
+while True:
+    try:
+        print("serves", flush=True)
+        while True:
+            pass
+    except BaseException:
+        pass
+"""
 
 
 @pytest.mark.parametrize(
@@ -234,3 +246,30 @@ def test_what_it_says_has_the_form_of_every_log() -> None:
         done = pdserve_here("kv-server", *flags)
     assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["start", "failed"]
     assert (done.returncode, done.stdout) == (3, "")
+
+
+@pytest.mark.slow
+def test_a_server_ends_whatever_lmcache_does_with_exceptions_while_it_starts(
+    tmp_path: Path,
+) -> None:
+    module = tmp_path / "lmcache" / "v1" / "multiprocess" / "http_server.py"
+    module.parent.mkdir(parents=True)
+    for folder in module.parents[:3]:
+        (folder / "__init__.py").touch()
+    module.write_text(HEARS_NO_INTERRUPT)
+    ports = dict(zip(("--port", "--http-port"), map(str, free_ports(2)), strict=True))
+    flags = ("--kv-tiers", "cpu:64MiB", *(word for pair in ports.items() for word in pair))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdserve", "kv-server", *flags],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"serves\n"
+        process.terminate()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
