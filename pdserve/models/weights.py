@@ -15,6 +15,7 @@ import math
 import struct
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -185,12 +186,11 @@ class Checkpoint:
     def dtype(self) -> torch.dtype:
         """The dtype of most elements that are neither in FP8 nor scales of such."""
         counts: dict[str, int] = {}
-        scales = set(self._scales().values())
+        scales = set(self._scales.values())
         for shard in self._shards:
             for name, stored in shard.tensors.items():
                 if name not in scales and not (self._fp8 and stored.dtype == fp8.STORED):
-                    counts.setdefault(stored.dtype, 0)
-                    counts[stored.dtype] += torch.Size(stored.shape).numel()
+                    counts[stored.dtype] = counts.get(stored.dtype, 0) + math.prod(stored.shape)
         name = max(counts, key=lambda name: counts[name], default="BF16")
         if name not in _DTYPES:
             raise ConfigError(
@@ -221,7 +221,7 @@ class Checkpoint:
                         f"tensor {name} is in two shards: it may be in only one", param="model"
                     )
                 stored[name] = tensor
-        scales = self._scales()
+        scales = self._scales
         missing = [name for name in slots if name not in stored]
         unexpected = [
             name
@@ -279,6 +279,7 @@ class Checkpoint:
                         self._fp8.widened(tensor, scale, shape=shape, region=region, to=dtype),
                     )
 
+    @cached_property
     def _scales(self) -> dict[str, str]:
         """Names of the scales of FP8 weights, by those of the weights."""
         if self._fp8 is None:
@@ -296,7 +297,7 @@ class Checkpoint:
         """Return the scales of the weights that are read, by their names."""
         weights = {
             scale: name
-            for name, scale in self._scales().items()
+            for name, scale in self._scales.items()
             if name in slots and slots[name].load is not None
         }
         wanted = {scale: Slot((), lambda _: None) for scale in weights}
