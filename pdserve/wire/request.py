@@ -146,8 +146,8 @@ class RequestStages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         kv_bytes: Bytes received.
         kv_digest_s: The part of `kv_transfer_s` spent on digests.
         step_wait_s: The part of `handover_s` spent waiting for the step already running.
-        store_tokens, store_bytes, store_s: The part of the prompt that came from a store, and how
-            long that took.
+        store_tokens, store_bytes: The part of the prompt that came from a store.
+        store_s: Time in which that was copied, on the slowest rank; part of the stages above.
     """
 
     queue_s: float = 0.0

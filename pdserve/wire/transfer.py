@@ -313,7 +313,8 @@ class ConnectorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             does not end them. Set by the engine, at an interval.
         payloads: Further messages from the connector's worker halves to its scheduler half, which
             alone can read them: each from a single rank, unchanged.
-        slices: Its threads' activity, for traces; sent with other news, never alone.
+        slices: What the rank and its connector's threads did, for traces; no fact, so a report of
+            nothing else is false.
         clock_id: The monotonic clock of `slices` (see `wire.trace.TracedProcess`).
     """
 

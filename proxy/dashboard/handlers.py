@@ -95,7 +95,7 @@ class EngineShown(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         health, reason: Result of the last health check.
-        is_refused: Whether the newest read of its `/metrics` could not connect.
+        is_unreachable: Whether the newest read of its `/metrics` could not connect.
         failure: Why its `/metrics` cannot be read now; empty if it can.
         age_s: Seconds since `series` were read; None if never.
         in_flight: This proxy's exchanges with the engine.
@@ -108,7 +108,7 @@ class EngineShown(msgspec.Struct, frozen=True, kw_only=True):
     health: str
     reason: str
     is_static: bool
-    is_refused: bool
+    is_unreachable: bool
     failure: str
     age_s: float | None
     breaker: str
@@ -251,7 +251,7 @@ class Dashboard:
             health="draining" if backend.is_draining else backend.health.value,
             reason=backend.reason,
             is_static=backend.is_static,
-            is_refused=reading.is_refused,
+            is_unreachable=reading.is_unreachable,
             failure=reading.failure,
             age_s=None if reading.at_s is None else round(now_s - reading.at_s, 3),
             breaker=backend.breaker.state.value,

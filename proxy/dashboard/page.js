@@ -144,8 +144,8 @@ const enginesTotal = (name) => [...last().engines.values()].reduce((sum, engine)
 // --- what the proxy says of itself and its engines
 
 const where = (url) => url.replace(/^https?:\/\//, "");
-const whyDead = (engine) => (engine.is_refused || engine.reason.startsWith("cannot connect") ? "nobody listens there any more" : engine.reason);
-const isDead = (engine) => engine.is_refused || engine.health === "unreachable";
+const whyDead = (engine) => (engine.is_unreachable || engine.reason.startsWith("cannot connect") ? "nobody listens there any more" : engine.reason);
+const isDead = (engine) => engine.is_unreachable || engine.health === "unreachable";
 function drawBanner({ banner }) {
   $("banner").className = `banner ${banner.tone || "plain"}`;
   say($("banner-headline"), banner.headline);

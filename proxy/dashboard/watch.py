@@ -72,13 +72,13 @@ class Reading:
     Attributes:
         at_s: Monotonic seconds at which they were read; None if never.
         failure: Why the newest attempt failed; empty if it did not.
-        is_refused: Whether the newest attempt could not connect.
+        is_unreachable: Whether the newest attempt could not connect.
     """
 
     series: dict[str, float] = field(default_factory=dict)
     at_s: float | None = None
     failure: str = ""
-    is_refused: bool = False
+    is_unreachable: bool = False
 
 
 class EngineWatch:
@@ -152,9 +152,9 @@ class EngineWatch:
                 f"{backend.url}/metrics", READ_TIMEOUT_S, self._headers
             )
         except WorkerError as error:
-            reading.failure, reading.is_refused = error.detail, error.reason == "connect"
+            reading.failure, reading.is_unreachable = error.detail, error.reason == "connect"
             return
-        reading.is_refused = False
+        reading.is_unreachable = False
         if status != 200:
             reading.failure = f"{backend.url}/metrics answers {status}"
             return

@@ -190,17 +190,17 @@ async def test_a_hanging_engine_delays_the_page_by_a_second_at_most(
     engine.hang_metrics.set()
     assert "no answer within" in entry["failure"]
     assert entry["age_s"] is None
-    assert not entry["is_refused"]
+    assert not entry["is_unreachable"]
 
 
 @pytest.mark.slow
-async def test_an_engine_that_died_is_refused_before_the_next_health_check(make_stack, engine):
+async def test_an_engine_that_died_is_unreachable_before_the_next_health_check(make_stack, engine):
     stack = await make_stack(decode=[engine], health_check_interval_s=60.0)
     await data_of(stack)
     await engine.stop()
 
     async with asyncio.timeout(30):
-        while not (entry := (await data_of(stack))["engines"][0])["is_refused"]:
+        while not (entry := (await data_of(stack))["engines"][0])["is_unreachable"]:
             await asyncio.sleep(0.05)
     assert entry["health"] == "ready"
     assert entry["series"]['pdserve_kv_blocks{state="held"}'] == 3.0
