@@ -181,6 +181,7 @@ class LogitRules:
             self._outputs,
             vocab_size=self._vocab_size,
             ends=params.eos_token_ids,
+            device=self._device,
         )
 
     def _constrain(self, row: Tensor, constraint: Constraint) -> Hindered | None:

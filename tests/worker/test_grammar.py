@@ -29,12 +29,14 @@ from tests.worker.driver import params
 from tests.worker.held_pool import HeldPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pdserve.text.load import Text
 
 CPU = torch.device("cpu")
 EOS = 1
+VOCAB_SIZE = 2048
+"""Of the boxed model."""
 GRAMMARS = {
     "object": json.dumps({"grammars": [{"json_schema": {"type": "object"}}]}),
     "schema": json.dumps(
@@ -73,11 +75,6 @@ def compiler(text: Text) -> GrammarCompiler:
 
 
 @pytest.fixture(scope="module")
-def vocab_size(text: Text) -> int:
-    return text.vocab_size
-
-
-@pytest.fixture(scope="module")
 def letters(text: Text) -> dict[str, int]:
     """The tokens of `a` and `b`."""
     return {each: text.tokenizer.encode(each, add_special_tokens=False)[0] for each in "ab"}
@@ -95,11 +92,25 @@ def soon() -> float:
     return time.monotonic() + 30.0
 
 
+def constrained(
+    pool: GrammarPool,
+    grammar: Grammar,
+    outputs: Sequence[int],
+    *,
+    ends: Sequence[int] = (EOS,),
+    device: torch.device = CPU,
+) -> Constraint:
+    """A request's place in a grammar."""
+    return Constraint(pool, grammar, outputs, vocab_size=VOCAB_SIZE, ends=ends, device=device)
+
+
 def allowed(constraint: Constraint) -> list[int]:
     """Token ids that may come next, once they are known."""
     assert constraint.is_known(soon())
     assert constraint.error == ""
-    return torch.nonzero(~constraint.forbidden).flatten().tolist()
+    row = torch.zeros(VOCAB_SIZE)
+    constraint.apply(row)
+    return left(row)
 
 
 def walk(constraint: Constraint, seed: int, limit: int) -> list[int]:
@@ -124,16 +135,16 @@ def compared() -> list[object]:
 
 @pytest.mark.parametrize("source", compared())
 def test_a_mask_is_what_brute_force_finds(
-    source: str, pool: GrammarPool, compiler: GrammarCompiler, vocab_size: int
+    source: str, pool: GrammarPool, compiler: GrammarCompiler
 ) -> None:
     """But where text is forced: of all its spellings only the tokenizer's own is allowed."""
-    constraint = Constraint(pool, Grammar(text=source), [], vocab_size=vocab_size, ends=(EOS,))
+    constraint = constrained(pool, Grammar(text=source), [])
     tokens = walk(constraint, 1, 12)
-    again = Constraint(pool, Grammar(text=source), [], vocab_size=vocab_size, ends=(EOS,))
+    again = constrained(pool, Grammar(text=source), [])
     matcher = compiler.compile(source)
     num_compared = 0
     for token in tokens:
-        found = [each for each in range(vocab_size) if matcher.validate_tokens([each])]
+        found = [each for each in range(VOCAB_SIZE) if matcher.validate_tokens([each])]
         found = [EOS] if matcher.is_stopped() else found
         forced = matcher.compute_ff_tokens()
         assert allowed(again) == (forced[:1] or found)
@@ -163,32 +174,32 @@ def test_compiled_grammars_are_kept_within_bytes(compiler: GrammarCompiler) -> N
     assert counting.texts == [small, large, small, 'start: "c"', large]
 
 
+def test_a_devices_rows_are_masked_as_a_cpus_are(pool: GrammarPool) -> None:
+    grammar = Grammar(text=GRAMMARS["choice"])
+    on_device = constrained(pool, grammar, [], device=torch.device("cuda"))
+    assert allowed(on_device) == allowed(constrained(pool, grammar, []))
+
+
 @pytest.mark.parametrize("source", GRAMMARS.values(), ids=GRAMMARS)
-def test_where_a_request_stands_is_a_function_of_its_tokens(
-    source: str, pool: GrammarPool, vocab_size: int
-) -> None:
+def test_where_a_request_stands_is_a_function_of_its_tokens(source: str, pool: GrammarPool) -> None:
     grammar = Grammar(text=source)
     for seed in range(3):
-        whole = walk(Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,)), seed, 30)
+        whole = walk(constrained(pool, grammar, []), seed, 30)
         whole = [token for token in whole if token != EOS]
         for cut in {0, 1, len(whole) // 2, len(whole)}:
-            grown = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+            grown = constrained(pool, grammar, [])
             for token in whole[:cut]:
                 assert token in allowed(grown)
                 grown.note(token)
-            built = Constraint(pool, grammar, whole[:cut], vocab_size=vocab_size, ends=(EOS,))
+            built = constrained(pool, grammar, whole[:cut])
             assert allowed(built) == allowed(grown)
             assert built.is_over == grown.is_over
 
 
-def test_a_grammar_begins_behind_the_tokens_that_it_starts_after(
-    pool: GrammarPool, vocab_size: int
-) -> None:
+def test_a_grammar_begins_behind_the_tokens_that_it_starts_after(pool: GrammarPool) -> None:
     grammar = Grammar(text=GRAMMARS["choice"], starts_after=(7, 7, 9))
-    first = allowed(
-        Constraint(pool, Grammar(text=GRAMMARS["choice"]), [], vocab_size=vocab_size, ends=(EOS,))
-    )
-    constraint = Constraint(pool, grammar, [7], vocab_size=vocab_size, ends=(EOS,))
+    first = allowed(constrained(pool, Grammar(text=GRAMMARS["choice"]), []))
+    constraint = constrained(pool, grammar, [7])
     for token in (8, 7, 7, 7):
         assert not constraint.has_begun
         constraint.note(token)
@@ -197,25 +208,23 @@ def test_a_grammar_begins_behind_the_tokens_that_it_starts_after(
     assert allowed(constraint) == first
     outputs = [7, 8, 7, 7, 7, 9, first[0]]
     constraint.note(first[0])
-    built = Constraint(pool, grammar, outputs, vocab_size=vocab_size, ends=(EOS,))
+    built = constrained(pool, grammar, outputs)
     assert allowed(built) == allowed(constraint)
 
 
-def test_a_token_that_ends_outputs_is_no_text(
-    pool: GrammarPool, letters: dict[str, int], vocab_size: int
-) -> None:
+def test_a_token_that_ends_outputs_is_no_text(pool: GrammarPool, letters: dict[str, int]) -> None:
     """In some tokenizers it is a word like others."""
     grammar = Grammar(text="start: /[ab]{2}/")
     ends = (letters["a"],)
     with torch.inference_mode():  # as in a step
-        constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=ends)
+        constraint = constrained(pool, grammar, [], ends=ends)
     assert letters["a"] not in allowed(constraint)
     assert letters["b"] in allowed(constraint)
 
 
-def rules_of(pool: GrammarPool, vocab_size: int, outputs: list[int], **fields: Any) -> LogitRules:
+def rules_of(pool: GrammarPool, outputs: list[int], **fields: Any) -> LogitRules:
     asked = params(eos_token_ids=(EOS,), **fields)
-    return LogitRules(asked, [5], outputs, vocab_size=vocab_size, device=CPU, grammars=pool)
+    return LogitRules(asked, [5], outputs, vocab_size=VOCAB_SIZE, device=CPU, grammars=pool)
 
 
 def left(row: torch.Tensor) -> list[int]:
@@ -223,107 +232,97 @@ def left(row: torch.Tensor) -> list[int]:
 
 
 def test_other_rules_hold_within_a_grammar_and_give_way_to_it_where_vllms_do(
-    pool: GrammarPool, letters: dict[str, int], vocab_size: int
+    pool: GrammarPool, letters: dict[str, int]
 ) -> None:
     grammar = Grammar(text='start: "a" | "b"')
     a, b = letters["a"], letters["b"]
-    row = torch.zeros(vocab_size)
-    assert rules_of(pool, vocab_size, [], grammar=grammar).apply(row, soon()) is None
+    row = torch.zeros(VOCAB_SIZE)
+    assert rules_of(pool, [], grammar=grammar).apply(row, soon()) is None
     assert left(row) == sorted([a, b])
     for fields in ({"allowed_token_ids": (b, 9)}, {"bad_words": ((a,),)}):
-        row = torch.zeros(vocab_size)
-        rules = rules_of(pool, vocab_size, [], grammar=grammar, **fields)
+        row = torch.zeros(VOCAB_SIZE)
+        rules = rules_of(pool, [], grammar=grammar, **fields)
         assert rules.apply(row, soon()) is None
         assert left(row) == [b]
     # Neither a bad word nor a minimum keeps an output from being whole.
     for fields in ({"bad_words": ((a,), (b,))}, {"min_tokens": 5}):
-        row = torch.zeros(vocab_size)
-        rules = rules_of(pool, vocab_size, [], grammar=grammar, **fields)
+        row = torch.zeros(VOCAB_SIZE)
+        rules = rules_of(pool, [], grammar=grammar, **fields)
         assert rules.apply(row, soon()) is None
         assert left(row) == sorted([a, b])
 
 
 @pytest.mark.parametrize("fields", [{}, {"allowed_token_ids": (9,)}, {"min_tokens": 5}])
 def test_behind_a_whole_output_nothing_comes_but_its_end(
-    fields: dict[str, Any], pool: GrammarPool, letters: dict[str, int], vocab_size: int
+    fields: dict[str, Any], pool: GrammarPool, letters: dict[str, int]
 ) -> None:
     grammar = Grammar(text='start: "a"')
-    row = torch.zeros(vocab_size)
-    rules = rules_of(pool, vocab_size, [letters["a"]], grammar=grammar, **fields)
+    row = torch.zeros(VOCAB_SIZE)
+    rules = rules_of(pool, [letters["a"]], grammar=grammar, **fields)
     assert rules.apply(row, soon()) is None
     assert left(row) == [EOS]
 
 
-def test_where_nothing_may_follow_a_row_says_so_and_has_no_token(
-    pool: GrammarPool, vocab_size: int
-) -> None:
-    rules = rules_of(
-        pool, vocab_size, [], grammar=Grammar(text='start: "a"'), allowed_token_ids=(EOS,)
-    )
-    hindered = rules.apply(torch.zeros(vocab_size), soon())
+def test_where_nothing_may_follow_a_row_says_so_and_has_no_token(pool: GrammarPool) -> None:
+    rules = rules_of(pool, [], grammar=Grammar(text='start: "a"'), allowed_token_ids=(EOS,))
+    hindered = rules.apply(torch.zeros(VOCAB_SIZE), soon())
     assert hindered is not None
     assert hindered.by is Hindrance.DEAD_END
     assert "other fields" in hindered.why
 
 
 def test_tokens_that_a_grammar_does_not_allow_are_rejected(
-    pool: GrammarPool, letters: dict[str, int], vocab_size: int
+    pool: GrammarPool, letters: dict[str, int]
 ) -> None:
     outputs = [letters["b"]]
-    rules = rules_of(pool, vocab_size, outputs, grammar=Grammar(text='start: "a"'))
-    hindered = rules.apply(torch.zeros(vocab_size), soon())
+    rules = rules_of(pool, outputs, grammar=Grammar(text='start: "a"'))
+    hindered = rules.apply(torch.zeros(VOCAB_SIZE), soon())
     assert hindered is not None
     assert hindered.by is Hindrance.REJECTED
 
 
-def test_a_grammar_that_is_none_hinders_its_own_row_alone(
-    pool: GrammarPool, vocab_size: int
-) -> None:
-    rules = rules_of(pool, vocab_size, [], grammar=Grammar(text="start: nowhere"))
-    hindered = rules.apply(torch.zeros(vocab_size), soon())
+def test_a_grammar_that_is_none_hinders_its_own_row_alone(pool: GrammarPool) -> None:
+    rules = rules_of(pool, [], grammar=Grammar(text="start: nowhere"))
+    hindered = rules.apply(torch.zeros(VOCAB_SIZE), soon())
     assert hindered is not None
     assert hindered.by is Hindrance.DEAD_END
     assert "nowhere" in hindered.why
 
 
-def test_a_model_without_a_tokenizer_follows_no_grammar(vocab_size: int) -> None:
+def test_a_model_without_a_tokenizer_follows_no_grammar() -> None:
     def load() -> GrammarCompiler:
         raise ConfigError("no tokenizer here")
 
     pool = GrammarPool(load)
-    rules = rules_of(pool, vocab_size, [], grammar=Grammar(text='start: "a"'))
-    hindered = rules.apply(torch.zeros(vocab_size), soon())
+    rules = rules_of(pool, [], grammar=Grammar(text='start: "a"'))
+    hindered = rules.apply(torch.zeros(VOCAB_SIZE), soon())
     pool.close()
     assert hindered is not None
     assert (hindered.by, hindered.why) == (Hindrance.DEAD_END, "no tokenizer here")
 
 
 def test_a_row_without_its_mask_sits_out_and_the_others_do_not(
-    compiler: GrammarCompiler, letters: dict[str, int], vocab_size: int
+    compiler: GrammarCompiler, letters: dict[str, int]
 ) -> None:
     pool = HeldPool(lambda: compiler)
-    sampler = Sampler(2, vocab_size, CPU, pool)
+    sampler = Sampler(2, VOCAB_SIZE, CPU, pool)
     sampler.add(0, params(grammar=Grammar(text='start: "a"')), [5], [])
     sampler.add(1, params(logit_bias={7: 50.0}), [5], [])
     rows, num_outputs = np.arange(2), np.zeros(2, dtype=np.int64)
-    sampled = sampler.sample(torch.zeros(2, vocab_size), rows, num_outputs)
+    sampled = sampler.sample(torch.zeros(2, VOCAB_SIZE), rows, num_outputs)
     assert [hindered.by for hindered in sampled.hindered.values()] == [Hindrance.UNREADY]
     assert list(sampled.hindered) == [0]
     assert sampled.token_ids[1] == 7
     pool.release()
-    while (sampled := sampler.sample(torch.zeros(2, vocab_size), rows, num_outputs)).hindered:
+    while (sampled := sampler.sample(torch.zeros(2, VOCAB_SIZE), rows, num_outputs)).hindered:
         time.sleep(0.001)
     assert sampled.token_ids.tolist() == [letters["a"], 7]
     pool.close()
 
 
-def test_a_step_waits_once_for_a_mask_and_not_again(
-    compiler: GrammarCompiler, vocab_size: int
-) -> None:
+def test_a_step_waits_once_for_a_mask_and_not_again(compiler: GrammarCompiler) -> None:
     pool = HeldPool(lambda: compiler)
-    constraint = Constraint(
-        pool, Grammar(text='start: "a"'), [], vocab_size=vocab_size, ends=(EOS,)
-    )
+    constraint = constrained(pool, Grammar(text='start: "a"'), [])
     assert not constraint.is_known(time.monotonic() + 0.01)
     start_s = time.monotonic()
     assert not constraint.is_known(soon())
@@ -332,24 +331,22 @@ def test_a_step_waits_once_for_a_mask_and_not_again(
 
 
 @pytest.mark.parametrize("chain", [3000, 8000])
-def test_a_grammar_as_deep_as_it_may_be_ends_no_process(
-    chain: int, pool: GrammarPool, vocab_size: int
-) -> None:
+def test_a_grammar_as_deep_as_it_may_be_ends_no_process(chain: int, pool: GrammarPool) -> None:
     """8 MiB of stack do not hold it."""
     links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(chain)}
     schema = {"$defs": links | {f"d{chain}": {"type": "null"}}, "$ref": "#/$defs/d0"}
     text = json.dumps({"grammars": [{"json_schema": schema}]}, separators=(",", ":"))
-    constraint = Constraint(pool, Grammar(text=text), [], vocab_size=vocab_size, ends=(EOS,))
+    constraint = constrained(pool, Grammar(text=text), [])
     assert constraint.is_known(soon())
     assert (constraint.error == "") == (len(text) <= 1 << 18)
 
 
 def test_tokens_at_which_a_grammar_becomes_too_large_are_no_others_fault(
-    pool: GrammarPool, letters: dict[str, int], vocab_size: int
+    pool: GrammarPool, letters: dict[str, int]
 ) -> None:
     grammar = Grammar(text="start: /(((((a{1000}){1000}){1000}){1000}){1000})/")
-    rules = rules_of(pool, vocab_size, [letters["a"]], grammar=grammar)
-    hindered = rules.apply(torch.zeros(vocab_size), soon())
+    rules = rules_of(pool, [letters["a"]], grammar=grammar)
+    hindered = rules.apply(torch.zeros(VOCAB_SIZE), soon())
     assert hindered is not None
     assert hindered.by is Hindrance.DEAD_END
     assert "too many" in hindered.why
@@ -369,68 +366,66 @@ class NotingPool(GrammarPool):
 
 @pytest.mark.parametrize(("slow_s", "expected"), [(0.0, True), (60.0, False)])
 def test_masks_that_take_long_come_behind_all_other_threads(
-    slow_s: float, expected: bool, compiler: GrammarCompiler, vocab_size: int
+    slow_s: float, expected: bool, compiler: GrammarCompiler
 ) -> None:
     pool = NotingPool(lambda: compiler, slow_s=slow_s)
     grammar = Grammar(text=GRAMMARS["schema"])
-    constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+    constraint = constrained(pool, grammar, [])
     walk(constraint, 1, 3)
     assert pool.are_slow == [False, *[expected] * 3]
     pool.close()
 
 
 def test_a_grammar_that_was_slow_is_slow_for_those_who_come_later(
-    compiler: GrammarCompiler, vocab_size: int
+    compiler: GrammarCompiler,
 ) -> None:
     pool = NotingPool(lambda: compiler, slow_s=0.0)
     grammar = Grammar(text=GRAMMARS["schema"])
-    walk(Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,)), 1, 1)
+    walk(constrained(pool, grammar, []), 1, 1)
     pool.are_slow.clear()
-    walk(Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,)), 1, 1)
+    walk(constrained(pool, grammar, []), 1, 1)
     assert pool.are_slow == [True]
     pool.close()
 
 
 @pytest.mark.parametrize(("slow_s", "is_found"), [(0.0, False), (60.0, True)])
 def test_forced_tokens_that_take_long_to_find_are_not_looked_for(
-    slow_s: float, is_found: bool, compiler: GrammarCompiler, vocab_size: int
+    slow_s: float, is_found: bool, compiler: GrammarCompiler
 ) -> None:
     """llguidance keeps the interpreter to itself for that."""
     pool = GrammarPool(lambda: compiler, finds_forced=True, slow_s=slow_s)
     grammar = Grammar(text='start: "aaaaaaaa"')
-    constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+    constraint = constrained(pool, grammar, [])
     assert allowed(constraint)
     assert bool(constraint.forced()) == is_found
     pool.close()
 
 
-def test_what_a_compiled_grammar_allows_first_needs_no_thread(
-    compiler: GrammarCompiler, vocab_size: int
-) -> None:
+def test_what_a_compiled_grammar_allows_first_needs_no_thread(compiler: GrammarCompiler) -> None:
     pool = HeldPool(lambda: compiler)
     grammar = Grammar(text=GRAMMARS["schema"])
-    compiling = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+    compiling = constrained(pool, grammar, [])
     pool.release()
     expected = allowed(compiling)
-    constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+    constraint = constrained(pool, grammar, [])
     assert constraint.is_known(0.0)
     assert allowed(constraint) == expected
     pool.close()
 
 
 def test_behind_its_last_token_a_request_has_no_mask_made_unless_one_is_asked_for(
-    compiler: GrammarCompiler, letters: dict[str, int], vocab_size: int
+    compiler: GrammarCompiler, letters: dict[str, int]
 ) -> None:
     pool = NotingPool(lambda: compiler, slow_s=60.0)
     grammar = Grammar(text="start: /[ab]{3}/")
-    rules = rules_of(pool, vocab_size, [], grammar=grammar, max_tokens=2)
+    rules = rules_of(pool, [], grammar=grammar, max_tokens=2)
     for token_id in letters.values():
-        row = torch.zeros(vocab_size)
+        row = torch.zeros(VOCAB_SIZE)
         assert rules.apply(row, soon()) is None
         assert token_id in left(row)
         rules.note(token_id)
     assert len(pool.are_slow) == 2, "a mask was made that nobody had asked for"
-    row = torch.zeros(vocab_size)
+    row = torch.zeros(VOCAB_SIZE)
     assert rules.apply(row, soon()) is None
     assert left(row) == sorted(letters.values())
     pool.close()
