@@ -1,6 +1,6 @@
 """Decides which requests are admitted: tenant, claim on places, early rejection.
 
-Counts tenants' use, and the requests that kept their objectives.
+Counts tenants' use, and the requests that met their objectives.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Gate:
         return Claim(prompt.tenant, band, cost, num_tokens, is_ready, goes_round)
 
     def promising(self, prompt: RoutePrompt) -> RoutePrompt:
-        """Return a request that can keep its objectives, given the current work.
+        """Return a request that can meet its objectives, given the current work.
 
         If its tenant's requests are held back for prompt engines, it passes those that wait when
         another engine serves it sooner without harm to others; the wait it avoids is recorded
@@ -180,7 +180,7 @@ class Gate:
         return num_computed + OUTPUT_WEIGHT * story.num_output_tokens
 
     def served(self, prompt: RoutePrompt, story: Story) -> None:
-        """Note whether a stream that ended well kept its objectives."""
+        """Note whether a stream that ended well met its objectives."""
         if not story.streamed or story.first_token_s is None:
             return
         ttft_s = story.first_token_s - story.arrived_s

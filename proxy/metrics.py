@@ -349,7 +349,7 @@ class GateMetrics:
         )
         self._goodput = Gauge(
             "pdserve_goodput_ratio",
-            "Share of the last streams that kept both objectives.",
+            "Share of the last streams that met both objectives.",
             registry=registry,
         )
         self._tenants: set[str] = set()
@@ -373,7 +373,7 @@ class GateMetrics:
         self._tokens.labels(label, "output").inc(num_output)
 
     def compare(self, *, has_own: bool, keeps_ttft: bool, keeps_itl: bool) -> None:
-        """Count whether a stream kept its objectives."""
+        """Count whether a stream met its objectives."""
         kept = {(True, True): "both", (True, False): "ttft", (False, True): "itl"}
         name = kept.get((keeps_ttft, keeps_itl), "none")
         self._slo.labels("own" if has_own else "default", name).inc()

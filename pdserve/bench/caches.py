@@ -27,7 +27,7 @@ async def reset_prefix_caches(target: Target) -> str | None:
             if response.status == 200:
                 return None
             if response.status in {404, 405}:
-                return f"{url} is not there: {response.status}"
+                return f"{url} does not exist: {response.status}"
             return f"{url} answered {response.status}: {(await response.text())[:300].strip()}"
     except (aiohttp.ClientError, TimeoutError) as error:
-        return f"{url} does not answer: {error or type(error).__name__}"
+        return f"{url} did not answer: {error or type(error).__name__}"

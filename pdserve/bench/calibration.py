@@ -100,8 +100,8 @@ async def calibrate(
         dataset=paced,
         words=(
             f"a prompt of {own.burst_input_len} tokens takes {speed.burst_ttft_s * 1e3:.1f} ms, "
-            f"one of {own.steady_input_len} {speed.steady_ttft_s * 1e3:.1f} ms, a token of "
-            f"{own.steady_streams} answers at once {speed.itl_s * 1e3:.2f} ms"
+            f"one of {own.steady_input_len} takes {speed.steady_ttft_s * 1e3:.1f} ms, and a token "
+            f"takes {speed.itl_s * 1e3:.2f} ms with {own.steady_streams} answers at once"
         ),
         flags=flags_of(own),
         notes=_notes(own, speed),
@@ -183,8 +183,8 @@ def _notes(own: InterferenceConfig, speed: Speed) -> tuple[str, ...]:
     if not own.burst_size or share >= _SEEN_BY_P99:
         return ()
     sentence = (
-        f"Where a prompt is computed in one step, bursts meet about {share * 100:.2g} % of the "
-        "steady users' gaps, and a p99 does not see what fewer than 1 % of them meet: lower "
+        f"If a prompt is computed in one step, bursts affect about {share * 100:.2g} % of the "
+        "steady users' gaps, and a p99 does not show what affects fewer than 1 % of them: lower "
         f"--interference-burst-input-len (it is {own.burst_input_len})."
     )
     return (sentence,)

@@ -239,7 +239,7 @@ class Client:
         except _HungUpError:
             outcome.is_cancelled = True
         except TimeoutError:
-            outcome.error = f"no end within {limit_s:g} s"
+            outcome.error = f"the answer did not end within {limit_s:g} s"
         except HttpError as error:
             outcome.error = str(error)
         finally:

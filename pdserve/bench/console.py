@@ -75,11 +75,11 @@ def further(figures: Mapping[str, Any]) -> str:
         _errors(own["errors"]),
     ]
     if own["cancelled"]:
-        parts.append(f"{own['cancelled']} requests were given up on purpose (--cancel-share)")
+        parts.append(f"{own['cancelled']} requests were cancelled on purpose (--cancel-share)")
     if own["max_in_flight"] != figures["max_concurrent_requests"]:
         parts.append(
-            f"At most {own['max_in_flight']} requests were in flight at one moment (the peak above "
-            "counts all of one second, as vLLM's does)"
+            f"At most {own['max_in_flight']} requests were in flight at once (the peak above "
+            "counts all within one second, as vLLM does)"
         )
     parts += [_client(own), _cores(own["cores"])]
     return "\n".join(part for part in parts if part)
@@ -150,7 +150,7 @@ def _stages(stages: Mapping[str, Any] | None) -> str:
     if stages is None:
         return ""
     lines = [
-        f"Where the time went, as the server tells of {stages['told']} requests (p50|p99, ms):"
+        f"Where the time went, as the server reports for {stages['told']} requests (p50|p99, ms):"
     ]
     for title, key in (("first token", "first_token"), ("second token", "second_token")):
         if stages[key]:

@@ -86,7 +86,7 @@ def parse_goodput(words: Sequence[str], *, flag: str = "goodput") -> tuple[Slo, 
 
 
 def is_within(outcome: Outcome, slos: Sequence[Slo]) -> bool:
-    """Whether an answered request keeps all objectives."""
+    """Whether an answered request meets all objectives."""
     return all(slo.metric.of(outcome) * 1e3 <= slo.limit_ms for slo in slos)
 
 

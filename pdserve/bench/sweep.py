@@ -177,9 +177,9 @@ def conclude(sweep: Sweep, search: Search) -> None:
     doubtful = [point for point in sweep.points if point.why_not]
     if doubtful:
         sweep.statements.append(
-            f"Not valid at {_loads([point.load for point in doubtful], axis)}, where figures are "
-            f"not the server's alone. {doubtful[0].why_not[0]} All reasons are in why_not of the "
-            "runs."
+            f"Not valid at {_loads([point.load for point in doubtful], axis)}, where the figures "
+            f"do not measure the server alone. {doubtful[0].why_not[0]} All reasons are in "
+            "why_not of the runs."
         )
     failed = [load for load, point in points.items() if any(run["failed"] for run in point.runs)]
     if failed:
@@ -196,39 +196,40 @@ def conclude(sweep: Sweep, search: Search) -> None:
     if found.held is None:
         assert found.failed is not None
         sweep.statements.append(
-            f"No load that was measured holds: at {_load(found.failed, axis)} the objectives were "
-            f"kept by {_share(points[found.failed])} of the requests, {share} must. Measure "
+            f"No measured load meets the objectives: at {_load(found.failed, axis)} "
+            f"{_share(points[found.failed])} of the requests met them, and {share} must. Measure "
             "lower loads, or loosen --slo."
         )
     elif found.failed is None:
         sweep.statements.append(
-            f"The limit was not reached: {_load(found.held, axis)} still holds. The highest load "
-            f"that keeps the objectives is at least that; "
+            f"The limit was not reached: {_load(found.held, axis)} still meets the objectives, so "
+            "the highest load that does is at least that; "
             + ("raise --max-rate" if axis is LoadAxis.RATE else "raise --max-concurrency-limit")
             + " or measure higher loads."
         )
     else:
         sweep.statements.append(
-            f"The highest load that keeps the objectives for {share} of the requests is between "
+            f"The highest load that meets the objectives for {share} of the requests is between "
             f"{_load(found.held, axis)} ({_share(points[found.held])}) and "
             f"{_load(found.failed, axis)} ({_share(points[found.failed])})."
         )
     if found.contradictions:
         sweep.statements.append(
-            f"{_loads(found.contradictions, axis).capitalize()} kept the objectives although less "
-            f"load, {_load(found.failed or 0.0, axis)}, did not: the runs are noisy or too short. "
-            "The lower load counts; more of --num-runs or longer runs tell."
+            f"{_loads(found.contradictions, axis).capitalize()} met the objectives although the "
+            f"lower load {_load(found.failed or 0.0, axis)} did not: the runs are noisy or too "
+            "short. The lower load counts; raise --num-runs or make the runs longer."
         )
     for lower, higher in _rises(sweep.points):
         sweep.statements.append(
             f"Attainment rose with the load, from {_share(lower)} at {_load(lower.load, axis)} to "
-            f"{_share(higher)} at {_load(higher.load, axis)}: noise of that size is in all figures."
+            f"{_share(higher)} at {_load(higher.load, axis)}: all figures contain noise of that "
+            "size."
         )
     for point in sweep.points:
         if point.num_requests < _needed(sweep.share):
             sweep.statements.append(
-                f"{point.num_requests} requests at {_load(point.load, axis)} are few for a share "
-                f"of {share}: one request more or less decides. Send more (--num-prompts, "
+                f"{point.num_requests} requests at {_load(point.load, axis)} are too few for a "
+                f"share of {share}, because a single request decides. Send more (--num-prompts, "
                 "--seconds-per-run or --num-runs)."
             )
             break

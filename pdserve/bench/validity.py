@@ -54,26 +54,25 @@ def judge(
         limit_s = MAX_LAG_SHARE * ttft_s
         if lag_p99 > limit_s:
             why_not.append(
-                f"The client was late: 1 of 100 requests was sent {_ms(lag_p99)} or more after it "
-                f"was due, which is over {MAX_LAG_SHARE:.0%} of the median TTFT ({_ms(ttft_s)})."
+                f"The client was late: 1 in 100 requests was sent at least {_ms(lag_p99)} late, "
+                f"which is over {MAX_LAG_SHARE:.0%} of the median TTFT ({_ms(ttft_s)})."
             )
         if loop_p99 > limit_s:
             why_not.append(
-                f"The client noted times late: its timers were {_ms(loop_p99)} late or more 1 "
-                f"time of 100, which is over {MAX_LAG_SHARE:.0%} of the median TTFT "
-                f"({_ms(ttft_s)})."
+                f"The client measured late: 1 in 100 of its timers was at least {_ms(loop_p99)} "
+                f"late, which is over {MAX_LAG_SHARE:.0%} of the median TTFT ({_ms(ttft_s)})."
             )
         gaps = [gap for each in good for gap in each.itl_s]
         itl_s = _percentile(gaps, 99)
         if gaps and loop_p99 > _NOTED_ITL_SHARE * itl_s:
             notes.append(
-                f"The client's timers were {_ms(loop_p99)} late or more 1 time of 100: gaps "
-                f"between tokens (p99 {_ms(itl_s)}) may be off by as much."
+                f"1 in 100 of the client's timers was at least {_ms(loop_p99)} late: gaps between "
+                f"tokens (p99 {_ms(itl_s)}) may be off by as much."
             )
     if share > MAX_CPU_SHARE:
         why_not.append(
-            f"A client process used {share:.0%} of a core: it had no time left. Use more of them "
-            "(--num-client-processes)."
+            f"A client process used {share:.0%} of a core and was overloaded: use more client "
+            "processes (--num-client-processes)."
         )
     if cores is not None and cores.others + cores.hypervisor > MAX_STOLEN_SHARE * cores.num_cores:
         why_not.append(_stolen_words(cores))

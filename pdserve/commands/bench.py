@@ -68,7 +68,7 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
                 options_of(traffic),
             )
             own, flags = found.dataset, " ".join(found.flags)
-            print(f"Pace, measured: {found.words}\n  {flags}", flush=True)
+            print(f"Measured pace: {found.words}\n  {flags}", flush=True)
             measured = [f"The pace was measured before the run: {found.words}; {flags}"]
             measured += found.notes
         plan, requests = plan_of(
@@ -137,7 +137,10 @@ def figures_of(
     }
     taken = [name for name in result.further_entries if name in own]
     if taken:
-        sentence = f"--metadata {', '.join(taken)}: the result has a value of its own by that name."
+        sentence = (
+            f"--metadata {', '.join(taken)} is ignored: the result already has a value with that "
+            "name."
+        )
         found["pdserve"]["notes"] = [*found["pdserve"]["notes"], sentence]
     return {**result.further_entries, **own}
 
@@ -150,8 +153,8 @@ def _short(run: Run, requests: Sequence[Planned]) -> list[str]:
     if not short:
         return []
     sentence = (
-        f"{short} of {len(good)} answers ended before the tokens that were asked for; "
-        "--ignore-eos makes all of them as long."
+        f"{short} of {len(good)} answers ended before the requested number of tokens; "
+        "--ignore-eos makes all of them equally long."
     )
     return [sentence]
 

@@ -55,7 +55,9 @@ def why_no_bound(topologies: Sequence[Topology]) -> str | None:
     if not engines:
         return ""
     if len({len(engine.cores) for engine in engines}) > 1:
-        return "The rate-matched bound was not measured: engines have different numbers of cores."
+        return (
+            "The rate-matched bound was not measured: the engines have different numbers of cores."
+        )
     return None
 
 

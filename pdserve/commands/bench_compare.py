@@ -287,7 +287,7 @@ class _Session:
             *(["the pace of the requests"] if must_pace else []),
             *(["the rate-matched bound"] if has_bound else []),
         ]
-        say(f"{alone.label} alone, for {' and '.join(purposes)}")
+        say(f"measuring {alone.label} alone for {' and '.join(purposes)}")
         async with self._reachable(alone) as running:
             target = self._player.target(alone, running)
             served = await ask_served(target, self._traffic.ready_check_timeout_s)
@@ -345,8 +345,8 @@ def _crowd_words(topology: Topology) -> str:
     )
     return (
         f"{topology.label} has {len(topology.engines)} engines on {len(cores)} "
-        f"core{'' if len(cores) == 1 else 's'}: {places}. That shows how it works, not how fast it "
-        "is: engines on one core take it from one another."
+        f"core{'' if len(cores) == 1 else 's'}: {places}. This shows how it works, not how fast "
+        "it is, because engines on one core slow one another down."
     )
 
 

@@ -115,7 +115,7 @@ async def _run(
     runs.sweep = sweep
     if dataset.name is DatasetName.MULTI_TURN:
         sweep.statements.append(
-            "A rate is of conversations that begin; further turns follow their answers."
+            "The rate counts conversations that start; later turns follow their answers."
         )
     load = f"{sweep.dataset}; {sampling_in_words(traffic)}"
     print(f"{served.model} at {target.url}: {load}; times in ms")
@@ -246,11 +246,11 @@ class _Runs:
             return
         self._can_reset = False
         again = (
-            "the same entries of the file may be asked again"
+            "the runs may send the same entries of the file again"
             if self._dataset.name.reads_a_file
-            else "every run asks other prompts, by seeds of its own"
+            else "each run sends other prompts, with its own seed"
         )
-        self._tell([f"The endpoint did not forget its cached prefixes ({why_not}): {again}."])
+        self._tell([f"The endpoint did not reset its prefix cache ({why_not}); {again}."])
 
     def _tell(self, sentences: list[str]) -> None:
         assert self.sweep is not None

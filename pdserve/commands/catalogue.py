@@ -78,14 +78,14 @@ COMMANDS: Final = (
     ),
     Command(
         "prefill",
-        "start an engine for prompts",
+        "start a prefill engine",
         functools.partial(engine_table, Role.PREFILL),
         "pdserve.commands.engine:run_prefill",
         "pdserve prefill MODEL --proxy http://127.0.0.1:8000",
     ),
     Command(
         "decode",
-        "start an engine for outputs",
+        "start a decode engine",
         functools.partial(engine_table, Role.DECODE),
         "pdserve.commands.engine:run_decode",
         "pdserve decode MODEL --proxy http://127.0.0.1:8000",
@@ -115,7 +115,7 @@ COMMANDS: Final = (
     ),
     Command(
         "drain",
-        "leave engines in bounded time: what runs there ends, or goes on elsewhere",
+        "drain engines within a deadline: their requests finish or move to other engines",
         drain_table,
         "pdserve.commands.drain:run",
         "pdserve drain http://127.0.0.1:8200 --deadline 60",
@@ -131,7 +131,7 @@ COMMANDS: Final = (
     ),
     Command(
         "kv-events",
-        "show which prefixes an engine holds, as routers are told",
+        "show which prefixes an engine reports to routers",
         kv_events_table,
         "pdserve.commands.kv_events:run",
         "pdserve kv-events --url http://127.0.0.1:8100",
@@ -139,7 +139,7 @@ COMMANDS: Final = (
     ),
     Command(
         "route explain",
-        "show why a request went where it did, and decide it again from its record",
+        "show why a request went where it did, and repeat the decision from its record",
         route_explain_table,
         "pdserve.commands.route:run_explain",
         "pdserve route explain 3f2a --url http://127.0.0.1:8000",
@@ -147,7 +147,7 @@ COMMANDS: Final = (
     ),
     Command(
         "route compare",
-        "say what another policy would have chosen for the last requests, and what it would cost",
+        "show what another policy would have chosen for the last requests, and its cost",
         route_compare_table,
         "pdserve.commands.route:run_compare",
         "pdserve route compare --policy prefix_sticky/isl_bounding",
@@ -155,7 +155,7 @@ COMMANDS: Final = (
     ),
     Command(
         "plan",
-        "say how many prefill and decode engines serve a workload within objectives",
+        "find how many prefill and decode engines serve a workload within objectives",
         plan_table,
         "pdserve.commands.plan:run",
         "pdserve plan --num-engines 8 --url http://127.0.0.1:8000 --slo ttft:1000 tpot:30 "
@@ -164,7 +164,7 @@ COMMANDS: Final = (
     ),
     Command(
         "doctor",
-        "check this machine, and whether running engines fit together",
+        "check this machine, and whether running engines match",
         doctor_table,
         "pdserve.commands.doctor:run",
         "pdserve doctor --peer http://127.0.0.1:8100 http://127.0.0.1:8200",
@@ -172,7 +172,7 @@ COMMANDS: Final = (
     ),
     Command(
         "vllm-flags",
-        "say what becomes of vLLM's flags, variables and connectors here",
+        "show what pdserve does with vLLM's flags, variables and connectors",
         vllm_flags_table,
         "pdserve.commands.vllm_flags:run",
         "pdserve vllm-flags quantization",
@@ -195,7 +195,7 @@ COMMANDS: Final = (
     ),
     Command(
         "bench plot",
-        "draw the report of saved runs",
+        "plot a report of saved runs",
         bench_plot_table,
         "pdserve.commands.bench_plot:run_plot",
         "pdserve bench plot run.json --output run.html",
@@ -203,7 +203,7 @@ COMMANDS: Final = (
     ),
     Command(
         "bench sweep",
-        "measure an endpoint at several loads and find the highest that keeps objectives",
+        "measure an endpoint at several loads and find the highest that meets the objectives",
         sweep_table,
         "pdserve.commands.bench_sweep:run_sweep",
         "pdserve bench sweep --slo ttft:500 itl:50 --random-input-len 512 --num-prompts 60",

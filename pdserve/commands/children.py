@@ -114,7 +114,7 @@ class Child:
                 raise ChildFailedError(self.spec.name, code)
             delay_s = _BACK_OFF_S[min(starts, len(_BACK_OFF_S)) - 1]
             self._say(
-                f"{self.spec.name} ended with code {code}; starting it again in {delay_s:g} s"
+                f"{self.spec.name} ended with exit code {code}; restarting it in {delay_s:g} s"
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)

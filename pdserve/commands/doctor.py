@@ -115,11 +115,14 @@ def processor(flags: frozenset[str]) -> Finding:
             "cpu",
             Grade.WARN,
             text,
-            "prefill and decode share one core here and slow one another down: give them two",
+            "prefill and decode share one core and slow each other down: give this process two "
+            "cores",
         )
     if platform.machine() == "x86_64" and "avx512_bf16" not in flags:
         return Finding(
-            "cpu", Grade.OK, f"{text}; bf16 is computed in fp32, as the CPU has no avx512_bf16"
+            f"{text}; bf16 is computed in fp32, because the CPU has no avx512_bf16",
+            Grade.OK,
+            f"{text}; bf16 is computed in fp32, as the CPU has no avx512_bf16",
         )
     return Finding("cpu", Grade.OK, text)
 
@@ -137,8 +140,8 @@ def devices() -> Finding:
         return Finding(
             "devices",
             Grade.WARN,
-            f"an NVIDIA driver is here, but torch {torch.__version__} sees no GPU",
-            "install the CUDA build of torch, or look at `nvidia-smi`",
+            f"there is an NVIDIA driver, but torch {torch.__version__} sees no GPU",
+            "install the CUDA build of torch, or check `nvidia-smi`",
         )
     return Finding("devices", Grade.OK, "no GPU; models run on the CPU")
 
@@ -151,7 +154,7 @@ def compiler() -> Finding:
         from pdserve.kernels.backend import KernelsUnavailableError
         from pdserve.kernels.registry import load
     except ImportError as error:
-        return Finding("kernels", Grade.FAIL, f"cannot be imported: {error}")
+        return Finding("kernels", Grade.FAIL, f"the kernels cannot be imported: {error}")
     try:
         kernels = load(torch.device("cpu"))
     except KernelsUnavailableError as error:
@@ -159,7 +162,7 @@ def compiler() -> Finding:
             "kernels",
             Grade.WARN,
             str(error).splitlines()[0],
-            "models on the CPU run many times slower without: apt-get install g++",
+            "models on the CPU run many times slower without them: apt-get install g++",
         )
     return Finding("kernels", Grade.OK, kernels.description)
 
@@ -189,7 +192,8 @@ def shared_memory(folder: Path) -> Finding:
         return Finding(
             "shared memory",
             Grade.WARN,
-            f"{folder} cannot be written: NCCL (ranks on GPUs) and Ray need it, pdserve does not",
+            f"{folder} is not writable, which NCCL (ranks on GPUs) and Ray need; pdserve does not "
+            "need it",
             "mount a tmpfs there",
         )
     free = shutil.disk_usage(folder).free
@@ -208,8 +212,9 @@ def port(host: str, number: int, name: str) -> Finding:
         return Finding(
             f"port {number}",
             Grade.WARN,
-            f"{host}:{number} is in use, the default of the {name}",
-            f"fine if pdserve runs already; `ss -ltnp 'sport = :{number}'` shows by whom",
+            f"{host}:{number}, the default port of the {name}, is in use",
+            f"this is fine if pdserve is already running; `ss -ltnp 'sport = :{number}'` shows "
+            "which program uses it",
         )
     return Finding(f"port {number}", Grade.OK, f"free for the {name}")
 
@@ -219,15 +224,16 @@ def ptrace(scope_file: Path) -> Finding:
     try:
         scope = int(scope_file.read_text())
     except (OSError, ValueError):
-        return Finding("ptrace", Grade.OK, "not restricted by Yama")
+        return Finding("ptrace", Grade.OK, "Yama does not restrict it")
     if scope == 0:
         return Finding("ptrace", Grade.OK, "Yama's ptrace_scope is 0")
     return Finding(
         "ptrace",
         Grade.WARN,
-        f"Yama's ptrace_scope is {scope}: engines may not be allowed to read one another's memory",
-        "if the transfer below is slow: sysctl kernel.yama.ptrace_scope=0, "
-        "or docker run --cap-add=SYS_PTRACE",
+        f"Yama's ptrace_scope is {scope}, so engines may not be allowed to read one another's "
+        "memory",
+        "if the transfer below is slow, run sysctl kernel.yama.ptrace_scope=0, or docker run "
+        "--cap-add=SYS_PTRACE",
     )
 
 
@@ -245,8 +251,9 @@ def transfer() -> Finding:
         return Finding(
             "transfer",
             Grade.FAIL,
-            f"NIXL, twice: {error}",
-            "ask again when the machine is idle; then reinstall nixl, or use `pdserve serve`",
+            f"NIXL failed twice: {error}",
+            "repeat this when the machine is idle; if it still fails, reinstall nixl or use "
+            "`pdserve serve`",
         )
     share = rates.transfer / rates.memcpy
     text = (
@@ -258,8 +265,8 @@ def transfer() -> Finding:
             "transfer",
             Grade.WARN,
             text,
-            "UCX has fallen back to TCP: run the engines in one IPC and PID namespace, "
-            "with permission to read one another's memory (see ptrace), and UCX_TLS unset",
+            "UCX uses TCP instead of shared memory: run the engines in the same IPC and PID "
+            "namespaces, allow them to read one another's memory (see ptrace), and unset UCX_TLS",
         )
     return Finding("transfer", Grade.OK, text)
 
@@ -274,9 +281,7 @@ def ucx() -> Iterator[Finding]:
     try:
         rate = measure()
     except ProbeError as error:
-        remedy = (
-            "pip install 'pdserve[ucx]', or use the connector nixl; look at the variables UCX_*"
-        )
+        remedy = "pip install 'pdserve[ucx]', or use the connector nixl; check the UCX_* variables"
         yield Finding("ucx", Grade.WARN, f"UCX without NIXL: {error}", remedy)
         return
     found = f"ucxx {importlib.metadata.version('ucxx-cu13')}: messages of {MESSAGE_BYTES >> 20} MiB"
@@ -301,7 +306,9 @@ def peers(
         try:
             engine = fetch(url)["engine"]
             if engine is None:
-                yield Finding("peer", Grade.WARN, f"{url} is still loading", "ask again later")
+                yield Finding(
+                    "peer", Grade.WARN, f"{url} is still loading", "repeat this when it is ready"
+                )
                 continue
             peer = RunningEngine(
                 url,
@@ -320,7 +327,7 @@ def peers(
             yield Finding(
                 "peer",
                 Grade.FAIL,
-                f"{url} is no pdserve engine",
+                f"{url} is not a pdserve engine",
                 "give the engines' URLs, not the proxy's",
             )
             continue
@@ -337,7 +344,10 @@ def peers(
         (role,) = roles
         missing = "decode" if role == "prefill" else "prefill"
         yield Finding(
-            "roles", Grade.WARN, f"all of them are {role} engines", f"pdserve {missing} MODEL"
+            "roles",
+            Grade.WARN,
+            f"all of these are {role} engines",
+            f"start pdserve {missing} MODEL",
         )
 
 
@@ -349,17 +359,21 @@ def kv_address(
     Args:
         is_one_host: Whether all of its peers are on its own host.
     """
-    text = f"KV of {url} is exchanged at {host}:{port}"
+    text = f"{url} exchanges KV at {host}:{port}"
     remedy = (
-        "start it with --kv-transfer-config.host and an address that the other engines reach; "
-        "left out, it follows --host"
+        "start it with --kv-transfer-config.host and an address that the other engines can "
+        "reach; without it the address follows --host"
     )
     if is_loopback(host) and not is_one_host:
-        return Finding("kv address", Grade.FAIL, f"{text}: only its own host reaches that", remedy)
+        return Finding(
+            "kv address", Grade.FAIL, f"{text}, which only its own host can reach", remedy
+        )
     reason = connect(host, port)
     if reason is not None:
-        text = f"{text}, which is not reached from here: {reason}"
-        return Finding("kv address", Grade.WARN, text, f"if engines do not reach it, {remedy}")
+        text = f"{text}, which cannot be reached from here: {reason}"
+        return Finding(
+            "kv address", Grade.WARN, text, f"if the other engines cannot reach it, {remedy}"
+        )
     return Finding("kv address", Grade.OK, text)
 
 

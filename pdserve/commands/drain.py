@@ -46,7 +46,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         asked = [pool.submit(ask, config, proxy, engine) for proxy, engine in pairs]
     answers = [each.result() for each in asked]
     if config.is_resumed:
-        print("\n".join(f"{url} is sent requests again" for url in config.engines))
+        print("\n".join(f"{url} receives requests again" for url in config.engines))
         return EXIT_DONE
     reports = [_report(proxy, answer) for (proxy, _), answer in zip(pairs, answers, strict=True)]
     for (proxy, _), report in zip(pairs, reports, strict=True):
@@ -92,8 +92,8 @@ def told(report: DrainReport, proxy: str) -> str:
     state = "is empty" if report.is_empty else "still holds something"
     of = f" of {proxy}" if proxy else ""
     return (
-        f"{report.url} {state} after {report.seconds:.1f} s: of the requests{of} that ran there "
-        f"{report.num_finished} ended and {report.num_moved} went on elsewhere"
+        f"{report.url} {state} after {report.seconds:.1f} s: of the requests{of} that ran there, "
+        f"{report.num_finished} finished and {report.num_moved} moved to other engines"
     )
 
 

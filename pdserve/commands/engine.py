@@ -165,6 +165,6 @@ def _tell_ready(
     if engine.role is not Role.BOTH and not server.proxy_urls:
         log_event(
             start,
-            "its users talk to a proxy, and it was told of none",
+            "its clients use a proxy, and it was started without one",
             start=f"{program()} proxy --{engine.role.value} {url} ...",
         )

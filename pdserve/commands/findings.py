@@ -48,9 +48,9 @@ def compatible(one: RunningEngine, other: RunningEngine) -> Finding:
             return Finding(
                 "compatible",
                 Grade.WARN,
-                f"{names} can exchange KV, and differ in tokenizer, chat template, generation "
-                "defaults, parsers or release of llguidance: one of them alone serves requests "
-                "with a grammar or with tools",
+                f"{names} can exchange KV, but differ in tokenizer, chat template, generation "
+                "defaults, parsers or llguidance release: a request with a grammar or with tools "
+                "is served by one of them alone",
                 "start both with the same files, flags and packages",
             )
         return Finding("compatible", Grade.OK, f"{names} can exchange KV")
@@ -84,7 +84,7 @@ def numerics(one: RunningEngine, other: RunningEngine) -> Finding | None:
     return Finding(
         "numerics",
         Grade.WARN,
-        f"{names} round differently: {differences}. A request that they share need not get the "
-        "text that one of them would write alone",
-        "if that matters, give both the same kind of device, release and TP size",
+        f"{names} round differently: {differences}. A request that they share may get different "
+        "text than one of them alone would write",
+        "if that matters, use the same kind of device, release and TP size for both",
     )

@@ -156,7 +156,7 @@ def told(core: CoreEvents, now_s: float) -> str:
     """One line: in step or not, what came and went since the last one, and what is there."""
     state = core.reader.state(now_s)
     if state is ReaderState.RESYNC:
-        return "asking for what it holds (is the secret its own?)"
+        return "asking for all that it holds (if this lasts, the secrets differ)"
     came = f"+{core.num_stored} -{core.num_removed}"
     core.num_stored = core.num_removed = 0
     media = ", ".join(

@@ -2,7 +2,7 @@
 
 Simulates layouts with the real policies and schedulers (`planner`), by what engines are said to
 take, or by what a running proxy has learned. `--check` plays some of the workload there, too, and
-says how far off its simulation is. Exit code 0 if the best layout holds the objectives, else 1.
+says how far off its simulation is. Exit code 0 if the best layout meets the objectives, else 1.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _known(
         max_model_len <= kv_tokens,
         "max-model-len",
         max_model_len,
-        f"an engine's cache has room for {kv_tokens} tokens (--kv-tokens)",
+        f"an engine's cache has room for only {kv_tokens} tokens (--kv-tokens)",
     )
     size = FleetLayout(
         0,
@@ -267,7 +267,7 @@ async def _check(asked: _Asked, number: int, line: ProgressLine | None) -> PlanC
     predicted = Planner(question).simulate(asked.running.layout)
     reason = await reset_prefix_caches(asked.target)
     run_ = await run_plan(played, asked.target, Options(ignore_eos=True), on_progress=line)
-    notes = [] if reason is None else [f"caches were not empty: {reason}"]
+    notes = [] if reason is None else [f"the caches were not empty: {reason}"]
     if not run_.health.valid:
         notes += run_.health.why_not
     measured = load_figures(run_.outcomes, question.slos)

@@ -84,7 +84,7 @@ def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
     fits, notes, usual = learned.model, [], FleetCosts()
     hop_s, handover_s = _hop_s(finished), _later_s(finished, "handover")
     if hop_s is None:
-        notes.append(f"{url} has no finished requests: a hop is taken for 3 ms (--hop-ms)")
+        notes.append(f"{url} has no finished requests, so a hop is assumed to take 3 ms (--hop-ms)")
     pushed_s = _later_s([each for each in finished if each.kv_mode == "push"], "kv")
     r, t = usual.wire, usual.wire_token
     if pushed_s is not None:
@@ -92,7 +92,10 @@ def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
     elif fits["wire"].samples:
         r, t = fits["wire"].weights
     else:
-        notes.append(f"{url} has seen no KV on its way: 1 ms and 8 us a token (--wire-times)")
+        notes.append(
+            f"{url} has seen no KV transfer, so one is assumed to take 1 ms and 8 us per token "
+            "(--wire-times)"
+        )
     a, b, c = fits["prefill"].weights
     d, e, f = fits["step"].weights
     hop_s = usual.hop if hop_s is None else hop_s

@@ -35,7 +35,7 @@ def table(rows: Sequence[LayoutFigures]) -> list[str]:
         cells = (each.layout, str(each.num_engines), share, *times, str(figures.num_failed))
         lines.append(_line(cells))
     if not all(each.holds for each in rows):
-        lines.append("* fewer requests than asked for keep the objectives")
+        lines.append("* fewer requests than required meet the objectives")
     return lines
 
 
@@ -44,34 +44,34 @@ def sentences(plan: FleetPlan, *, per_s: float, share: float) -> list[str]:
 
     Args:
         per_s: Requests per second of the workload.
-        share: Of the requests that are to keep the objectives.
+        share: Of the requests, how many must meet the objectives.
     """
     low, high = plan.goodput_range
     best = plan.rows[0]
     lines = [
         (
-            f"{plan.best} serves it best: {best.figures.goodput:.1%} of {per_s:.3g} requests/s "
-            f"keep the objectives, {low:.1%} to {high:.1%} with times longer and shorter by "
-            "their error."
+            f"{plan.best} is best: {best.figures.goodput:.1%} of {per_s:.3g} requests/s meet the "
+            f"objectives, or {low:.1%} to {high:.1%} if the times are off by their error."
         )
     ]
     if plan.close:
-        lines.append(f"Within that error it cannot be told from: {', '.join(plan.close)}.")
+        lines.append(f"Within that error these are as good: {', '.join(plan.close)}.")
     if plan.highest_load is None:
-        lines.append(f"No load was found at which {plan.best} holds {share:.0%}.")
+        lines.append(f"No load was found at which {plan.best} reaches {share:.0%}.")
     else:
         lines.append(
-            f"It holds {share:.0%} up to {plan.highest_load:.3g} times the load "
+            f"It reaches {share:.0%} up to {plan.highest_load:.3g} times the load "
             f"({plan.highest_load * per_s:.3g} requests/s)."
         )
     fewest = plan.fewest
     if fewest is None:
         lines.append(
-            "Four times as many engines would not hold it: are the objectives within reach?"
+            "Even four times as many engines would not reach it: check whether the objectives "
+            "are possible."
         )
     elif fewest.num_engines != best.num_engines:
         lines.append(
-            f"The fewest engines that hold {share:.0%}: {fewest.num_engines}, as {fewest.layout} "
+            f"The fewest engines that reach {share:.0%}: {fewest.num_engines}, as {fewest.layout} "
             f"({fewest.figures.goodput:.1%})."
         )
     return lines

@@ -113,7 +113,10 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
     lines.append(_row("cost, objectives", [f"{each.total:.4f}" for each in costs]))
     lines += [_row(f"  {name}", [f"{each.terms[name]:.4f}" for each in costs]) for name in _TERMS]
     slo = f"{question.ttft_slo_s * 1e3:.0f} ms, then {question.itl_slo_s * 1e3:.0f} ms"
-    lines += ["", f"objectives {slo}; a split has to be better by {decision.margin:.4f}"]
+    lines += [
+        f"objectives {slo}; a split must be better by {decision.margin:.4f}",
+        f"objectives {slo}; a split has to be better by {decision.margin:.4f}",
+    ]
     if question.was_split is not None:
         lines.append(f"its session's last request was {'' if question.was_split else 'not '}split")
     titles = ["role", "has", "prompts", "to compute", "streams", "their KV", "of others"]
@@ -127,7 +130,11 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
         cells = map(str, (role, each.hit_tokens, *numbers, each.num_others))
         lines.append(_row(each.url, list(cells)))
     lines += ["", *_outcome(record)]
-    same = "the same, bit for bit" if is_equal else "ANOTHER ONE: is this the proxy's release?"
+    same = (
+        "identical, bit for bit"
+        if is_equal
+        else "DIFFERENT: check that this is the proxy's release"
+    )
     return [*lines, f"decided again from its record: {same}"]
 
 
@@ -143,7 +150,7 @@ def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
     differing = [pair for pair in pairs if pair[0].decision.chosen.way != pair[1].way]
     lines = [
         (
-            f"{len(pairs)} requests, of which {policy} would have sent {len(differing)} elsewhere "
+            f"{policy} would have sent {len(differing)} of {len(pairs)} requests elsewhere "
             "(predicted from what was known when each came)"
         ),
         "",
@@ -153,7 +160,10 @@ def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
         lines.append(_row(title, [of(ours), of(theirs)]))
     worst = sorted(differing, key=lambda pair: pair[1].total - pair[0].decision.chosen.total)
     if worst:
-        lines += ["", _row("where it differs most", ["as decided", policy, "cost"])]
+        lines += [
+            "largest differences",
+            _row("where it differs most", ["as decided", policy, "cost"]),
+        ]
     for record, cost in reversed(worst[-_NUM_SHOWN:]):
         chosen = record.decision.chosen
         change = f"{cost.total - chosen.total:+.4f}"
@@ -164,11 +174,13 @@ def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
 def _outcome(record: DecisionRecord) -> list[str]:
     measured, chosen = record.measured, record.taken or record.decision.chosen
     if measured is None:
-        return ["what came of it is not known: it runs, failed, or its client left"]
+        return ["its outcome is unknown: it is running, it failed, or its client left"]
     if record.decision.question.is_shadow and record.taken is None:
         return ["it went to none of these engines"]
     lines = (
-        [] if record.taken is None else [f"in shadow: it went {chosen.way} at {chosen.total:.4f}"]
+        []
+        if record.taken is None
+        else [f"in shadow mode: it went {chosen.way} at a cost of {chosen.total:.4f}"]
     )
     for title, was_s, predicted_s in (
         ("first token", measured.ttft_s, chosen.ttft_s),
@@ -177,7 +189,7 @@ def _outcome(record: DecisionRecord) -> list[str]:
     ):
         if was_s is not None:
             off = was_s / max(1e-9, predicted_s) - 1
-            lines.append(f"{title} was {_ms(was_s)} ms, {_ms(predicted_s)} predicted ({off:+.0%})")
+            lines.append(f"{title} was {_ms(was_s)} ms, predicted {_ms(predicted_s)} ({off:+.0%})")
     return lines
 
 

@@ -47,13 +47,15 @@ def installed() -> Finding:
     try:
         version = importlib.metadata.version("lmcache")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("lmcache", Grade.FAIL, "KV tiers need LMCache, which is not here", remedy)
+        return Finding(
+            "lmcache", Grade.FAIL, "KV tiers need LMCache, which is not installed", remedy
+        )
     if version != LMCACHE_VERSION:
         return Finding(
             "lmcache",
             Grade.FAIL,
-            f"LMCache {version} is here, and {LMCACHE_VERSION} is needed: its protocol differs "
-            "from version to version",
+            f"LMCache {version} is installed, but {LMCACHE_VERSION} is needed, because its "
+            "protocol differs from version to version",
             remedy,
         )
     return Finding("lmcache", Grade.OK, f"LMCache {version}")
@@ -68,8 +70,8 @@ def shared_memory(num_bytes: int, folder: Path) -> Finding:
             "cpu tier",
             Grade.FAIL,
             text,
-            "make the tier smaller, or the folder larger: mount -o remount,size=8G /dev/shm; in a "
-            "container docker run --shm-size=8g, or an emptyDir of medium Memory",
+            "make the tier smaller, or the folder larger: mount -o remount,size=8G /dev/shm; in "
+            "a container docker run --shm-size=8g, or an emptyDir of medium Memory",
         )
     return Finding("cpu tier", Grade.OK, text)
 
@@ -79,7 +81,7 @@ def disk(tier: DiskTier) -> Finding:
     folder = Path(tier.path)
     there = next(each for each in (folder, *folder.parents) if each.exists())
     if not there.is_dir() or not _is_writable(there):
-        what = "cannot be written" if there.is_dir() else "is no folder"
+        what = "is not writable" if there.is_dir() else "is not a folder"
         return Finding(
             "disk tier",
             Grade.FAIL,
@@ -87,7 +89,7 @@ def disk(tier: DiskTier) -> Finding:
             f"give it to user {os.getuid()}, or choose another folder for the disk tier",
         )
     free = shutil.disk_usage(there).free
-    text = f"the disk tier may take {_mib(tier.num_bytes)} in {folder}, where {_mib(free)} are free"
+    text = f"the disk tier may use {_mib(tier.num_bytes)} in {folder}, where {_mib(free)} are free"
     if free < _LEAST_DISK_BYTES:
         return Finding("disk tier", Grade.FAIL, text, "make room, or choose another folder")
     if free + sum(each.stat().st_size for each in files_of(folder)) < tier.num_bytes:
@@ -95,7 +97,7 @@ def disk(tier: DiskTier) -> Finding:
             "disk tier",
             Grade.WARN,
             text,
-            "what does not fit is not kept, and computed again: make the tier smaller",
+            "what does not fit is dropped and computed again: make the tier smaller",
         )
     return Finding("disk tier", Grade.OK, text)
 
@@ -117,9 +119,9 @@ def redis(tier: RedisTier, environ: Mapping[str, str]) -> Finding:
                     return Finding(
                         "redis tier",
                         Grade.FAIL,
-                        f"{where} refuses {command[0]}: {answer or 'it hung up'}",
-                        f"set {REDIS_USERNAME} and {REDIS_PASSWORD} to a user that may read and "
-                        "write",
+                        f"{where} refuses {command[0]}: {answer or 'it closed the connection'}",
+                        f"set {REDIS_USERNAME} and {REDIS_PASSWORD} to a user with permission to "
+                        "read and write",
                     )
     except OSError as error:
         return Finding(
@@ -144,7 +146,7 @@ def server(http_url: str, block_size: int) -> Finding:
         status = _ask(f"{http_url.rstrip('/')}/status")
         chunk_size, is_healthy = int(status["chunk_size"]), bool(status["is_healthy"])
     except urllib.error.HTTPError as error:
-        text = f"{http_url} is no LMCache server: HTTP {error.code}"
+        text = f"{http_url} is not an LMCache server: HTTP {error.code}"
         return Finding("kv server", Grade.FAIL, text, f"give {flag}")
     except OSError as error:
         reason = getattr(error, "reason", error)
@@ -152,10 +154,10 @@ def server(http_url: str, block_size: int) -> Finding:
             "kv server",
             Grade.FAIL,
             f"{http_url} cannot be reached: {reason}",
-            f"pdserve kv-server --kv-tiers cpu:4GiB, or give {flag} as it is",
+            f"start pdserve kv-server --kv-tiers cpu:4GiB, or correct {flag}",
         )
     except (ValueError, KeyError, TypeError):
-        text = f"{http_url} is no LMCache server"
+        text = f"{http_url} is not an LMCache server"
         return Finding("kv server", Grade.FAIL, text, f"give {flag}")
     text = f"{http_url} is LMCache {version} with chunks of {chunk_size} tokens"
     if version != LMCACHE_VERSION:
@@ -164,11 +166,16 @@ def server(http_url: str, block_size: int) -> Finding:
         return Finding(
             "kv server",
             Grade.FAIL,
-            f"{text}, no multiple of --block-size {block_size}",
+            f"{text}, which is not a multiple of --block-size {block_size}",
             "change its --chunk-size or the engines' --block-size",
         )
     if not is_healthy:
-        return Finding("kv server", Grade.WARN, f"{text}, and is not well", f"{http_url}/status")
+        return Finding(
+            "kv server",
+            Grade.WARN,
+            f"{text}, but reports that it is unhealthy",
+            f"see {http_url}/status",
+        )
     return Finding("kv server", Grade.OK, text)
 
 

@@ -81,23 +81,23 @@ def told(summary: Summary, path: Path, num_bytes: int) -> list[str]:
         f"{len(summary.processes)} processes: {', '.join(summary.processes)}",
         (
             f"{summary.num_requests} request{plural}{unfinished}, {summary.num_steps} steps, "
-            f"{summary.num_arrows} handed over between engines"
+            f"{summary.num_arrows} handoff{'' if summary.num_arrows == 1 else 's'} between engines"
         ),
         (
             f"clocks aligned within {summary.uncertainty_s * 1e3:.3f} ms:"
             if summary.uncertainty_s
-            else "clocks: all processes have the same one"
+            else "clocks: all processes share one"
         ),
         *(f"  {clock}" for clock in summary.clocks),
     ]
     if summary.complete_s < summary.seconds - _SLACK_S or summary.num_dropped:
         lines.append(
-            f"complete for the last {summary.complete_s:.1f} s of {summary.seconds:g}; "
-            f"{summary.num_dropped} events were dropped since the processes began"
+            f"complete for the last {summary.complete_s:.1f} of {summary.seconds:g} s; "
+            f"{summary.num_dropped} events were dropped since the processes started"
         )
     lines += [f"missing: {each}" for each in summary.missing]
     size = f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
-    lines.append(f"{path} ({size}): open it at https://ui.perfetto.dev, or at chrome://tracing")
+    lines.append(f"{path} ({size}): open it at https://ui.perfetto.dev or chrome://tracing")
     return lines
 
 

@@ -95,7 +95,7 @@ def _line_of(process: subprocess.Popen[bytes]) -> bytes:
 
 def _last_line(text: bytes) -> str:
     lines = text.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "a process of the probe ended without a word"
+    return lines[-1] if lines else "a process of the probe ended without a result"
 
 
 def _source(backends: Sequence[str], stdin: IO[bytes]) -> None:
@@ -139,7 +139,7 @@ def _reader(backends: Sequence[str], stdin: IO[bytes]) -> None:
         best_s = min(best_s, time.perf_counter() - started_s)
         agent.release(transfer)
     if not (memory == 7).all():
-        sys.exit("NIXL says that all bytes came, and they did not")
+        sys.exit("NIXL reports that all bytes arrived, but they did not")
     target = np.empty_like(memory)
     for _ in range(_REPEATS):
         started_s = time.perf_counter()

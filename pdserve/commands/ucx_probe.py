@@ -93,7 +93,7 @@ def _run(part: str) -> None:
         if failure is not None:
             sys.exit(failure)
     if not bool((memory == 7).all()):
-        sys.exit("UCX says that all bytes came, and they did not")
+        sys.exit("UCX reports that all bytes arrived, but they did not")
     print("rate", MESSAGE_BYTES / best_s, flush=True)
     if part == "sender":  # it ends with whoever started it, after the last byte has left
         sys.stdin.read()

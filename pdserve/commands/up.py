@@ -124,7 +124,7 @@ class Supervisor:
             await self._while_alive(asyncio.Event().wait())
             return 0
         except ChildFailedError as error:
-            say(f"{error}; ending the others.")
+            say(f"{error}; stopping the other processes.")
             return error.code if error.code > 0 else 1
         finally:
             await self._stop()

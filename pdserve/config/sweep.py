@@ -15,7 +15,7 @@ from pdserve.config.setting import declare
 from pdserve.errors import ConfigError
 
 DEFAULT_SHARE: Final = 0.9
-"""Of the requests that must keep the objectives, as in DistServe (OSDI 2024)."""
+"""Of the requests that must meet the objectives, as in DistServe (OSDI 2024)."""
 
 _SHARE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 
@@ -31,7 +31,7 @@ class SweepConfig(msgspec.Struct, frozen=True, kw_only=True):
         start_rate, start_concurrency: Where the search begins when no loads are given;
             a search over rates, if neither is set.
         max_rate, max_concurrency_limit: Where it stops to grow.
-        bisect: Narrow down the highest load that keeps the objectives.
+        bisect: Narrow down the highest load that meets the objectives.
         tolerance: The search ends when the load that failed is at most so much above the one
             that held, as a share.
         num_runs: Of each load.
@@ -139,7 +139,7 @@ class SweepConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> float:
-        """Of the requests, how many must keep the objectives.
+        """Of the requests, how many must meet the objectives.
 
         Raises:
             ConfigError: A word of `slo` is neither an objective nor a share.

@@ -20,7 +20,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What requests of one run took; latencies are of those that were answered to their end.
 
     Attributes:
-        goodput: The share of all requests that kept every objective.
+        goodput: The share of all requests that met every objective.
         num_good: How many that are.
         num_failed: Requests that were turned away, failed, or were not over at the end.
     """

@@ -49,7 +49,7 @@ class LayoutFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What a layout makes of the workload.
 
     Attributes:
-        holds: Whether as many requests as asked for keep the objectives.
+        holds: Whether as many requests as required meet the objectives.
     """
 
     layout: str

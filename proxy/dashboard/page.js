@@ -295,7 +295,7 @@ function drawRoutes(now, then) {
   const judged = ["both", "ttft", "itl", "none"].map((kept) => grown(now.proxy, then, "pdserve_slo_requests_total", { kept }));
   const streams = judged.reduce((a, b) => a + b, 0);
   const shed = grown(now.proxy, then, "pdserve_rejected_total", {});
-  say($("routes-note"), [!routes.is_known && "too little is learned yet", streams && `${((100 * judged[0]) / streams).toFixed(0)} % of streams kept both objectives`, `${short(shed)} turned away`].filter(Boolean).join(" · "));
+  say($("routes-note"), [!routes.is_known && "too little is learned yet", streams && `${((100 * judged[0]) / streams).toFixed(0)} % of streams met both objectives`, `${short(shed)} turned away`].filter(Boolean).join(" · "));
   drawShare(now, then);
   drawScatter(routes.decisions);
   drawWork(routes.engines);

@@ -148,7 +148,7 @@ class TestMeasuring:
         with scripted_server("--first-ms", "60", "--gap-ms", "0.2") as server:
             found = await self.measured(server.url, burst_period_s=30.0)
         (sentence,) = found.notes
-        assert "a p99 does not see" in sentence
+        assert "a p99 does not show" in sentence
         assert "--interference-burst-input-len" in sentence
 
     async def test_an_endpoint_that_fails_is_named_with_the_way_out(self):
@@ -173,7 +173,7 @@ class TestMeasuring:
                 timeout_s=200,
             )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "Pace, measured: a prompt of 1024 tokens takes " in done.stdout
+        assert "Measured pace: a prompt of 1024 tokens takes " in done.stdout
         assert "--interference-steady-output-len 16 --interference-steady-period" in done.stdout
         notes = json.loads((tmp_path / "r.json").read_text())["pdserve"]["notes"]
         assert any("The pace was measured before the run" in note for note in notes)

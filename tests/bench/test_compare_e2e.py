@@ -174,7 +174,7 @@ def test_the_first_peer_sets_the_pace_where_everything_runs_already(tmp_path):
         ),
         pytest.param(
             ("--request-rates", "1", "2"),
-            "pd-interference says itself when requests are due: leave out --request-rates",
+            "pd-interference sets the times of its requests itself: leave out --request-rates",
             id="rates for a data set with times of its own",
         ),
     ],
@@ -290,7 +290,7 @@ class TestProcesses:
 
     def test_a_store_is_started_first_and_every_engine_is_told_of_it(self):
         (topology,) = topologies_of(CompareConfig(topologies=("pd+store",), cores=CORES))
-        assert (topology.label, topology.words[-18:]) == ("P/D 1:1 + store", "with a store of KV")
+        assert (topology.label, topology.words[-15:]) == ("P/D 1:1 + store", "with a KV store")
         members = members_of(topology, self.CONFIG, model="/m", ports=[1, 2, 3, 4, 5], secret="s")
         store, *engines, proxy = members
         assert store.spec.arguments[:3] == ["kv-server", "--kv-tiers", "cpu:1GiB"]

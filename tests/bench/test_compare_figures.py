@@ -173,13 +173,13 @@ class TestWords:
         assert any("measured once" in line for line in verdict.caveats(once))
 
     def test_bursts_that_no_decoder_meets_are_said_to_show_nothing(self, made):
-        assert not any("A p99 does not see" in line for line in verdict.caveats(made))
+        assert not any("A p99 shows nothing" in line for line in verdict.caveats(made))
         for each in made.measured:
             for one in each.run.outcomes:
                 if one.group == "burst":
                     one.sent_s += 50.0
                     one.chunk_s = [at + 50.0 for at in one.chunk_s]
-        assert any("A p99 does not see" in line for line in verdict.caveats(made))
+        assert any("A p99 shows nothing" in line for line in verdict.caveats(made))
 
     def test_a_deployment_that_fell_behind_the_schedule_is_named(self, made):
         made.runs("2 replicas", None)[0].duration_s = 60.0
@@ -209,8 +209,8 @@ class TestWords:
         quiet = told(engines=1.0, proxy=0.25)
         words = "colocated 1.35 (engines 1.00, proxy 0.25, other programs and the kernel 0.10)"
         assert words in quiet
-        assert "cores were full" not in quiet
-        assert "The 2 cores were full with" in told(engines=1.5, proxy=0.3)
+        assert "cores were fully used" not in quiet
+        assert "The 2 cores were fully used by" in told(engines=1.5, proxy=0.3)
 
     def test_cores_that_others_took_from_one_run_make_the_headline_not_valid(self, made, tmp_path):
         before = verdict.headline(made, None)
@@ -224,7 +224,7 @@ class TestWords:
         )
         assert list(found.why_not) == [why]
         assert found.text == f"{before.text} (NOT VALID: {why})"
-        assert verdict.goal_words(found) == "; whether the goal was reached is not known"
+        assert verdict.goal_words(found) == "; whether the goal was reached is unknown"
         assert "not valid" in console.tables(made)
         path = tmp_path / "found.json"
         save(made, path, headline=verdict.headline_facts(made, None))

@@ -105,7 +105,7 @@ def test_conversations_are_pruned_as_vllm_prunes_them(tmp_path, ids):
     plan = make_plan(config, ids)
     assert [each.prompt for each in plan.requests] == [words(20)]
     [note] = plan.notes
-    assert note.startswith("4 of 5 entries looked at were left out: ")
+    assert note.startswith("4 of 5 examined entries were left out: ")
     for reason in (
         "1 with a prompt under 4 tokens",
         "1 with an output under 4 tokens",
@@ -126,7 +126,7 @@ def test_what_exceeds_the_models_context_is_left_out_and_counted(tmp_path, token
     prompts = PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=64)
     plan = make_plan(config, prompts)
     assert [each.prompt for each in plan.requests] == [words(20)]
-    assert plan.notes == ["1 of 2 entries looked at were left out: 1 over the model's 64 tokens"]
+    assert plan.notes == ["1 of 2 examined entries were left out: 1 over the model's 64 tokens"]
 
 
 def test_if_all_is_left_out_the_reasons_are_told(tmp_path, tokenizer):
@@ -142,7 +142,7 @@ def test_too_few_entries_are_asked_again_with_a_note(tmp_path, ids):
     assert len(plan.requests) == 7
     assert [each.index for each in plan.requests] == list(range(7))
     [note] = plan.notes
-    assert "2 usable entries: 5 requests ask what others ask" in note
+    assert "2 usable entries: 5 requests repeat others" in note
 
 
 def test_the_sample_is_drawn_by_the_seed_from_the_whole_file(tmp_path, ids):
@@ -335,14 +335,16 @@ def test_requests_of_a_trace_over_the_models_context_are_left_out_and_counted(tm
     assert [each.at_s for each in plan.requests] == [0.0, 0.02]
     assert [each.index for each in plan.requests] == [0, 1]
     [note] = plan.notes
-    assert note.startswith("1 of 3 requests of the trace were left out: over the model's 1000")
+    assert note.startswith(
+        "1 of 3 requests of the trace were left out because they exceed the model's 1000"
+    )
 
 
 def test_a_trace_that_is_longer_than_asked_for_says_so(tmp_path, ids):
     config = trace(tmp_path, *(request(ms) for ms in range(5)), num_prompts=3)
     plan = make_plan(config, ids)
     assert len(plan.requests) == 3
-    assert plan.notes == ["the trace goes on: its first 3 requests were played (--num-prompts)"]
+    assert plan.notes == ["the trace is longer: its first 3 requests were sent (--num-prompts)"]
 
 
 def csv_trace(tmp_path, *rows: str, **fields) -> DatasetConfig:

@@ -100,7 +100,7 @@ def test_requests_at_one_moment_are_told_where_those_of_one_second_are_more() ->
     found = figures(make_run(*after_one_another, outcome(4, 0.1, [0.3])))
     assert found["max_concurrent_requests"] == 5
     assert found["pdserve"]["max_in_flight"] == 2
-    assert "At most 2 requests were in flight at one moment" in further(found)
+    assert "At most 2 requests were in flight at once" in further(found)
     assert "in flight" not in further(figures(make_run(FIRST)))
 
 
@@ -195,7 +195,7 @@ def test_a_run_that_is_not_valid_says_so_and_why() -> None:
 def test_errors_and_hang_ups_are_shown() -> None:
     text = further(figures(make_run(FIRST, FAILED, CANCELLED)))
     assert "1 x HTTP 500" in text
-    assert "1 requests were given up on purpose" in text
+    assert "1 requests were cancelled on purpose" in text
 
 
 def test_details_have_one_entry_a_request() -> None:

@@ -111,7 +111,7 @@ async def test_an_answer_that_takes_too_long_has_failed(server: ScriptedServer) 
     [outcome] = (
         await run(server, [request(0, script(first_s=30.0))], request_timeout_s=0.1)
     ).outcomes
-    assert outcome.error == "no end within 0.1 s"
+    assert outcome.error == "the answer did not end within 0.1 s"
 
 
 @pytest.mark.parametrize("fields", [{"length": True}, {"end": "no_done"}])

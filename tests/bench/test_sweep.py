@@ -177,7 +177,7 @@ async def test_exactly_the_wanted_share_holds():
 async def test_a_limit_that_was_not_reached_is_said_to_be_a_lower_bound():
     sweep = await swept(Bench(lambda wanted, repeat: 100), search(highest=4.0))
     assert (sweep.best_rate, sweep.is_bracketed) == (4.0, False)
-    assert told(sweep, "The limit was not reached: 4 req/s still holds")
+    assert told(sweep, "The limit was not reached: 4 req/s still meets")
     assert told(sweep, "raise --max-rate")
 
 
@@ -186,7 +186,7 @@ async def test_if_even_the_lowest_load_fails_there_is_no_best():
     sweep = await swept(Bench(lambda wanted, repeat: 10), how)
     assert (sweep.best_concurrency, sweep.is_bracketed, sweep.best) == (None, False, None)
     assert [point.concurrency for point in sweep.points] == [1, 2, 4]
-    assert told(sweep, "No load that was measured holds: at 1 at once")
+    assert told(sweep, "No measured load meets the objectives: at 1 at once")
 
 
 async def test_more_load_that_seems_easier_is_told_and_does_not_count():
@@ -194,7 +194,7 @@ async def test_more_load_that_seems_easier_is_told_and_does_not_count():
     how = search(loads=(1.0, 2.0, 4.0), is_narrowing=False)
     sweep = await swept(Bench(lambda wanted, repeat: kept[wanted]), how)
     assert sweep.best_rate == 1.0
-    assert told(sweep, "4 req/s kept the objectives although less load, 2 req/s, did not")
+    assert told(sweep, "4 req/s met the objectives although the lower load 2 req/s did not")
     assert told(sweep, "Attainment rose with the load, from 60.0% at 2 req/s to 99.0% at 4 req/s")
 
 
@@ -212,7 +212,7 @@ async def test_a_client_that_was_late_is_told():
     assert [point.why_not for point in sweep.points] == [[], ["The client was late."]]
     assert told(
         sweep,
-        "Not valid at 2 req/s, where figures are not the server's alone. The client was late.",
+        "Not valid at 2 req/s, where the figures do not measure the server alone. The client",
     )
     assert "not valid" in run_line(sweep.points[1], 0)
 
@@ -242,7 +242,7 @@ async def test_where_nothing_was_answered_no_latency_is_shown():
 async def test_few_requests_for_a_share_are_told():
     how = search(loads=(1.0,), is_narrowing=False)
     sweep = await swept(Bench(lambda wanted, repeat: 100), how, share=0.99)
-    assert told(sweep, "100 requests at 1 req/s are few for a share of 99%")
+    assert told(sweep, "100 requests at 1 req/s are too few for a share of 99%")
 
 
 async def test_an_endpoint_that_ends_ends_the_sweep_and_leaves_what_was_measured():

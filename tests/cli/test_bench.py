@@ -81,7 +81,7 @@ def test_failed_requests_end_in_exit_code_1_with_what_went_wrong(server: Scripte
     done = bench(server, "--num-prompts", "2", "--request-timeout-secs", "0.05")
     assert done.returncode == 1
     assert "Failed requests:                         2" in done.stdout
-    assert "2 x no end within 0.05 s" in done.stdout
+    assert "2 x the answer did not end within 0.05 s" in done.stdout
 
 
 def test_chat_is_asked_with_messages(server: ScriptedServer) -> None:
@@ -118,7 +118,7 @@ def test_metadata_stand_in_the_result_and_change_no_figure(
 def test_a_model_that_is_not_served_is_named_with_those_that_are(server: ScriptedServer) -> None:
     done = bench(server, "--num-prompts", "1", "--model", "other")
     assert done.returncode == 4
-    assert "no model 'other'; it has scripted" in done.stderr
+    assert "no model 'other': use one of its models (scripted)" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_model_that_is_not_served_is_named_with_those_that_are(server: Scripte
         (("--backend", "openai-chat", "--endpoint", "completions"), "--endpoint is 'completions'"),
         (("--header", "X"), "--header is 'X'"),
         (("--metadata", "=1"), "--metadata is '=1'"),
-        (("--goodput", "speed:1"), "--goodput speed:1"),
+        (("--goodput", "speed:1"), "--goodput is 'speed:1'"),
         (("--cancel-share", "2"), "--cancel-share is 2.0"),
         (("--save-detailed",), "it needs --save-result"),
         (("--extra-body", "[1]"), "--extra-body is '[1]'"),

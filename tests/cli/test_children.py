@@ -63,7 +63,7 @@ async def test_a_child_that_is_killed_is_started_again() -> None:
         while watched.child.pid in (None, first):
             await asyncio.sleep(0.02)
         await watched.listening()
-    assert watched.said == ["proxy ended with code -9; starting it again in 0.5 s"]
+    assert watched.said == ["proxy ended with exit code -9; restarting it in 0.5 s"]
 
 
 async def test_a_child_that_stands_still_is_killed_and_started_again() -> None:
@@ -78,7 +78,7 @@ async def test_a_child_that_stands_still_is_killed_and_started_again() -> None:
         await watched.listening()
     assert watched.said == [
         "proxy was stopped for longer than --heartbeat-timeout; killing it",
-        "proxy ended with code -9; starting it again in 0.5 s",
+        "proxy ended with exit code -9; restarting it in 0.5 s",
     ]
 
 

@@ -187,7 +187,7 @@ def _refused(*arguments: str, **variables: str) -> str:
 
 @pytest.mark.parametrize("command", ["up", "prefill", "decode", "serve"])
 def test_a_model_path_that_does_not_exist_is_named(command: str, tmp_path: Path) -> None:
-    assert f"MODEL {tmp_path}/none: there is no such directory" in _refused(
+    assert f"MODEL is {tmp_path}/none, which is not a directory" in _refused(
         command, f"{tmp_path}/none"
     )
 
@@ -247,7 +247,9 @@ def test_a_misspelt_variable_is_reported() -> None:
     given = {"PDSERVE_PROT": "3", "PDSERVE_MAX_MODL_LEN": "9"}
     done = pdserve("proxy", "--port", "70000", variables=given)
     for name, like in (("PROT", "PORT"), ("MAX_MODL_LEN", "MAX_MODEL_LEN")):
-        said = f" WARNING pdserve.start PDSERVE_{name} is no setting: did you mean PDSERVE_{like}?"
+        said = (
+            f" WARNING pdserve.start PDSERVE_{name} is not a setting: did you mean PDSERVE_{like}?"
+        )
         assert said in done.stderr
 
 

@@ -69,7 +69,7 @@ def test_kv_on_the_loopback_device_of_one_of_two_hosts_fails_with_the_remedy() -
     findings = [finding for finding in peers(**engines) if finding.check == "kv address"]
     assert [finding.verdict for finding in findings] == [Grade.FAIL] * 2
     assert findings[0].text == (
-        "KV of http://10.0.0.1:8100 is exchanged at 127.0.0.1:5600: only its own host reaches that"
+        "http://10.0.0.1:8100 exchanges KV at 127.0.0.1:5600, which only its own host can reach"
     )
     assert "--kv-transfer-config.host" in findings[0].remedy
 
@@ -77,21 +77,21 @@ def test_kv_on_the_loopback_device_of_one_of_two_hosts_fails_with_the_remedy() -
 def test_kv_that_is_not_reached_from_here_is_a_warning() -> None:
     (finding,) = [f for f in peers("Connection refused", x=engine("both")) if f.check != "peer"]
     assert (finding.check, finding.verdict) == ("kv address", Grade.WARN)
-    assert "not reached from here: Connection refused" in finding.text
+    assert "cannot be reached from here: Connection refused" in finding.text
 
 
 def test_two_engines_of_one_role_lack_the_other() -> None:
     *_, finding = peers(a=engine("decode"), b=engine("decode"))
     assert (finding.check, finding.verdict) == ("roles", Grade.WARN)
-    assert finding.remedy == "pdserve prefill MODEL"
+    assert finding.remedy == "start pdserve prefill MODEL"
 
 
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
         (urllib.error.URLError("Connection refused"), "x cannot be reached: Connection refused"),
-        (ValueError("HTTP 404"), "x is no pdserve engine"),
-        ({"object": "list"}, "x is no pdserve engine"),
+        (ValueError("HTTP 404"), "x is not a pdserve engine"),
+        ({"object": "list"}, "x is not a pdserve engine"),
     ],
 )
 def test_a_peer_that_is_no_engine_fails(answer: object, text: str) -> None:

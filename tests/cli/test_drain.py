@@ -43,7 +43,7 @@ def test_every_proxy_is_asked_and_what_became_of_the_requests_is_told(capsys):
         assert main(["drain", ENGINE, "--proxy", one, other, "--deadline", "7"]) == 0
     assert asked_one == asked_other == [("POST /drain", {"url": ENGINE, "deadline_s": 7.0})]
     lines = capsys.readouterr().out.splitlines()
-    told = "that ran there 3 ended and 1 went on elsewhere"
+    told = "that ran there, 3 finished and 1 moved to other engines"
     assert lines == [
         f"{ENGINE} is empty after 2.1 s: of the requests of {url} {told}" for url in (one, other)
     ]
@@ -59,7 +59,7 @@ def test_requests_are_sent_there_again(capsys):
     with proxy() as (url, asked):
         assert main(["drain", ENGINE, "--proxy", url, "--resume"]) == 0
     assert asked[0][0] == "DELETE /drain"
-    assert capsys.readouterr().out == f"{ENGINE} is sent requests again\n"
+    assert capsys.readouterr().out == f"{ENGINE} receives requests again\n"
 
 
 @pytest.mark.slow

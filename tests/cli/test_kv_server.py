@@ -39,8 +39,8 @@ while True:
 @pytest.mark.parametrize(
     ("installed", "verdict", "says"),
     [
-        (None, Grade.FAIL, "KV tiers need LMCache, which is not here"),
-        ("0.5.7", Grade.FAIL, "LMCache 0.5.7 is here, and 0.5.6 is needed"),
+        (None, Grade.FAIL, "KV tiers need LMCache, which is not installed"),
+        ("0.5.7", Grade.FAIL, "LMCache 0.5.7 is installed, but 0.5.6 is needed"),
         ("0.5.6", Grade.OK, "LMCache 0.5.6"),
     ],
 )
@@ -76,12 +76,12 @@ def test_a_folder_that_will_be_made_is_a_disk_tier(tmp_path: Path) -> None:
 def test_a_file_is_no_disk_tier(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("")
     finding = tier_checks.disk(DiskTier(str(tmp_path / "kv"), MIB))
-    assert (finding.verdict, finding.text) == (Grade.FAIL, f"{tmp_path / 'kv'} is no folder")
+    assert (finding.verdict, finding.text) == (Grade.FAIL, f"{tmp_path / 'kv'} is not a folder")
 
 
 def test_a_folder_that_cannot_be_written_is_no_disk_tier() -> None:
     finding = tier_checks.disk(DiskTier("/proc/kv", MIB))  # also for root
-    assert (finding.verdict, finding.text) == (Grade.FAIL, "/proc cannot be written")
+    assert (finding.verdict, finding.text) == (Grade.FAIL, "/proc is not writable")
     assert str(os.getuid()) in finding.remedy
 
 
@@ -171,7 +171,12 @@ def lmcache(said: dict[str, object]) -> AbstractContextManager[str]:
     [
         ("0.5.6-g3e11e108", 64, Grade.OK, "is LMCache 0.5.6 with chunks of 64 tokens"),
         ("0.5.7", 64, Grade.FAIL, "is LMCache 0.5.7 with chunks"),
-        ("0.5.6", 40, Grade.FAIL, "chunks of 40 tokens, no multiple of --block-size 16"),
+        (
+            "0.5.6",
+            40,
+            Grade.FAIL,
+            "chunks of 40 tokens, which is not a multiple of --block-size 16",
+        ),
     ],
 )
 def test_a_server_that_runs_says_its_version_and_its_chunks(
@@ -186,9 +191,9 @@ def test_a_server_that_runs_says_its_version_and_its_chunks(
 
 def test_what_is_no_lmcache_server_is_said_to_be_none() -> None:
     with lmcache({"/version": "0.5.6", "/status": ["what"]}) as url:
-        assert "is no LMCache server" in tier_checks.server(url, 16).text
+        assert "is not an LMCache server" in tier_checks.server(url, 16).text
     with lmcache({}) as url:
-        assert "is no LMCache server: HTTP 404" in tier_checks.server(url, 16).text
+        assert "is not an LMCache server: HTTP 404" in tier_checks.server(url, 16).text
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
     finding = tier_checks.server(gone, 16)

@@ -59,8 +59,8 @@ def test_a_table_sentences_and_the_command_that_starts_the_best_layout(trace):
     lines = found.stdout.splitlines()
     assert any(line.startswith("trace trace.jsonl speedup=1 shared=") for line in lines)
     assert {line.split()[0] for line in lines if " 2 " in line} >= {"1P1D", "2B"}
-    assert "serves it best: 100.0% of 2.22 requests/s" in found.stdout
-    assert "The fewest engines that hold 90%: 1, as 1B (100.0%)." in lines
+    assert "is best: 100.0% of 2.22 requests/s" in found.stdout
+    assert "The fewest engines that reach 90%: 1, as 1B (100.0%)." in lines
     assert "/models/m" in lines[-1]
     assert "simulation 1: 1P1D" in found.stderr
 
@@ -80,7 +80,7 @@ def test_json_is_one_object_with_every_figure():
 def test_objectives_that_no_layout_holds_are_no_success():
     found = plan("--layout", "1P1D", *TIMES, "--slo", "ttft:1", *RANDOM, "--no-progress")
     assert found.returncode == 1
-    assert "No load was found at which 1P1D holds 90%." in found.stdout
+    assert "No load was found at which 1P1D reaches 90%." in found.stdout
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_objectives_that_no_layout_holds_are_no_success():
         (("--num-engines", "2", *TIMES, *SLO), "all requests arrive at once: give --request-rate"),
         (
             ("--num-engines", "2", *TIMES, *SLO, "--kv-tokens", "100", "--max-model-len", "200"),
-            "--max-model-len is 200: an engine's cache has room for 100 tokens",
+            "--max-model-len is 200: an engine's cache has room for only 100 tokens",
         ),
         (
             ("--num-engines", "2", *TIMES, *SLO, "--dataset-name", "pd-interference"),
@@ -129,7 +129,7 @@ def test_what_cannot_be_planned_is_refused_with_flag_value_and_remedy(arguments,
 def test_a_rate_of_a_data_set_with_times_of_its_own_is_refused(trace):
     data = ("--dataset-name", "trace", "--dataset-path", str(trace))
     found = plan("--num-engines", "2", *TIMES, *SLO, *data, "--request-rate", "3")
-    assert "--request-rate is 3, but --dataset-name trace says itself" in found.stderr
+    assert "--request-rate is 3, but --dataset-name trace sets the times" in found.stderr
 
 
 def test_engines_for_prompts_and_tokens_start_in_one_command_and_those_for_both_in_several():
@@ -215,7 +215,7 @@ def test_a_proxy_that_knows_too_little_is_to_be_sent_requests():
     }  # fmt: skip
     with (
         proxy(learned(**{"/debug/decisions": unknown})) as url,
-        pytest.raises(PdserveError, match=r"samples: prefill 3; .* send requests"),
+        pytest.raises(PdserveError, match=r"samples: prefill 3; .* send it requests"),
     ):
         ask_fleet(url, ())
 

@@ -163,7 +163,7 @@ def test_as_json_every_line_of_a_proxys_life_is_one_object() -> None:
     assert told[0]["settings"]["port"] == {"value": str(port), "from": "command line"}
     assert (told[1]["level"], told[1]["event"].partition(":")[0]) == (
         "WARNING",
-        "PDSERVE_PROT is no setting",
+        "PDSERVE_PROT is not a setting",
     )
     assert told[2]["url"] == f"http://127.0.0.1:{port}"
 

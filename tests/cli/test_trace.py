@@ -55,7 +55,7 @@ def test_the_file_is_a_trace_and_what_is_printed_says_what_it_holds(tmp_path, na
     assert len(checked.arrows) == 1
     for told in (
         "3 processes: proxy, prefill-1 engine, decode-1 engine",
-        "1 request, 3 steps, 1 handed over between engines",
+        "1 request, 3 steps, 1 handoff between engines",
         "clocks aligned within 1.000 ms",
         "3 events were dropped",
         "missing: http://127.0.0.1:1: cannot connect",

@@ -227,7 +227,7 @@ def test_a_sweep_finds_no_prompt_that_an_earlier_run_has_left(swept: Any) -> Non
     seeds = {run["pdserve"]["seed"] for point in sweep.load(path).points for run in point.runs}
     assert seeds == {2}
     assert num_cached == 0
-    assert "did not forget" not in done.stdout
+    assert "did not reset" not in done.stdout
 
 
 def test_runs_and_a_sweep_are_drawn(split: Seen, whole: Seen, swept: Any, directory: Path) -> None:

@@ -95,7 +95,7 @@ def assert_the_trace_of_a_deployment(deployment: Deployment, tmp_path: Path, mod
     kinds = [name.rsplit(" ")[-1] for name in checked.processes.values()]
     assert kinds == ["proxy", "server", "engine", "server", "engine"]
     assert "4 requests" in printed
-    assert "all processes have the same one" in printed
+    assert "all processes share one" in printed
 
     # P's last step -> the transfer -> D's first step, of each request.
     assert len(checked.arrows) == len(ttft_s)

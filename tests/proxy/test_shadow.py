@@ -77,7 +77,7 @@ async def test_an_explanation_says_where_a_request_went_instead(stack, capsys):
     assert await asyncio.to_thread(main, argv) == 0
     told = capsys.readouterr().out
     prefill, decode = stack.engines
-    assert f"in shadow: it went {prefill.url}->{decode.url} at " in told
+    assert f"in shadow mode: it went {prefill.url}->{decode.url} at " in told
     assert "bit for bit" in told
 
 

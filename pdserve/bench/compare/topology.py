@@ -106,14 +106,14 @@ class Topology:
     @property
     def words(self) -> str:
         """What it is, for people."""
-        return f"{self._words}, with a store of KV" if self.has_store else self._words
+        return f"{self._words}, with a KV store" if self.has_store else self._words
 
     @property
     def _words(self) -> str:
         num = len(self.engines)
         match self.kind:
             case Kind.PEER:
-                return f"running already at {self.url}"
+                return f"already running at {self.url}"
             case Kind.DISAGGREGATED:
                 prefills = sum(engine.role is Role.PREFILL for engine in self.engines)
                 return (
@@ -122,7 +122,7 @@ class Topology:
                 )
             case _:
                 chunks = (
-                    f"prompts in chunks of {self.chunk_tokens} tokens at most"
+                    f"prompts in chunks of at most {self.chunk_tokens} tokens"
                     if self.chunk_tokens is not None and self.is_chunked
                     else "prompts in chunks"
                     if self.is_chunked

@@ -190,8 +190,8 @@ def caveats(comparison: Comparison) -> list[str]:
     peers = [each.label for each in comparison.deployments if each.is_peer]
     if peers and ours:
         found.append(
-            f"{', '.join(peers)} ran already: this program does not know on which resources, nor "
-            "whether its caches were empty."
+            f"{', '.join(peers)} were already running: their resources, and whether their caches "
+            "were empty, are unknown here."
         )
     return found
 
@@ -201,8 +201,8 @@ def _repeats(comparison: Comparison) -> list[str]:
     if num == 1:
         return [
             (
-                "Each deployment was measured once: the spread between runs is not known, and no "
-                "small difference means anything. --num-runs 3 measures it."
+                "Each deployment was measured once, so the spread between runs is unknown and "
+                "small differences mean nothing. --num-runs 3 measures it."
             )
         ]
     noises = [
@@ -217,9 +217,9 @@ def _repeats(comparison: Comparison) -> list[str]:
     return [
         (
             f"Figures are medians over {num} runs, each in newly started processes; the runs of "
-            "the deployments alternate. Between the runs ITL p99 spreads by up to "
-            f"{share * 100:.0f} % of "
-            f"its median ({label}); small print in the table has the least and the greatest."
+            "the deployments alternate. ITL p99 varies between the runs by up to "
+            f"{share * 100:.0f} % of its median ({label}); small print in the table gives the "
+            "lowest and the highest."
         )
     ]
 
@@ -232,8 +232,8 @@ def _validity(table: Sequence[Row], rate: float | None) -> list[str]:
             found.append(f"{row.label}{at}: not valid. {' '.join(row.why_not)}")
         if row.num_failed:
             found.append(
-                f"{row.label}{at}: {row.num_failed} of {row.num_requests} requests failed; "
-                "the figures are of the others."
+                f"{row.label}{at}: {row.num_failed} of {row.num_requests} requests failed; the "
+                "figures cover the others."
             )
     return found
 
@@ -253,8 +253,8 @@ def _schedule(comparison: Comparison, rate: float | None) -> list[str]:
             end, due = max(behind)
             found.append(
                 f"{each.label}{at} fell behind: the last request was due after {number(due)} s, "
-                f"the last answer ended after {number(end)} s. Its TTFT says how long the queue "
-                "had become, and would be longer in a longer run."
+                f"and the last answer ended after {number(end)} s. Its TTFT shows how long the "
+                "queue became, and would be longer in a longer run."
             )
         if each.label == comparison.baseline or not (each.is_disaggregated or each.is_peer):
             found += _interference(each.label, runs, at)
@@ -272,10 +272,10 @@ def _interference(label: str, runs: Sequence[Run], at: str) -> list[str]:
         return []
     return [
         (
-            f"{label}{at}: {number(met / total * 100)} % of the steady decoders' gaps lay beside "
-            "the prefill of another prompt. A p99 does not see what fewer than 1 % of them meet, "
-            "and sees little more of what hardly more do: look at ITL max and at the picture of "
-            "the tail, or lower --interference-burst-input-len, so that bursts come more often."
+            f"{label}{at}: {number(met / total * 100)} % of the steady decoders' gaps coincided "
+            "with the prefill of another prompt. A p99 shows nothing that affects fewer than 1 % "
+            "of the gaps, and little of what affects hardly more: look at ITL max and at the "
+            "tail plot, or lower --interference-burst-input-len, so that bursts come more often."
         )
     ]
 
@@ -288,9 +288,9 @@ def _others_work(comparison: Comparison) -> list[str]:
         return []
     return [
         (
-            f"The machine was busy with other work: a load average of {number(load)} on {cores} "
-            "cores before the start. Absolute figures are worse than on a quiet machine, and what "
-            "other programs did may have met one deployment more than another."
+            f"The machine was busy with other work: it had a load average of {number(load)} on "
+            f"{cores} cores before the start. Absolute figures are worse than on a quiet machine, "
+            "and other programs may have slowed one deployment more than another."
         )
     ]
 
@@ -307,15 +307,16 @@ def _sharing(comparison: Comparison, ours: Sequence[Deployment]) -> list[str]:
     found = [
         (
             f"Every deployment had the same {cores} CPU cores. The client, the proxy and the API "
-            "servers ran on these cores too, so each token that is read or relayed takes time from "
-            "an engine; on a machine of its own for each engine that part would be gone."
+            "servers ran on these cores too, so reading or relaying a token takes time from an "
+            "engine; this cost disappears if each engine has its own machine."
         ),
         *_cores_used(comparison),
         (
-            "The cores share one memory bus and one last-level cache: a prefill on one core slows "
-            "the decode steps on another, which separate machines or GPUs would not. The other way "
-            "round, KV travels through shared memory here and through a network there. The ratios "
-            "are of this machine; of GPUs they prove only the mechanism."
+            "The cores share one memory bus and one last-level cache, so a prefill on one core "
+            "slows the decode steps on another; separate machines or GPUs would not show this. "
+            "On the other hand KV travels through shared memory here and through a network "
+            "there. The ratios hold for this machine; for GPUs they demonstrate only the "
+            "mechanism."
         ),
     ]
     if comparison.rates is not None:
@@ -345,9 +346,10 @@ def _cores_used(comparison: Comparison) -> list[str]:
     found = [f"Cores in use on average: {'; '.join(words)}."]
     if full:
         found.append(
-            f"The {cores} cores were full with {'; '.join(full)}: tokens wait for a core wherever "
-            "an engine, an API server, the proxy or the client meet on one, and their gaps have "
-            "that in them, too. A slower model, or fewer requests at once, would leave room."
+            f"The {cores} cores were fully used by {'; '.join(full)}: tokens wait for a core "
+            "wherever an engine, an API server, the proxy or the client share one, and the "
+            "measured gaps include that wait. A slower model, or fewer concurrent requests, "
+            "would leave room."
         )
     return found
 
@@ -379,8 +381,8 @@ def _bound_words(comparison: Comparison) -> list[str]:
 
 def _reach_words(label: str, reach: float) -> str:
     return (
-        f"{label} has whole engines and can reach {number(reach)} tok/s with these requests at "
-        "most; below that the schedule sets the throughput in the table."
+        f"{label} uses whole engines and can reach at most {number(reach)} tok/s with these "
+        "requests; below that the schedule determines the throughput in the table."
     )
 
 
@@ -389,7 +391,7 @@ def goal_words(found: Headline) -> str:
     if not found.has_goal:
         return ""
     if found.why_not:
-        return "; whether the goal was reached is not known"
+        return "; whether the goal was reached is unknown"
     if found.num_runs == 1 and found.ratio.median >= GOAL:
         return f"; the goal of {GOAL:g} was reached in the one run"
     if found.ratio.low >= GOAL:

@@ -98,9 +98,9 @@ def _notes(own: InterferenceConfig, pace: Pace, num_burst_requests: int) -> list
         return []
     sentence = (
         f"Only {num} burst{'' if num == 1 else 's'} came in {own.duration_s:g} s, one every "
-        f"{pace.burst_period_s:g} s: percentiles under bursts are those of a few prompts; "
-        f"--interference-duration {_ENOUGH_BURSTS * pace.burst_period_s * 1.2:.0f} gives more, and "
-        "so does a smaller --interference-burst-input-len."
+        f"{pace.burst_period_s:g} s, so percentiles under bursts describe only a few prompts; "
+        f"--interference-duration {_ENOUGH_BURSTS * pace.burst_period_s * 1.2:.0f} or a smaller "
+        "--interference-burst-input-len gives more."
     )
     return [sentence]
 

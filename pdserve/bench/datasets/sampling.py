@@ -47,7 +47,7 @@ class Sample(Generic[T]):
         if not num:
             return []
         reasons = ", ".join(f"{count} {why}" for why, count in self.left_out.most_common())
-        return [f"{num} of {num + len(self.taken)} entries looked at were left out: {reasons}"]
+        return [f"{num} of {num + len(self.taken)} examined entries were left out: {reasons}"]
 
 
 def sample(
@@ -111,8 +111,8 @@ def fill(taken: list[T], num: int, *, seed: int) -> tuple[list[T], list[str]]:
         return taken, []
     more = random.Random(f"{seed}/fill").choices(taken, k=num_missing)
     note = (
-        f"the file has {len(taken)} usable entries: {num_missing} requests ask what others ask, "
-        "and may be answered from the prefix cache (--no-oversample sends fewer)"
+        f"the file has {len(taken)} usable entries: {num_missing} requests repeat others, and may "
+        "be answered from the prefix cache (--no-oversample sends fewer)"
     )
     return [*taken, *more], [note]
 
@@ -137,8 +137,9 @@ def plan_of(
     num_uncounted = sum(num_prompt is None for _, num_prompt, _ in taken)
     if num_uncounted and prompts.max_model_len is not None:
         notes.append(
-            f"{num_uncounted} prompts were not counted, so the model's {prompts.max_model_len} "
-            "tokens may be exceeded: --tokenizer DIR with the model's tokenizer counts them"
+            f"{num_uncounted} prompts were not counted, so they may exceed the model's "
+            f"{prompts.max_model_len} tokens: --tokenizer DIR with the model's tokenizer counts "
+            "them"
         )
     if not config.no_oversample:
         taken, more = fill(taken, config.num_prompts, seed=config.seed)

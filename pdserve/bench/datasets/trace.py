@@ -71,7 +71,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
             continue
         if len(requests) == config.num_prompts:
             notes.append(
-                f"the trace goes on: its first {config.num_prompts} requests were played "
+                f"the trace is longer: its first {config.num_prompts} requests were sent "
                 "(--num-prompts)"
             )
             break
@@ -89,8 +89,8 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     if num_too_long:
         notes.append(
             f"{num_too_long} of {num_too_long + len(requests)} requests of the trace were left "
-            f"out: over the model's {prompts.max_model_len} tokens (--trace-length-scale makes "
-            "them shorter)"
+            f"out because they exceed the model's {prompts.max_model_len} tokens "
+            "(--trace-length-scale makes them shorter)"
         )
     words = f"trace {path.name} speedup={own.speedup:g}"
     if num_shared:

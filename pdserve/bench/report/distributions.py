@@ -40,7 +40,7 @@ def cdfs(comparison: Comparison, rate: float | None) -> list[Picture]:
                 Picture(
                     anchor,
                     f"{name}{who}: distribution",
-                    f"Share of values up to each; further left is better. {pooled}",
+                    f"Share of values up to each value; further left is better. {pooled}",
                     [
                         Chart(
                             title=f"{name}: cumulative distribution",

@@ -17,7 +17,7 @@ from typing import Final
 from pdserve.bench.report.charts import markup
 from pdserve.bench.report.picture import Picture
 
-_NO_SCRIPT: Final = "The pictures are drawn by a script, which this viewer does not run."
+_NO_SCRIPT: Final = "A script draws the plots, and this viewer does not run scripts."
 
 
 @dataclass(frozen=True, slots=True)

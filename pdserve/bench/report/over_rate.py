@@ -56,7 +56,7 @@ def latency_over_rate(comparison: Comparison) -> list[Picture]:
                 Picture(
                     f"rate-{figure.name.lower().replace('_', '-')}",
                     f"{figure.title} over the request rate",
-                    "Median of the runs, with the least and the greatest."
+                    "Median of the runs, with the lowest and the highest."
                     + (" The line is the SLO." if limits else ""),
                     [
                         Chart(

@@ -87,7 +87,7 @@ def _answer(comparison: Comparison, rate: float | None) -> list[str]:
     return [
         '<div class="beside">',
         f'<div class="figures">{cards}{doubts}</div>',
-        f"<aside><h3>Before you believe it</h3>{caveats}</aside>",
+        f"<aside><h3>Limits of these figures</h3>{caveats}</aside>",
         f'<div class="said">{words}</div></div>',
         *_tables(comparison),
     ]
@@ -178,15 +178,15 @@ def _tables(comparison: Comparison) -> list[str]:
 
 def _legend(comparison: Comparison) -> str:
     whose = (
-        "ITL and TPOT are of the steady decoders, all else is of all requests. "
+        "ITL and TPOT cover the steady decoders, everything else all requests. "
         if any(has_steady(each.run) for each in comparison.measured)
         else ""
     )
     slos = ", ".join(f"{slo.metric.value} ≤ {slo.limit_ms:g} ms" for slo in comparison.slos)
-    good = f"Goodput counts requests that keep {slos}. " if slos else ""
+    good = f"Goodput counts requests that meet {slos}. " if slos else ""
     return (
         f"{whose}{good}× is how many times better than {comparison.baseline}; below 1 is worse. "
-        "Small print: least and greatest over the runs."
+        "Small print: lowest and highest over the runs."
     )
 
 
@@ -236,7 +236,7 @@ def _cell(value: Value | None, ratio: Ratio | None) -> str:
 def _deployments(comparison: Comparison) -> str:
     body = []
     for each in comparison.deployments:
-        ready = f"ready after {number(max(each.ready_s))} s at most" if each.ready_s else ""
+        ready = f"ready after at most {number(max(each.ready_s))} s" if each.ready_s else ""
         commands = f"<pre>{text(chr(10).join(each.commands))}</pre>" if each.commands else ""
         body.append(
             f"<h4>{text(each.label)}</h4><p class='soft'>{text(each.words)}"

@@ -48,8 +48,8 @@ def stages(comparison: Comparison, rate: float | None) -> Picture | None:
     return Picture(
         "stages",
         "Where the time goes",
-        "Mean of each stage by the servers' own account; what lies between their account and what "
-        f"the client saw is called “{_UNTOLD}”. All runs{at_rate(rate)}.",
+        "Mean of each stage as the servers report it; the time between their report and what the "
+        f"client saw is called “{_UNTOLD}”. All runs{at_rate(rate)}.",
         charts,
         names,
         is_wide=True,

@@ -117,7 +117,7 @@ def _latency(sweeps: Sequence[Drawn], metric: str, percent: float) -> Picture | 
     note = ""
     if slo is not None:
         share = percent_words(sweeps[0].sweep)
-        note = f" The line across is the objective for {share} of the requests"
+        note = f" The horizontal line is the objective for {share} of the requests"
         note += ", of each one's own gaps." if metric == "itl" else "."
     figure = _Figure(
         anchor=f"{metric}-{word}".replace(".", "-"),
@@ -135,13 +135,13 @@ def _attainment(sweeps: Sequence[Drawn]) -> Picture | None:
     share, in_words = sweeps[0].sweep.share, percent_words(sweeps[0].sweep)
     figure = _Figure(
         anchor="kept",
-        title="Requests that kept every objective",
+        title="Requests that met every objective",
         unit="share",
         value=lambda run: (
             run["pdserve"]["goodput"]["good"]
             / max(1, run["num_prompts"] - run["pdserve"]["cancelled"])
         ),
-        note=f" Failed requests count as not kept; {in_words} must keep them.",
+        note=f" Failed requests count as missed; {in_words} must meet the objectives.",
         rules=[Rule(share, f"{in_words} must")],
         ends=(0.0, 1.0),
         with_failed=True,
@@ -163,8 +163,10 @@ def _answered(sweeps: Sequence[Drawn]) -> Picture | None:
         title="Answered requests",
         unit="requests/s",
         value=lambda run: float(run["request_throughput"]),
-        note=" A run also counts the time until its last answer has ended, so that short runs "
-        "stay below the dashed line."
+        note=(
+            " A run also counts the time until its last answer has ended, so short runs stay "
+            "below the dashed line."
+        )
         if is_rate
         else "",
         beside=[asked] if is_rate else [],
@@ -228,9 +230,9 @@ def _over_load(sweeps: Sequence[Drawn], figure: _Figure) -> Picture | None:
     return Picture(
         figure.anchor,
         title,
-        "Median of the runs, with the least and the greatest."
+        "Median of the runs, with the lowest and the highest."
         + figure.note
-        + (" The band is the highest load that holds." if markers else "")
+        + (" The band is the highest load that meets the objectives." if markers else "")
         + (" Hollow: not valid." if any(s.hollow for s in series) else ""),
         [
             Chart(
@@ -251,7 +253,7 @@ def _over_load(sweeps: Sequence[Drawn], figure: _Figure) -> Picture | None:
 
 
 def percent_words(sweep: Sweep) -> str:
-    """The share of the requests that must keep the objectives."""
+    """The share of the requests that must meet the objectives."""
     return f"{sweep.share * 100:.4g}%"
 
 
@@ -259,7 +261,7 @@ def best_words(sweep: Sweep) -> str:
     """The highest load that holds, and how sure that is."""
     best = sweep.best
     if best is None:
-        return "no load that was measured holds"
+        return "no measured load meets the objectives"
     least = "" if sweep.is_bracketed else "at least "
     return f"{least}{best.load:g} {axis_words(sweep)}"
 
