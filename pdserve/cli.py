@@ -41,7 +41,7 @@ from pdserve.config.vllm.commands import ABSENT_COMMANDS
 from pdserve.errors import ConfigError, PdserveError, PeerError
 
 MODEL_HELP: Final = (
-    "a directory in Hugging Face format, a name of the hub, or the word boxed for the model that "
+    "a directory in Hugging Face format, a model on the hub, or the word boxed for the model that "
     "comes with pdserve"
 )
 

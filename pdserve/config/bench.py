@@ -38,19 +38,19 @@ class AskedBackend(enum.Enum):
 
 
 class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to ask.
+    """The endpoint to measure.
 
     Attributes:
-        base_url: Without the API's path; empty takes `host` and `port`.
-        backend: Which API is asked; all but openai-chat are the same.
-        endpoint: Path of the API; one that ends in `chat/completions` is asked with messages.
-            Empty takes the backend's.
-        model: What requests name; empty takes the first of `/v1/models`.
-        tokenizer: Directory of the model's tokenizer, or `boxed`; empty takes the directory that
+        base_url: Without the API's path; empty uses `host` and `port`.
+        backend: Which API to use; all but openai-chat are the same.
+        endpoint: Path of the API; one that ends in `chat/completions` receives messages.
+            Empty uses the backend's.
+        model: Model that requests name; empty uses the first of `/v1/models`.
+        tokenizer: Directory of the model's tokenizer, or `boxed`; empty uses the directory that
             `/v1/models` names, if it is on this machine.
-        api_keys: The first is sent; none takes OPENAI_API_KEY from the environment.
-        header: Further headers of every request, as `NAME=VALUE`.
-        label: What tables call it; empty takes the base URL.
+        api_keys: The first is sent; if there are none, OPENAI_API_KEY is.
+        header: Additional headers for every request, as `NAME=VALUE`.
+        label: Name in tables; empty uses the base URL.
     """
 
     base_url: str = ""
@@ -66,7 +66,7 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def url(self) -> str:
-        """The base URL, whichever way it was given."""
+        """The base URL, from `base_url` or from host and port."""
         return self.base_url.rstrip("/") or f"http://{self.host}:{self.port}"
 
     @property
@@ -80,7 +80,7 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What `header` says."""
+        """`header` by name."""
         return _named(self.header)
 
     def __post_init__(self) -> None:
@@ -118,22 +118,21 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
     """When requests are sent, and how many at once.
 
-    What rate, burstiness and ramp must be is checked by the law that is made of them
-    (`bench.arrivals.Arrivals`).
+    `bench.arrivals.Arrivals`, which is made of them, checks rate, burstiness and ramp.
 
     Attributes:
         request_rate: Per second; infinity makes all due at once.
         burstiness: Shape of the gamma distribution of gaps: 1 is Poisson, infinity constant.
-        max_concurrency: Requests in flight at most; None sets no limit.
+        max_concurrency: Maximum number of requests in flight; None sets no limit.
         ramp_up_strategy: The rate goes from `ramp_up_start_rps` to `ramp_up_end_rps` instead.
-        cancel_share: Share of the requests that are given up at a random token.
-        num_warmups: Requests before the run that are not counted.
+        cancel_share: Share of the requests that the client cancels at a random token.
+        num_warmups: Uncounted requests before the run.
         ready_check_timeout_s: How long to wait for the endpoint; 0 asks once.
-        request_timeout_s: For one request, from when it is sent.
+        request_timeout_s: Limit for one request, from the time it is sent.
         num_client_processes: None chooses by the rate.
-        ignore_eos: None asks for it where the data set's lengths are exact, as vLLM's client does.
+        ignore_eos: None sets it if the data set's lengths are exact, as vLLM's client does.
         temperature: None leaves it to the server, as vLLM's client does.
-        extra_body: A JSON object with further fields of every request.
+        extra_body: A JSON object with additional fields for every request.
     """
 
     request_rate: float = math.inf
@@ -153,7 +152,7 @@ class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def extra_fields(self) -> dict[str, Any]:
-        """What `extra_body` says."""
+        """`extra_body`, parsed."""
         content: Any = json.loads(self.extra_body or "{}")
         assert isinstance(content, dict)
         return content
@@ -198,16 +197,16 @@ _METRICS: Final = ("ttft", "tpot", "itl", "e2el")
 
 
 class ResultConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of the figures.
+    """How the figures are printed and saved.
 
     Attributes:
         goodput: Objectives as `ttft:200`, in milliseconds.
         percentile_metrics: Which latencies are printed.
         metric_percentiles: Which percentiles of them.
-        save_detailed: Save each request, too (`pdserve bench plot` draws from it).
-        result_filename: Empty makes one of label, rate, model and date.
-        metadata: Further entries of the saved result, as `NAME=VALUE`.
-        allow_invalid: End with 0 although the figures may not be believed.
+        save_detailed: Save each request too, for `pdserve bench plot`.
+        result_filename: Empty builds it from label, rate, model and date.
+        metadata: Additional entries for the saved result, as `NAME=VALUE`.
+        allow_invalid: Exit with 0 even if the figures are not valid.
     """
 
     goodput: tuple[str, ...] = ()
@@ -223,7 +222,7 @@ class ResultConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def further_entries(self) -> dict[str, str]:
-        """What `metadata` says."""
+        """`metadata` by name."""
         return _named(self.metadata)
 
     @property
@@ -267,13 +266,13 @@ def _is_named(text: str) -> bool:
 
 
 def _named(given: Iterable[str]) -> dict[str, str]:
-    """Values by name; of equal names the last counts."""
+    """Values by name; the last one wins."""
     parts = (each.partition("=") for each in given)
     return {name.strip(): value.strip() for name, _, value in parts}
 
 
 def _words(given: Iterable[str]) -> tuple[str, ...]:
-    """Words that may also stand together, between commas."""
+    """Split words that are joined by commas."""
     return tuple(word.strip() for each in given for word in each.split(",") if word.strip())
 
 
@@ -283,16 +282,16 @@ TARGET_SETTINGS: Final = declare(
     TargetConfig,
     "endpoint",
     (
-        ("base-url", "base_url", "URL", "of the server, without the API's path; empty is http://host:port"),
-        ("host", "host", "ADDRESS", "of the server"),
-        ("port", "port", "PORT", "of the server"),
-        ("backend", "backend", "openai|vllm|openai-chat", "vLLM's names of the API: openai-chat asks with messages, the others with prompts; auto goes by --endpoint"),
-        ("endpoint", "endpoint", "PATH", "/v1/completions or /v1/chat/completions; also: completions, chat; empty goes by --backend, or is /v1/completions"),
-        ("model", "model", "NAME", "what requests name; empty takes the first that /v1/models has"),
-        ("tokenizer", "tokenizer", "DIR", "of the model's tokenizer, or boxed; empty is what /v1/models names, if it is here"),
+        ("base-url", "base_url", "URL", "base URL of the server, without the API's path; empty is http://host:port"),
+        ("host", "host", "ADDRESS", "address of the server"),
+        ("port", "port", "PORT", "port of the server"),
+        ("backend", "backend", "openai|vllm|openai-chat", "vLLM's names of the API: openai-chat sends messages, the others send prompts; auto follows --endpoint"),
+        ("endpoint", "endpoint", "PATH", "/v1/completions or /v1/chat/completions, or in short completions or chat; empty follows --backend, or is /v1/completions"),
+        ("model", "model", "NAME", "model that requests name; empty uses the first in /v1/models"),
+        ("tokenizer", "tokenizer", "DIR", "directory of the model's tokenizer, or boxed; empty uses the one in /v1/models, if it is on this machine"),
         ("api-key", "api_keys", "KEY", "sent as a bearer token (prefer PDSERVE_API_KEY or OPENAI_API_KEY)"),
-        ("header", "header", "NAME=VALUE", "further headers of every request"),
-        ("label", "label", "TEXT", "what tables call this run; empty is the base URL"),
+        ("header", "header", "NAME=VALUE", "additional headers for every request"),
+        ("label", "label", "TEXT", "name of this run in tables; empty is the base URL"),
     ),
 )
 
@@ -302,19 +301,19 @@ TRAFFIC_SETTINGS: Final = declare(
     "traffic",
     (
         ("request-rate", "request_rate", "RPS", "requests per second; inf sends all at once"),
-        ("burstiness", "burstiness", "X", "of the gaps, gamma distributed: 1 is Poisson, below is burstier, inf is constant"),
-        ("max-concurrency", "max_concurrency", "N", "requests in flight at most; auto sets no limit"),
-        ("ramp-up-strategy", "ramp_up_strategy", "linear|exponential", "let the rate rise from request to request; auto keeps it"),
+        ("burstiness", "burstiness", "X", "burstiness of the arrivals, whose gaps follow a gamma distribution: 1 is Poisson, less is burstier, inf is constant"),
+        ("max-concurrency", "max_concurrency", "N", "maximum number of requests in flight; auto sets no limit"),
+        ("ramp-up-strategy", "ramp_up_strategy", "linear|exponential", "change the rate from request to request; auto keeps it constant"),
         ("ramp-up-start-rps", "ramp_up_start_rps", "RPS", "rate of the first request"),
         ("ramp-up-end-rps", "ramp_up_end_rps", "RPS", "rate of the last request"),
-        ("cancel-share", "cancel_share", "SHARE", "of the requests, given up at a random token; no failures"),
-        ("num-warmups", "num_warmups", "N", "requests before the run that are not counted, of other tokens"),
-        ("ready-check-timeout-sec", "ready_check_timeout_s", "SECONDS", "how long to wait for the server; 0 asks once"),
-        ("request-timeout-secs", "request_timeout_s", "SECONDS", "for one request; then it has failed"),
-        ("num-client-processes", "num_client_processes", "N", "processes that send; auto is one per 400 requests/s"),
-        ("ignore-eos", "ignore_eos", "", "ask for exactly as many tokens as the data set says (vLLM's ignore_eos); auto does for random and trace, as vLLM's client"),
-        ("temperature", "temperature", "T", "of every request; none leaves it to the server, as vLLM's client"),
-        ("extra-body", "extra_body", "JSON", "further fields of every request"),
+        ("cancel-share", "cancel_share", "SHARE", "share of requests that the client cancels at a random token; they do not count as failures"),
+        ("num-warmups", "num_warmups", "N", "uncounted requests before the run, with other tokens"),
+        ("ready-check-timeout-sec", "ready_check_timeout_s", "SECONDS", "maximum time to wait for the server; 0 asks once"),
+        ("request-timeout-secs", "request_timeout_s", "SECONDS", "time after which a request counts as failed"),
+        ("num-client-processes", "num_client_processes", "N", "number of client processes; auto is one per 400 requests/s"),
+        ("ignore-eos", "ignore_eos", "", "ask for exactly the output lengths of the data set (vLLM's ignore_eos); auto does so for random and trace, as vLLM's client does"),
+        ("temperature", "temperature", "T", "temperature of every request; none leaves it to the server, as vLLM's client does"),
+        ("extra-body", "extra_body", "JSON", "additional fields for every request"),
     ),
 )
 
@@ -323,16 +322,16 @@ RESULT_SETTINGS: Final = declare(
     ResultConfig,
     "result",
     (
-        ("goodput", "goodput", "SLO", "count requests that keep all of these, as ttft:200 tpot:50 e2el:5000 (ms)"),
+        ("goodput", "goodput", "SLO", "count requests that meet all of these objectives, as ttft:200 tpot:50 e2el:5000 (ms)"),
         ("percentile-metrics", "percentile_metrics", "NAMES", "latencies to print: ttft,tpot,itl,e2el"),
-        ("metric-percentiles", "metric_percentiles", "NUMBERS", "percentiles to print and to save; 50, 90, 95 and 99 are always saved"),
-        ("save-result", "save_result", "", "write a JSON file"),
-        ("save-detailed", "save_detailed", "", "with every request and token in it; pdserve bench plot needs it"),
-        ("result-dir", "result_dir", "DIR", "where"),
-        ("result-filename", "result_filename", "FILE", "how it is called; empty is LABEL-RATEqps-MODEL-DATE.json"),
-        ("metadata", "metadata", "NAME=VALUE", "further entries of the saved JSON, as of a version or a machine"),
-        ("progress", "progress", "", "say on stderr how far it is"),
-        ("allow-invalid", "allow_invalid", "", "exit with 0 although the client was too slow, or others took its cores"),
+        ("metric-percentiles", "metric_percentiles", "NUMBERS", "percentiles to print and save; 50, 90, 95 and 99 are always saved"),
+        ("save-result", "save_result", "", "save the result as a JSON file"),
+        ("save-detailed", "save_detailed", "", "include every request and token in the file; pdserve bench plot needs them"),
+        ("result-dir", "result_dir", "DIR", "folder of the file"),
+        ("result-filename", "result_filename", "FILE", "name of the file; empty is LABEL-RATEqps-MODEL-DATE.json"),
+        ("metadata", "metadata", "NAME=VALUE", "additional entries for the saved JSON, such as a version or a machine"),
+        ("progress", "progress", "", "show progress on stderr"),
+        ("allow-invalid", "allow_invalid", "", "exit with 0 even if the client was too slow or other programs used its cores"),
     ),
 )
 # fmt: on

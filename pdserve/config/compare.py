@@ -17,40 +17,40 @@ from pdserve.config.setting import declare
 from pdserve.config.tiers import parse_tiers, require_chunk_size
 
 CHUNK_TOKENS: Final = 512
-"""Of a colocated engine on cores: the budget that vLLM's chunked prefill came with, for the sake of
-ITL. With the engines' default of 2048 most prompts would be one chunk, and the baseline no better
-than without chunks."""
+"""Token budget of a colocated engine on cores: the first default of vLLM's chunked prefill, chosen
+for ITL. With the engines' default of 2048 most prompts would be a single chunk, and the baseline no
+better than without chunks."""
 
 _BUDGET: Final = "--max-num-batched-tokens"
 
 
 class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which deployments are compared, and how.
+    """Which deployments to compare, and how.
 
     Attributes:
-        model: What all of them serve.
-        topologies: Kinds of deployments, by name; with `+store` behind it, over a store of KV.
-        kv_tiers: Of such a store, as `parse_tiers` reads it; shared memory alone, so that no run
-            finds what another one has left.
-        kv_chunk_size: Of such a store.
+        model: The model that all of them serve.
+        topologies: Kinds of deployments, by name; `+store` adds a KV store.
+        kv_tiers: Tiers of such a store, for `parse_tiers`; only shared memory, so that no run
+            finds what another run has left.
+        kv_chunk_size: Chunk size of such a store.
         pd: Prefill and decode engines of each P/D deployment, as `2:1`.
         chunk_tokens: Token budgets of a step; each chunked colocated kind is started with each
             of them. Empty takes `CHUNK_TOKENS` on cores, and on GPUs, or where the engines' own
             words have a budget, leaves that.
-        cores: That every deployment shares; empty takes all this process may use.
-        gpus: Devices that every deployment shares instead of cores.
-        pin: Every engine runs on its own cores only.
+        cores: Cores for every deployment; empty uses all that this process may use.
+        gpus: Devices for every deployment, instead of cores.
+        pin: Whether each engine runs only on its own cores.
         peer: Running endpoints of other systems, with or without `label=`.
         api_key: Sent to peers.
         endpoint: completions or chat.
         num_runs: Runs of each deployment at each rate.
-        request_rates: Requests per second; empty takes `--request-rate`.
+        request_rates: Requests per second; empty uses `--request-rate`.
         bound: Measure one engine alone, for the rate-matched bound.
-        engine_args: Further words for every engine; the other four for some processes.
+        engine_args: Additional flags for every engine; the other four are for some processes.
         report: The page; empty writes none.
         result: The JSON; empty puts it beside the report.
-        start_timeout_s: For one deployment to be ready.
-        pause_s: Between two runs.
+        start_timeout_s: Time limit for one deployment to become ready.
+        pause_s: Pause between two runs.
     """
 
     model: str = ""
@@ -85,7 +85,7 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """`chunk_tokens`, or what stands in for it; empty leaves the engine's own."""
+        """`chunk_tokens`, or its default; empty leaves the engine's own."""
         words = shlex.split(f"{self.engine_args} {self.colocated_args}")
         has_own = any(word.partition("=")[0].replace("_", "-") == _BUDGET for word in words)
         return self.chunk_tokens or (() if self.gpus or has_own else (CHUNK_TOKENS,))
@@ -147,7 +147,7 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlotConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What is drawn.
+    """What to plot.
 
     Attributes:
         files: Saved runs, sweeps, or a comparison.
@@ -159,7 +159,7 @@ class PlotConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _split(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Words that may also stand together, between commas."""
+    """Split words that are joined by commas."""
     return tuple(word.strip() for each in given for word in each.split(",") if word.strip())
 
 
@@ -170,23 +170,23 @@ COMPARE_SETTINGS: Final = (
         CompareConfig,
         "deployments",
         (
-            ("model", "model", "MODEL", f"what all deployments serve; a directory in Hugging Face format, or {BOXED}"),
-            ("topologies", "topologies", "KIND", "what is compared: colocated, replicas, colocated-unchunked, replicas-unchunked, pd; each also with a store of KV, as pd+store"),
+            ("model", "model", "MODEL", f"model that all deployments serve: a directory in Hugging Face format, or {BOXED}"),
+            ("topologies", "topologies", "KIND", "deployments to compare: colocated, replicas, colocated-unchunked, replicas-unchunked, pd; each can also have a KV store, as pd+store"),
             ("pd", "pd", "P:D", "prefill and decode engines of each P/D deployment, as 1:1 2:1"),
-            ("kv-tiers", "kv_tiers", "cpu:SIZE", "of the stores"),
-            ("kv-chunk-size", "kv_chunk_size", "N", "tokens that stores keep as one"),
-            ("chunk-tokens", "chunk_tokens", "N", "step budgets of colocated engines with chunks, one deployment each; empty is 512 on cores, and on GPUs the engine's default"),
-            ("cores", "cores", "N", "cores that every deployment shares, as 0,1; empty is all there are"),
-            ("gpus", "gpus", "N", "GPUs that every deployment shares, as 0,1; an engine with several gets --tensor-parallel-size"),
-            ("pin", "pin", "", "keep each engine on its own cores"),
-            ("peer", "peer", "URL", "running endpoints of other systems, as http://host:8000 or label=http://host:8000"),
-            ("api-key", "api_key", "KEY", "sent to the peers"),
-            ("engine-args", "engine_args", "WORDS", "for every engine, as one word: --engine-args='--load-format dummy'"),
-            ("colocated-args", "colocated_args", "WORDS", "for colocated engines only"),
-            ("prefill-args", "prefill_args", "WORDS", "for prefill engines only"),
-            ("decode-args", "decode_args", "WORDS", "for decode engines only"),
+            ("kv-tiers", "kv_tiers", "cpu:SIZE", "tiers of the KV stores"),
+            ("kv-chunk-size", "kv_chunk_size", "N", "tokens per chunk in the KV stores"),
+            ("chunk-tokens", "chunk_tokens", "N", "token budgets of chunked colocated engines, one deployment for each; empty is 512 on cores and the engine's default on GPUs"),
+            ("cores", "cores", "N", "cores that each deployment uses, as 0,1; empty uses all"),
+            ("gpus", "gpus", "N", "GPUs that each deployment uses, as 0,1; an engine with several gets --tensor-parallel-size"),
+            ("pin", "pin", "", "pin each engine to its own cores"),
+            ("peer", "peer", "URL", "running endpoints of other systems to compare with, as http://host:8000 or label=http://host:8000"),
+            ("api-key", "api_key", "KEY", "API key for the peers"),
+            ("engine-args", "engine_args", "WORDS", "flags for every engine, as one word: --engine-args='--load-format dummy'"),
+            ("colocated-args", "colocated_args", "WORDS", "flags for colocated engines only"),
+            ("prefill-args", "prefill_args", "WORDS", "flags for prefill engines only"),
+            ("decode-args", "decode_args", "WORDS", "flags for decode engines only"),
             ("proxy-args", "proxy_args", "WORDS", "for proxies"),
-            ("start-timeout", "start_timeout_s", "SECONDS", "for a deployment to be ready"),
+            ("start-timeout", "start_timeout_s", "SECONDS", "time limit for a deployment to become ready"),
         ),
     ),
     *declare(
@@ -194,13 +194,13 @@ COMPARE_SETTINGS: Final = (
         CompareConfig,
         "comparison",
         (
-            ("num-runs", "num_runs", "N", "runs of each deployment, in turn with the others"),
+            ("num-runs", "num_runs", "N", "runs of each deployment, alternating with the others"),
             ("request-rates", "request_rates", "RPS", "compare at each of these rates, as 1 2 4; empty is --request-rate"),
-            ("endpoint", "endpoint", "completions|chat", "which endpoint of the API requests go to"),
+            ("endpoint", "endpoint", "completions|chat", "API endpoint that requests go to"),
             ("bound", "bound", "", "measure one engine alone, for the rate-matched bound"),
-            ("pause", "pause_s", "SECONDS", "between two runs"),
-            ("report", "report", "FILE", "the page with table and pictures; empty writes none"),
-            ("result", "result", "FILE", "the JSON with every run; empty is beside the report"),
+            ("pause", "pause_s", "SECONDS", "pause between two runs"),
+            ("report", "report", "FILE", "HTML report with table and plots; empty writes none"),
+            ("result", "result", "FILE", "JSON file with every run; empty puts it beside the report"),
         ),
     ),
 )

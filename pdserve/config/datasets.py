@@ -25,7 +25,7 @@ def _not_negative(flag: str, number: float) -> None:
 
 
 class DatasetName(enum.Enum):
-    """The data sets there are."""
+    """The available data sets."""
 
     RANDOM = "random"
     SHAREGPT = "sharegpt"
@@ -42,12 +42,12 @@ class DatasetName(enum.Enum):
 
     @property
     def has_own_times(self) -> bool:
-        """Whether it says itself when each request is due, so that no arrivals are drawn."""
+        """Whether it sets the times of its requests itself, so that no arrivals are drawn."""
         return self in (DatasetName.TRACE, DatasetName.PD_INTERFERENCE)
 
     @property
     def has_exact_lengths(self) -> bool:
-        """Whether vLLM's client asks such data sets' answers to go on to their full lengths."""
+        """Whether vLLM's client requests full-length answers for such data sets."""
         return self in (DatasetName.RANDOM, DatasetName.TRACE)
 
 
@@ -55,7 +55,7 @@ class RandomConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts of random tokens, of exact lengths.
 
     Attributes:
-        input_len: Tokens of a prompt behind the common prefix.
+        input_len: Tokens of a prompt after the common prefix.
         range_ratio: Lengths of prompts and outputs are drawn from [n (1 - r), n (1 + r)].
         prefix_len: Tokens that all prompts begin with.
     """
@@ -77,10 +77,10 @@ class RandomConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShareGptConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Conversations in ShareGPT's format: the first turn asks.
+    """Conversations in ShareGPT's format; the first turn is the prompt.
 
     Attributes:
-        output_len: Tokens to ask for; None asks for as many as the second turn has.
+        output_len: Output tokens to request; None requests as many as the second turn has.
     """
 
     output_len: int | None = None
@@ -91,11 +91,11 @@ class ShareGptConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CustomConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A JSONL file of one's own.
+    """The user's own JSONL file.
 
     Attributes:
-        output_len: Tokens to ask for, whatever the file says; None takes the file's own
-            number, or 256 where it has none.
+        output_len: Output tokens to request, whatever the file says; None uses the file's
+            number, or 256 if it has none.
     """
 
     output_len: int | None = None
@@ -127,12 +127,12 @@ class TraceDataConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A timed trace in Mooncake's or Azure's format.
 
     Attributes:
-        speedup: Its times are divided by this.
+        speedup: Divisor of its times.
         start_s, duration_s: The part that is played, in seconds of the trace's own time from
             its first timestamp; None plays it to its end.
-        length_scale: Lengths of prompts and outputs, and the tokens behind one hash id, are
+        length_scale: Lengths of prompts and outputs, and the tokens per hash id, are
             multiplied by this, so that what is shared stays shared.
-        block_size: Tokens behind one hash id in the file.
+        block_size: Tokens per hash id in the file.
     """
 
     speedup: float = 1.0
@@ -151,14 +151,14 @@ class TraceDataConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MultiTurnConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Conversations: each turn's prompt stands behind all that was said before.
+    """Conversations: each turn's prompt follows everything said before.
 
     Attributes:
-        num_turns: Of each conversation; `num_prompts` counts turns, not conversations.
+        num_turns: Turns of each conversation; `num_prompts` counts turns, not conversations.
         input_len: Tokens of the first prompt.
-        turn_input_len: Tokens that each further turn adds.
-        think_time_s: Mean of the pause before a further turn, drawn from an exponential
-            distribution; 0 asks at once.
+        turn_input_len: Tokens that each later turn adds.
+        think_time_s: Mean of the pause before a later turn, drawn from an exponential
+            distribution; 0 sends it at once.
     """
 
     num_turns: int = 4
@@ -179,11 +179,11 @@ class MultiTurnConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """What of `pd-interference` depends on how fast the model is.
+    """The part of `pd-interference` that depends on the model's speed.
 
     Attributes:
         steady_output_len: Tokens of a steady answer.
-        steady_period_s: Each steady user asks anew so often.
+        steady_period_s: Time between two requests of a steady user.
         burst_period_s: Between two bursts.
     """
 
@@ -195,14 +195,14 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 class InterferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Steady short decoders, and bursts of long prompts between them.
 
-    What is None is measured before the run, so that the load suits the model and the machine.
+    Values that are None are measured before the run, so that the load suits model and machine.
 
     Attributes:
-        steady_streams: Users that ask for short answers at a steady pace.
-        steady_period_s: Each of them asks anew so often, whether or not it has its answer.
-        burst_size: Long prompts that come at the same moment.
-        burst_period_s: Between two bursts; the first comes after one period.
-        duration_s: How long requests are sent.
+        steady_streams: Users that request short answers at a steady pace.
+        steady_period_s: Time between two requests of one of them, whether or not it has its answer.
+        burst_size: Long prompts that arrive at the same time.
+        burst_period_s: Time between two bursts; the first comes after one period.
+        duration_s: Time for which requests are sent.
     """
 
     steady_streams: int = 4
@@ -217,7 +217,7 @@ class InterferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pace(self) -> Pace | None:
-        """What depends on the model's speed; None if some of it has to be measured."""
+        """The values that depend on the model's speed; None if some must be measured."""
         if (
             self.steady_output_len is None
             or self.steady_period_s is None
@@ -247,16 +247,16 @@ class InterferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked. The same config makes the same plan, token by token.
+    """Which requests to send. The same config makes the same plan, token by token.
 
     Attributes:
         name: Which data set.
-        num_prompts: Requests; `pd-interference` counts by time instead, and a trace plays
-            as many of its own at most.
-        seed: Of everything that is drawn.
+        num_prompts: Number of requests; `pd-interference` runs for a time instead, and a trace sends
+            at most this many of its own.
+        seed: Seed of everything random.
         path: The file, for data sets that read one.
-        disable_shuffle: Take a file's entries in its own order.
-        no_oversample: Ask less rather than the same again, if a file has too few.
+        disable_shuffle: Use a file's entries in its own order.
+        no_oversample: Send fewer requests instead of repeating entries, if a file has too few.
     """
 
     name: DatasetName = DatasetName.RANDOM
@@ -296,11 +296,11 @@ DATASET_SETTINGS: Final = (
         "data set",
         (
             ("dataset-name", "name", "NAME", "random, sharegpt, custom, prefix_repetition, trace, multi-turn or pd-interference"),
-            ("dataset-path", "path", "FILE", "of sharegpt (JSON), custom (JSONL) and trace (Mooncake's JSONL, or Azure's CSV)"),
-            ("num-prompts", "num_prompts", "N", "requests; pd-interference counts by time instead"),
-            ("seed", "seed", "N", "of prompts, lengths and arrivals: the same seed asks the same"),
-            ("disable-shuffle", "disable_shuffle", "", "take a file's entries in its own order"),
-            ("no-oversample", "no_oversample", "", "ask less rather than the same again, if a file has too few entries"),
+            ("dataset-path", "path", "FILE", "file for sharegpt (JSON), custom (JSONL) or trace (Mooncake's JSONL, or Azure's CSV)"),
+            ("num-prompts", "num_prompts", "N", "number of requests; pd-interference runs for a time instead"),
+            ("seed", "seed", "N", "seed for prompts, lengths and arrivals; the same seed sends the same requests"),
+            ("disable-shuffle", "disable_shuffle", "", "use a file's entries in its own order"),
+            ("no-oversample", "no_oversample", "", "send fewer requests instead of repeating entries if a file has too few"),
         ),
     ),
     *declare(
@@ -308,10 +308,10 @@ DATASET_SETTINGS: Final = (
         DatasetConfig,
         "data set: random",
         (
-            ("random-input-len", "random.input_len", "N", "tokens of each prompt behind the common prefix"),
-            ("random-output-len", "random.output_len", "N", "tokens to ask for"),
+            ("random-input-len", "random.input_len", "N", "tokens of each prompt after the common prefix"),
+            ("random-output-len", "random.output_len", "N", "output tokens of each request"),
             ("random-range-ratio", "random.range_ratio", "R", "lengths are drawn from n(1-R) to n(1+R)"),
-            ("random-prefix-len", "random.prefix_len", "N", "tokens that all prompts begin with"),
+            ("random-prefix-len", "random.prefix_len", "N", "tokens of the prefix that all prompts share"),
         ),
     ),
     *declare(
@@ -319,8 +319,8 @@ DATASET_SETTINGS: Final = (
         DatasetConfig,
         "data set: files",
         (
-            ("sharegpt-output-len", "sharegpt.output_len", "N", "tokens to ask for; auto is as many as the file's answer has"),
-            ("custom-output-len", "custom.output_len", "N", "tokens to ask for; auto is the file's own number, or 256"),
+            ("sharegpt-output-len", "sharegpt.output_len", "N", "output tokens of each request; auto is the length of the file's answer"),
+            ("custom-output-len", "custom.output_len", "N", "output tokens of each request; auto is the number in the file, or 256"),
         ),
     ),
     *declare(
@@ -329,9 +329,9 @@ DATASET_SETTINGS: Final = (
         "data set: prefix_repetition",
         (
             ("prefix-repetition-prefix-len", "prefix_repetition.prefix_len", "N", "tokens of each shared prefix"),
-            ("prefix-repetition-suffix-len", "prefix_repetition.suffix_len", "N", "tokens of each prompt behind it"),
+            ("prefix-repetition-suffix-len", "prefix_repetition.suffix_len", "N", "tokens of each prompt after the shared prefix"),
             ("prefix-repetition-num-prefixes", "prefix_repetition.num_prefixes", "N", "different prefixes"),
-            ("prefix-repetition-output-len", "prefix_repetition.output_len", "N", "tokens to ask for"),
+            ("prefix-repetition-output-len", "prefix_repetition.output_len", "N", "output tokens of each request"),
         ),
     ),
     *declare(
@@ -339,11 +339,11 @@ DATASET_SETTINGS: Final = (
         DatasetConfig,
         "data set: trace",
         (
-            ("trace-speedup", "trace.speedup", "X", "play it so many times as fast"),
-            ("trace-start", "trace.start_s", "SECONDS", "where to begin, in the trace's own time"),
-            ("trace-duration", "trace.duration_s", "SECONDS", "how much to play, in the trace's own time; auto is all of it"),
-            ("trace-length-scale", "trace.length_scale", "X", "prompts and outputs so many times as long; what they share stays shared"),
-            ("trace-block-size", "trace.block_size", "N", "tokens behind one hash id in the file"),
+            ("trace-speedup", "trace.speedup", "X", "factor by which the trace is played faster"),
+            ("trace-start", "trace.start_s", "SECONDS", "start of the part to play, in the trace's own time"),
+            ("trace-duration", "trace.duration_s", "SECONDS", "length of the part to play, in the trace's own time; auto plays it to the end"),
+            ("trace-length-scale", "trace.length_scale", "X", "factor for the lengths of prompts and outputs; what they share stays shared"),
+            ("trace-block-size", "trace.block_size", "N", "tokens per hash id in the file"),
         ),
     ),
     *declare(
@@ -353,9 +353,9 @@ DATASET_SETTINGS: Final = (
         (
             ("multi-turn-num-turns", "multi_turn.num_turns", "N", "turns of each conversation; --num-prompts counts turns"),
             ("multi-turn-input-len", "multi_turn.input_len", "N", "tokens of the first prompt"),
-            ("multi-turn-turn-input-len", "multi_turn.turn_input_len", "N", "tokens that each further turn adds"),
-            ("multi-turn-output-len", "multi_turn.output_len", "N", "tokens to ask for"),
-            ("multi-turn-think-time", "multi_turn.think_time_s", "SECONDS", "mean pause before a further turn"),
+            ("multi-turn-turn-input-len", "multi_turn.turn_input_len", "N", "tokens that each later turn adds"),
+            ("multi-turn-output-len", "multi_turn.output_len", "N", "output tokens of each request"),
+            ("multi-turn-think-time", "multi_turn.think_time_s", "SECONDS", "mean pause before a later turn"),
         ),
     ),
     *declare(
@@ -363,15 +363,15 @@ DATASET_SETTINGS: Final = (
         DatasetConfig,
         "data set: pd-interference",
         (
-            ("interference-steady-streams", "interference.steady_streams", "N", "users that ask for short answers at a steady pace"),
-            ("interference-steady-input-len", "interference.steady_input_len", "N", "tokens of their prompts"),
-            ("interference-steady-output-len", "interference.steady_output_len", "N", "tokens of their answers; auto is about a second, as measured before the run"),
-            ("interference-steady-period", "interference.steady_period_s", "SECONDS", "each of them asks anew so often; auto is measured: an answer and a quarter"),
-            ("interference-burst-size", "interference.burst_size", "N", "long prompts that come at once; 0 for none, to compare with"),
+            ("interference-steady-streams", "interference.steady_streams", "N", "users that request short answers at a steady pace"),
+            ("interference-steady-input-len", "interference.steady_input_len", "N", "prompt tokens of a steady user"),
+            ("interference-steady-output-len", "interference.steady_output_len", "N", "output tokens of a steady user; auto is about a second's worth, measured before the run"),
+            ("interference-steady-period", "interference.steady_period_s", "SECONDS", "time between two requests of a steady user; auto is 1.25 times the measured time of an answer"),
+            ("interference-burst-size", "interference.burst_size", "N", "long prompts that arrive at once; 0 sends none, for comparison"),
             ("interference-burst-input-len", "interference.burst_input_len", "N", "tokens of a long prompt"),
-            ("interference-burst-output-len", "interference.burst_output_len", "N", "tokens of its answer"),
-            ("interference-burst-period", "interference.burst_period_s", "SECONDS", "between two bursts; auto is measured: one prefill engine is busy half the time"),
-            ("interference-duration", "interference.duration_s", "SECONDS", "how long requests are sent"),
+            ("interference-burst-output-len", "interference.burst_output_len", "N", "output tokens of a long prompt"),
+            ("interference-burst-period", "interference.burst_period_s", "SECONDS", "time between two bursts; auto keeps one prefill engine busy half the time, as measured"),
+            ("interference-duration", "interference.duration_s", "SECONDS", "time for which requests are sent"),
         ),
     ),
 )

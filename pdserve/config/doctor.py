@@ -12,14 +12,14 @@ from pdserve.config.tiers import parse_tiers
 
 
 class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the doctor looks at.
+    """What the doctor checks.
 
     Attributes:
         peer: Base URLs of running engines to compare with one another.
-        host: Where the default ports should be free.
-        kv_tiers: Those that `pdserve up --kv-tiers` would be given, to see whether they can be had.
-        kv_server: HTTP side of a store that runs.
-        block_size: Of the engines that are to use it.
+        host: Address at which the default ports should be free.
+        kv_tiers: Value of `pdserve up --kv-tiers`, to check whether it would work.
+        kv_server: HTTP address of a running store.
+        block_size: Block size of the engines that will use it.
     """
 
     peer: tuple[str, ...] = ()
@@ -44,19 +44,19 @@ DOCTOR_SETTINGS: Final = declare(
     (
         ("peer", "peer", "URL", "running engines to compare with one another"),
         ("json", "json", "", "print one JSON object instead of lines"),
-        ("host", "host", "ADDRESS", "where the default ports should be free"),
+        ("host", "host", "ADDRESS", "address at which the default ports should be free"),
         (
             "kv-tiers",
             "kv_tiers",
             "TIERS",
-            "can a store with these run here? written as for `pdserve up`",
+            "check whether a KV store with these tiers can run here, written as for `pdserve up`",
         ),
         (
             "kv-server",
             "kv_server",
             "URL",
-            "HTTP side of a store that runs, as http://127.0.0.1:8301",
+            "HTTP address of a running KV store, as http://127.0.0.1:8301",
         ),
-        ("block-size", "block_size", "N", "of the engines that are to use it"),
+        ("block-size", "block_size", "N", "block size of the engines that will use the store"),
     ),
 )

@@ -14,13 +14,13 @@ from pdserve.wire.drain import DEADLINE_S, MAX_DEADLINE_S
 
 
 class DrainConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engines are left, and by when.
+    """Which engines to drain, and by when.
 
     Attributes:
-        engines: Base URLs, as the proxies know them.
-        proxies: Base URLs of all proxies before them.
-        deadline_s: What still runs then goes on elsewhere.
-        is_resumed: Requests are sent there again instead.
+        engines: Base URLs, as the proxies know the engines.
+        proxies: Base URLs of all proxies in front of them.
+        deadline_s: Requests that still run then move to other engines.
+        is_resumed: Whether to end the drain instead.
         api_keys: The first is sent.
     """
 
@@ -51,18 +51,18 @@ DRAIN_SETTINGS: Final = declare(
     DrainConfig,
     "drain",
     (
-        ("engines", "engines", "URL", "engines to leave, as their proxies know them"),
-        ("proxy", "proxies", "URL", "every proxy before them"),
-        ("deadline", "deadline_s", "SECONDS", "what still runs there then goes on at others"),
-        ("resume", "is_resumed", "", "have requests sent there again"),
-        ("api-key", "api_keys", "KEY", "an operator's (prefer PDSERVE_API_KEY)"),
+        ("engines", "engines", "URL", "engines to drain, by the URLs that their proxies use"),
+        ("proxy", "proxies", "URL", "all proxies in front of the engines"),
+        ("deadline", "deadline_s", "SECONDS", "time until running requests move to other engines"),
+        ("resume", "is_resumed", "", "end the drain: send requests to the engines again"),
+        ("api-key", "api_keys", "KEY", "an operator key (prefer PDSERVE_API_KEY)"),
     ),
 )
 # fmt: on
 
 
 def drain_table() -> Table:
-    """The settings of `pdserve drain`; its engines stand behind it without a flag."""
+    """The settings of `pdserve drain`; its engines follow the command without a flag."""
     return Table(
         tuple(
             dataclasses.replace(setting, hidden=True) if setting.flag == "engines" else setting

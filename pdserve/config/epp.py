@@ -10,12 +10,12 @@ from pdserve.config.checks import require, require_port
 
 
 class EppConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where gateways ask which engines a request is to go to (Envoy's external processing).
+    """Where gateways ask which engines should serve a request (Envoy's external processing).
 
     Attributes:
-        port: On the proxy's own host; 0 takes a free one, None answers no gateways.
-        certfile, keyfile: What TLS shows there, PEM; without a certificate there is none. They are
-            not the proxy's own, since gateways believe certificates that engines do not.
+        port: Port on the proxy's host; 0 picks a free one, None serves no gateways.
+        certfile, keyfile: Its TLS certificate and key, PEM; without them there is no TLS. They are
+            not the proxy's own, because gateways trust certificates that engines do not.
     """
 
     port: int | None = None
@@ -31,7 +31,7 @@ class EppConfig(msgspec.Struct, frozen=True, kw_only=True):
                 bool(is_whole),
                 flag,
                 name,
-                "TLS takes --epp-port, --epp-ssl-certfile and --epp-ssl-keyfile together",
+                "TLS needs --epp-port, --epp-ssl-certfile and --epp-ssl-keyfile together",
             )
 
 
@@ -40,9 +40,9 @@ EPP_FLAGS: Final = (
         "epp-port",
         "epp.port",
         "PORT",
-        "where gateways ask that carry the requests themselves (ext_proc); needs pdserve[epp]",
+        "port for gateways that relay the requests themselves (ext_proc); needs pdserve[epp]",
     ),
-    ("epp-ssl-certfile", "epp.certfile", "FILE", "certificate to show them"),
+    ("epp-ssl-certfile", "epp.certfile", "FILE", "certificate for the gateways"),
     ("epp-ssl-keyfile", "epp.keyfile", "FILE", "its key"),
 )
 """Rows for `declare`."""

@@ -11,12 +11,12 @@ from pdserve.config.setting import declare
 
 
 class KVEventsReaderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose events, and for how long.
+    """Which engine's events to read, and for how long.
 
     Attributes:
         url: Base URL of an engine.
-        seconds: Then it ends; 0: at Ctrl-C.
-        secret: The deployment's.
+        seconds: Time to listen; 0 listens until Ctrl-C.
+        secret: The deployment's shared secret.
     """
 
     url: str = "http://127.0.0.1:8100"
@@ -34,8 +34,8 @@ KV_EVENTS_READER_SETTINGS: Final = declare(
     KVEventsReaderConfig,
     "KV events",
     (
-        ("url", "url", "URL", "of the engine"),
-        ("seconds", "seconds", "N", "how long to listen; 0 is until Ctrl-C"),
+        ("url", "url", "URL", "base URL of the engine"),
+        ("seconds", "seconds", "N", "time to listen; 0 listens until Ctrl-C"),
         ("secret", "secret", "TEXT", "the deployment's shared secret (prefer PDSERVE_SECRET)"),
     ),
 )

@@ -15,19 +15,19 @@ LOG_LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
 class LogFormat(enum.Enum):
-    """What a line looks like: for people, or one JSON object."""
+    """Format of a log line: plain text or one JSON object."""
 
     TEXT = "text"
     JSON = "json"
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says on stderr.
+    """What a process logs on stderr.
 
     Attributes:
-        level: Name of the least level.
-        requests: Whether each request has a line; those that a server failed have one in any case.
-        stats: Whether what was done is summed up while there is something to do.
+        level: Name of the lowest level to log.
+        requests: Whether each request has a line; requests that a server failed always have one.
+        stats: Whether to log a regular summary while there is work.
     """
 
     level: str = "info"
@@ -48,11 +48,11 @@ LOG_FORM_SETTINGS: Final = declare(
     LogConfig,
     "output",
     (
-        ("log-level", "level", "|".join(LOG_LEVELS), "least level of what is logged"),
-        ("log-format", "format", "text|json", "lines for people, or one JSON object each"),
+        ("log-level", "level", "|".join(LOG_LEVELS), "lowest level to log"),
+        ("log-format", "format", "text|json", "plain lines, or one JSON object per line"),
     ),
 )
-"""Of what has no requests."""
+"""Log settings of commands without requests."""
 
 LOG_SETTINGS: Final = LOG_FORM_SETTINGS + declare(
     "log",
@@ -63,8 +63,8 @@ LOG_SETTINGS: Final = LOG_FORM_SETTINGS + declare(
             "log-requests",
             "requests",
             "",
-            "a line for each request; those that a server failed have one in any case",
+            "log a line for each request; requests that a server failed always have one",
         ),
-        ("log-stats", "stats", "", "a summary every 10 s while there is work"),
+        ("log-stats", "stats", "", "log a summary every 10 s while there is work"),
     ),
 )

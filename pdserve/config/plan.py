@@ -18,25 +18,25 @@ from pdserve.errors import ConfigError
 
 
 class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What is planned.
+    """What to plan.
 
     Attributes:
-        num_engines: How many there are.
+        num_engines: Number of engines.
         layout: Layouts to compare, as 2P2D; empty finds them.
-        url: Base URL of a proxy that has learned what its engines take; empty: `prompt_times` and
-            `step_times` say it.
-        check: Requests of the workload to play at `url`; 0 plays none.
-        policy: Of the proxy: a routing policy, and behind a slash a split policy.
-        prompt_times: Milliseconds of a prompt: constant, each token, each pair of a token and one
+        url: Base URL of a proxy that has learned its engines' times; if empty, `prompt_times` and
+            `step_times` give them.
+        check: Requests of the workload to send to `url`; 0 sends none.
+        policy: The proxy's routing policy and, after a slash, its split policy.
+        prompt_times: Milliseconds of a prompt: constant, per token, per pair of a token and one
             before it.
-        step_times: Of a step: constant, each stream, each token of KV.
-        wire_times: Of KV on its way: constant, each token.
-        hop_ms: Through the proxy, one way; a hand-over takes two. None takes what `url` says, or 3.
-        times_error: By which share all times may be off; None takes what `url` has learned, or 0.1.
-        kv_tokens: Room of one engine's cache; None takes what `url` says, or 700,000.
-        max_model_len: None takes what `url` says, or 131,072.
-        model: For the commands that are printed; empty takes what `url` serves.
-        tokenizer: Of data sets of text, and of requests that are played.
+        step_times: Milliseconds of a step: constant, per stream, per token of KV.
+        wire_times: Milliseconds of a KV transfer: constant, per token.
+        hop_ms: Through the proxy, one way; a handoff takes two. None uses what `url` reports, or 3.
+        times_error: Share by which times may be off; None uses what `url` has learned, or 0.1.
+        kv_tokens: Tokens that one engine's cache can hold; None uses what `url` reports, or 700,000.
+        max_model_len: None uses what `url` reports, or 131,072.
+        model: Model in the printed commands; empty uses the one that `url` serves.
+        tokenizer: For data sets of text, and for requests that are sent.
         api_keys: The first is sent.
         json: Print one JSON object instead of tables.
     """
@@ -71,7 +71,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
             not (self.num_engines is not None and self.layout),
             "num-engines",
             self.num_engines,
-            "--layout says it, too: leave one of them out",
+            "--layout gives the number too: leave one of them out",
         )
         require(
             self.num_engines is None or self.num_engines > 0,
@@ -93,7 +93,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
                         param=flag,
                     )
             require(
-                not self.check, "check", self.check, "it needs a deployment to play at: --url URL"
+                not self.check, "check", self.check, "it needs a running deployment: give --url URL"
             )
         require_not_negative("check", self.check)
         name, _, split = self.policy.partition("/")
@@ -128,7 +128,7 @@ def milliseconds(
     """Return the times that a flag gives; None if it is not given.
 
     Raises:
-        ConfigError: They are not as many, or one is no time.
+        ConfigError: There are more or fewer, or one is not a time.
     """
     if not words:
         return None
@@ -140,7 +140,7 @@ def milliseconds(
         len(times) == count and all(0 <= each < math.inf for each in times),
         flag,
         " ".join(words),
-        f"write {count} times in milliseconds, as {example}",
+        f"write {count} times in milliseconds, such as {example}",
     )
     return times
 
@@ -152,10 +152,10 @@ _SETTINGS: Final = (
         PlanConfig,
         "plan",
         (
-            ("num-engines", "num_engines", "N", "how many there are; one of several GPUs counts once"),
-            ("layout", "layout", "LAYOUT", "compare these instead, as 4P4D 8B 2P2D4B: prefill and decode engines, and engines for both"),
-            ("policy", "policy", "NAME[/SPLIT]", "of the proxy: a routing policy, and a split policy"),
-            ("model", "model", "MODEL", "for the commands that are printed; empty is what --url serves"),
+            ("num-engines", "num_engines", "N", "number of engines; an engine with several GPUs counts once"),
+            ("layout", "layout", "LAYOUT", "layouts to compare instead, as 4P4D 8B 2P2D4B: prefill engines, decode engines, and engines for both"),
+            ("policy", "policy", "NAME[/SPLIT]", "the proxy's routing policy and split policy"),
+            ("model", "model", "MODEL", "model in the printed commands; empty is the one that --url serves"),
             ("json", "json", "", "print one JSON object"),
         ),
     ),
@@ -164,18 +164,18 @@ _SETTINGS: Final = (
         PlanConfig,
         "what engines take",
         (
-            ("url", "url", "URL", "of a proxy with --split-policy predicted or shadow: what it has learned"),
-            ("check", "check", "N", "play the first N requests there, and say how far off their simulation is"),
-            ("prompt-times", "prompt_times", "MS", "of a prompt: constant, each token, each pair of a token and one before it, as 4 0.045 2.5e-6"),
-            ("step-times", "step_times", "MS", "of a step: constant, each stream, each token of their KV, as 7 0.06 6e-5"),
-            ("wire-times", "wire_times", "MS", "of KV on its way: constant, each token, as 1 0.008"),
-            ("hop-ms", "hop_ms", "MS", "through the proxy, to an engine or to the client; auto is what --url says, or 3"),
-            ("times-error", "times_error", "SHARE", "by which times may be off; auto is what --url says, or 0.1"),
-            ("kv-tokens", "kv_tokens", "N", "room of an engine's cache; auto is what --url says, or 700000"),
-            ("max-model-len", "max_model_len", "N", "tokens of prompt and output; auto is what --url says, or 131072"),
+            ("url", "url", "URL", "proxy with --split-policy predicted or shadow, whose learned times are used"),
+            ("check", "check", "N", "send the first N requests to --url, and show how far the simulation is off"),
+            ("prompt-times", "prompt_times", "MS", "time of a prompt: constant, per token, per pair of a token and an earlier one, as 4 0.045 2.5e-6"),
+            ("step-times", "step_times", "MS", "time of a step: constant, per stream, per token of KV, as 7 0.06 6e-5"),
+            ("wire-times", "wire_times", "MS", "time of a KV transfer: constant, per token, as 1 0.008"),
+            ("hop-ms", "hop_ms", "MS", "time through the proxy, to an engine or to the client; auto is what --url reports, or 3"),
+            ("times-error", "times_error", "SHARE", "share by which times may be off; auto is what --url reports, or 0.1"),
+            ("kv-tokens", "kv_tokens", "N", "tokens that an engine's cache can hold; auto is what --url reports, or 700000"),
+            ("max-model-len", "max_model_len", "N", "maximum tokens of prompt and output; auto is what --url reports, or 131072"),
             ("max-num-batched-tokens", "max_num_batched_tokens", "N", "of a step"),
-            ("max-num-seqs", "max_num_seqs", "N", "requests in a step"),
-            ("tokenizer", "tokenizer", "DIR", "of the model, or boxed; empty is what --url names, if it is here, else boxed"),
+            ("max-num-seqs", "max_num_seqs", "N", "maximum number of requests per step"),
+            ("tokenizer", "tokenizer", "DIR", "directory of the model's tokenizer, or boxed; empty is the one that --url names, if it is on this machine, else boxed"),
             ("api-key", "api_keys", "KEY", "sent as a bearer token (prefer PDSERVE_API_KEY)"),
         ),
     ),

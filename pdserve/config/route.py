@@ -14,14 +14,14 @@ from pdserve.config.setting import declare
 
 
 class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose decisions, and what of them.
+    """Which decisions to show.
 
     Attributes:
         url: Base URL of a proxy.
-        requests: Ids of those to explain.
-        policy: To compare with: a routing policy, and behind a slash a split policy if it is not
+        requests: Ids of the requests to explain.
+        policy: To compare with: a routing policy and, after a slash, a split policy if it is not
             `always`.
-        limit: Decisions to compare, at most.
+        limit: Maximum number of decisions to compare.
         api_keys: The first is sent.
     """
 
@@ -50,10 +50,10 @@ _SETTINGS: Final = declare(
     RouteConfig,
     "route",
     (
-        ("requests", "requests", "ID", "as the request's line and X-Request-Id have it"),
-        ("url", "url", "URL", "of the proxy"),
-        ("policy", "policy", "NAME[/SPLIT]", "a routing policy, and a split policy"),
-        ("limit", "limit", "N", "decisions at most, the newest"),
+        ("requests", "requests", "ID", "id from the request's log line or from X-Request-Id"),
+        ("url", "url", "URL", "base URL of the proxy"),
+        ("policy", "policy", "NAME[/SPLIT]", "a routing policy and a split policy to compare with"),
+        ("limit", "limit", "N", "maximum number of decisions, newest first"),
         ("api-key", "api_keys", "KEY", "sent as a bearer token (prefer PDSERVE_API_KEY)"),
     ),
 )
@@ -61,7 +61,7 @@ _SETTINGS: Final = declare(
 
 
 def route_explain_table() -> Table:
-    """The settings of `pdserve route explain`; its ids stand behind it without a flag."""
+    """The settings of `pdserve route explain`; its ids follow the command without a flag."""
     return _table("requests", "url", "api-key")
 
 

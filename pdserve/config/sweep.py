@@ -21,24 +21,24 @@ _SHARE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 
 
 class SweepConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which loads to measure, and what the highest good one must keep.
+    """Which loads to measure, and the objectives that the highest good load must meet.
 
     Attributes:
         request_rates: Requests per second to measure, ascending when it runs.
         max_concurrencies: Requests in flight to measure, each as a closed loop.
         slo: Objectives of a request as `ttft:500`, in milliseconds, and at most one word as
-            `p99`: the share of requests that must keep all of them (p90 without).
-        start_rate, start_concurrency: Where the search begins when no loads are given;
-            a search over rates, if neither is set.
-        max_rate, max_concurrency_limit: Where it stops to grow.
+            `p99`: the share of requests that must meet all of them (default p90).
+        start_rate, start_concurrency: Where the search starts if no loads are given;
+            if neither is set, it searches over rates.
+        max_rate, max_concurrency_limit: The highest loads that it tries.
         bisect: Narrow down the highest load that meets the objectives.
-        tolerance: The search ends when the load that failed is at most so much above the one
-            that held, as a share.
-        num_runs: Of each load.
+        tolerance: The search ends when the load that failed exceeds the one
+            that met the objectives by at most this share.
+        num_runs: Runs of each load.
         seconds_per_run: Requests per run follow the rate: rate x seconds; None sends
             `num_prompts` at every load.
-        reset_caches: Have engines forget prefixes before every run. Without it, and where they
-            cannot, every run has a seed of its own.
+        reset_caches: Reset the engines' prefix caches before every run. Without it, or if they
+            cannot, every run has its own seed.
     """
 
     request_rates: tuple[str, ...] = ()
@@ -57,10 +57,10 @@ class SweepConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         rates = self.rates
         if len(set(rates)) < len(rates):
-            _refuse("request-rates", list(self.request_rates), "each rate is needed once")
+            _refuse("request-rates", list(self.request_rates), "name each rate once")
         loads = self.max_concurrencies
         if any(load < 1 for load in loads) or len(set(loads)) < len(loads):
-            _refuse("max-concurrencies", list(loads), "give different numbers from 1 on")
+            _refuse("max-concurrencies", list(loads), "give different numbers of at least 1")
         given = [
             flag
             for flag, value in (
@@ -104,7 +104,7 @@ class SweepConfig(msgspec.Struct, frozen=True, kw_only=True):
             _refuse(
                 "seconds-per-run",
                 self.seconds_per_run,
-                "it is for rates; a closed loop sends --num-prompts",
+                "it applies to rates only; a closed loop sends --num-prompts",
             )
         _ = self.share
 
@@ -113,7 +113,7 @@ class SweepConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The rates as numbers.
 
         Raises:
-            ConfigError: One is no number above 0.
+            ConfigError: One is not a number above 0.
         """
         words = [word for item in self.request_rates for word in item.replace(",", " ").split()]
         found = []
@@ -123,7 +123,7 @@ class SweepConfig(msgspec.Struct, frozen=True, kw_only=True):
             except ValueError:
                 rate = math.nan
             if not 0 < rate < math.inf:
-                _refuse("request-rates", word, "rates are numbers above 0, as 0.5,1,2,4")
+                _refuse("request-rates", word, "rates are numbers above 0, such as 0.5,1,2,4")
             found.append(rate)
         return found
 
@@ -148,14 +148,16 @@ class SweepConfig(msgspec.Struct, frozen=True, kw_only=True):
         matches = [_SHARE.fullmatch(word) for word in words]
         if None in matches or len(words) > 1:
             _refuse(
-                "slo", " ".join(words), "write objectives and one share, as ttft:500 itl:50 p99"
+                "slo",
+                " ".join(words),
+                "write objectives and one share, such as ttft:500 itl:50 p99",
             )
         if words and not self.objectives:
-            _refuse("slo", words[0], "a share needs objectives, as ttft:500 p99")
+            _refuse("slo", words[0], "a share needs objectives, such as ttft:500 p99")
         match = matches[0] if matches else None
         share = DEFAULT_SHARE if match is None else float(match[1]) / 100
         if not share > 0:
-            _refuse("slo", words[0], "the share must be above 0, as p90")
+            _refuse("slo", words[0], "the share must be above 0, such as p90")
         return share
 
 
@@ -171,16 +173,16 @@ SWEEP_SETTINGS: Final = declare(
     (
         ("request-rates", "request_rates", "RATE", "requests per second to measure, as 1,2,4,8"),
         ("max-concurrencies", "max_concurrencies", "N", "requests in flight to measure, as 1,8,64"),
-        ("slo", "slo", "SLO", "what a request must keep, in ms, and for which share, as ttft:500 itl:50 p99; p90 without"),
-        ("start-rate", "start_rate", "RATE", "where the search for the highest rate begins, if no rates are given (1)"),
-        ("start-concurrency", "start_concurrency", "N", "search over concurrencies instead, from here"),
-        ("max-rate", "max_rate", "RATE", "where the search stops to grow"),
-        ("max-concurrency-limit", "max_concurrency_limit", "N", "the same for concurrencies"),
-        ("bisect", "bisect", "", "narrow down the highest load that keeps --slo"),
-        ("tolerance", "tolerance", "SHARE", "how narrow: 0.05 ends within 5 percent"),
+        ("slo", "slo", "SLO", "objectives of a request in ms, and the share of requests that must meet them, as ttft:500 itl:50 p99; the default share is p90"),
+        ("start-rate", "start_rate", "RATE", "rate at which the search starts if no rates are given (1)"),
+        ("start-concurrency", "start_concurrency", "N", "concurrency at which the search starts, instead of a rate"),
+        ("max-rate", "max_rate", "RATE", "highest rate that the search tries"),
+        ("max-concurrency-limit", "max_concurrency_limit", "N", "highest concurrency that the search tries"),
+        ("bisect", "bisect", "", "narrow down the highest load that meets --slo"),
+        ("tolerance", "tolerance", "SHARE", "precision of the search: 0.05 ends within 5 percent"),
         ("num-runs", "num_runs", "N", "runs of each load"),
         ("seconds-per-run", "seconds_per_run", "SECONDS", "send rate x seconds requests instead of --num-prompts"),
-        ("reset-caches", "reset_caches", "", "have engines forget prefixes before every run; without, every run asks other prompts"),
+        ("reset-caches", "reset_caches", "", "reset the engines' prefix caches before every run; otherwise every run sends other prompts"),
     ),
 )
 # fmt: on
@@ -194,7 +196,7 @@ _KEPT_RESULTS: Final = frozenset(("result-dir", "result-filename", "progress", "
 
 
 def sweep_table() -> Table:
-    """The settings of `pdserve bench sweep`: those of `bench serve` without its one load."""
+    """The settings of `pdserve bench sweep`: those of `bench serve` except its load."""
     return Table(
         (
             *SWEEP_SETTINGS,

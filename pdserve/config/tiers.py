@@ -1,7 +1,7 @@
 """The syntax of `--kv-tiers`: the tiers of a store that keeps KV beyond requests and engines.
 
 `cpu:4GiB,disk:/data/kv:50GiB,redis:redis://127.0.0.1:6379`: shared memory, which engines copy from
-and to, and what it is written through to. Knows no server: `commands.kv_server` starts one.
+and to, and the tiers behind it. Knows no server: `commands.kv_server` starts one.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class RedisTier:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
-    """What a store keeps KV in.
+    """The tiers in which a store keeps KV.
 
     Attributes:
-        cpu_bytes: Of the shared memory that engines copy from and to.
+        cpu_bytes: Size of the shared memory that engines copy from and to.
     """
 
     cpu_bytes: int
@@ -72,10 +72,10 @@ class Tiers:
 
 
 def parse_tiers(text: str) -> Tiers:
-    """Read what `--kv-tiers` says.
+    """Parse `--kv-tiers`.
 
     Raises:
-        ConfigError: It names no such tiers; the message has the part that is wrong.
+        ConfigError: It is not valid; the message names the wrong part.
     """
     found: dict[str, object] = {}
     for part in text.split(","):
@@ -151,13 +151,13 @@ def _refuse(message: str) -> NoReturn:
 
 
 def store_words(connector: str, url: str, http_url: str) -> list[str]:
-    """Return what an engine is told, so that it keeps KV in a store.
+    """Return the flags with which an engine keeps KV in a store.
 
-    What it has answered is kept as well: the next turn of a conversation asks for it.
+    The KV of its answers is kept too, for the next turn of a conversation.
 
     Args:
-        connector: What it exchanges KV with other engines by; empty if it does not.
-        url, http_url: Of the store.
+        connector: The connector by which it exchanges KV with other engines; empty if it does not.
+        url, http_url: Addresses of the store.
     """
     prefix = "--kv-transfer-config"
     names = f"{connector},lmcache" if connector else "lmcache"
@@ -172,7 +172,7 @@ class KvServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         tiers: As `parse_tiers` reads it.
         port: On loopback: it asks nobody for a key.
         http_port: Likewise; by it, engines have it drop chunks that are not what they saved.
-        chunk_size: Tokens that are kept and found as one; a multiple of the engines' block size.
+        chunk_size: Tokens per chunk; a multiple of the engines' block size.
     """
 
     tiers: str = "cpu:4GiB"
@@ -184,7 +184,7 @@ class KvServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         parse_tiers(self.tiers)
         for flag, port in (("port", self.port), ("http-port", self.http_port)):
             require_port(port, flag)
-            require(port > 0, flag, port, "engines are told it: choose one")
+            require(port > 0, flag, port, "choose a port, because engines need to know it")
         require_chunk_size("chunk-size", self.chunk_size)
 
 
@@ -192,7 +192,7 @@ def require_chunk_size(flag: str, chunk_size: int) -> None:
     """Refuse a size that chunks cannot have.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not a valid size.
     """
     require(chunk_size > 0, flag, chunk_size, f"{POSITIVE}, and a multiple of --block-size")
 
@@ -203,13 +203,13 @@ KV_SERVER_SETTINGS: Final = declare(
     "KV tiers",
     (
         ("kv-tiers", "tiers", "TIERS", "cpu:SIZE[,disk:FOLDER:SIZE][,redis:redis://HOST:PORT]"),
-        ("port", "port", "PORT", "on loopback"),
-        ("http-port", "http_port", "PORT", "of its HTTP side, on loopback as well"),
+        ("port", "port", "PORT", "port on loopback"),
+        ("http-port", "http_port", "PORT", "HTTP port, also on loopback"),
         (
             "chunk-size",
             "chunk_size",
             "N",
-            "tokens that are kept as one; a multiple of --block-size",
+            "tokens per chunk, a multiple of --block-size",
         ),
     ),
 )

@@ -11,7 +11,7 @@ from pdserve.errors import ConfigError
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose last seconds, and where to.
+    """Which deployment to trace, and where to write the trace.
 
     Attributes:
         url: Base URL of a proxy, or of one engine.
@@ -42,9 +42,9 @@ TRACE_SETTINGS: Final = declare(
     TraceConfig,
     "trace",
     (
-        ("url", "url", "URL", "of the proxy, for the whole deployment, or of one engine"),
-        ("seconds", "seconds", "N", "how far back; 120 are kept"),
-        ("output", "output", "FILE", "what to write; compressed if it ends in .gz"),
+        ("url", "url", "URL", "base URL of the proxy, for the whole deployment, or of one engine"),
+        ("seconds", "seconds", "N", "how far back; 120 s are kept"),
+        ("output", "output", "FILE", "file to write; compressed if its name ends in .gz"),
         ("api-key", "api_keys", "KEY", "sent as a bearer token (prefer PDSERVE_API_KEY)"),
     ),
 )

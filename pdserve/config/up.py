@@ -23,16 +23,16 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A whole deployment on this host.
 
     Attributes:
-        host: Address all its servers bind.
-        port: The proxy's.
-        prefill_port, decode_port, both_port: Of the first engine of the role; further ones count
+        host: Address on which all its servers listen.
+        port: Port of the proxy.
+        prefill_port, decode_port, both_port: Port of the first engine of the role; the others count
             up.
         prefill_replicas, decode_replicas, both_replicas: Engines of the role; none of one of the
             first two only where there are some for both.
-        kv_tiers: Of the store that the engines share, as `parse_tiers` reads it; empty starts none.
+        kv_tiers: Tiers of the engines' KV store, for `parse_tiers`; empty starts no store.
         kv_port, kv_http_port, kv_chunk_size: The store's.
-        once: End after the demo request.
-        prompt: What the demo request asks.
+        once: Whether to exit after the demo request.
+        prompt: Prompt of the demo request.
     """
 
     host: str = "127.0.0.1"
@@ -73,23 +73,33 @@ UP_SETTINGS: Final = declare(
     UpConfig,
     "deployment",
     (
-        ("host", "host", "ADDRESS", "address all servers bind"),
-        ("port", "port", "PORT", "of the proxy"),
+        ("host", "host", "ADDRESS", "address on which all servers listen"),
+        ("port", "port", "PORT", "port of the proxy"),
         (
             "prefill-port",
             "prefill_port",
             "PORT",
-            "of the first prefill engine; further ones count up",
+            "port of the first prefill engine; the others count up",
         ),
-        ("decode-port", "decode_port", "PORT", "of the first decode engine; further ones count up"),
+        (
+            "decode-port",
+            "decode_port",
+            "PORT",
+            "port of the first decode engine; the others count up",
+        ),
         ("prefill-replicas", "prefill_replicas", "N", "prefill engines to start"),
         ("decode-replicas", "decode_replicas", "N", "decode engines to start"),
-        ("both-port", "both_port", "PORT", "of the first engine for both; further ones count up"),
+        (
+            "both-port",
+            "both_port",
+            "PORT",
+            "port of the first engine for both; the others count up",
+        ),
         (
             "both-replicas",
             "both_replicas",
             "N",
-            "engines for both to start; the proxy's --split-policy predicted gives them home roles",
+            "engines for both roles to start; --proxy.split-policy predicted gives them home roles",
         ),
         (
             "kv-tiers",
@@ -97,18 +107,23 @@ UP_SETTINGS: Final = declare(
             "TIERS",
             "keep KV beyond requests and restarts: cpu:SIZE[,disk:FOLDER:SIZE][,redis:redis://HOST:PORT]",
         ),
-        ("kv-port", "kv_port", "PORT", "of the server that keeps it"),
-        ("kv-http-port", "kv_http_port", "PORT", "of its HTTP side"),
-        ("kv-chunk-size", "kv_chunk_size", "N", "tokens that are kept as one"),
-        ("start-timeout", "start_timeout_s", "SECONDS", "for all of them to be ready"),
+        ("kv-port", "kv_port", "PORT", "port of the KV server"),
+        ("kv-http-port", "kv_http_port", "PORT", "HTTP port of the KV server"),
+        ("kv-chunk-size", "kv_chunk_size", "N", "tokens per chunk in the KV server"),
+        (
+            "start-timeout",
+            "start_timeout_s",
+            "SECONDS",
+            "time limit for all processes to become ready",
+        ),
     ),
 ) + declare(
     "up",
     UpConfig,
     "demo request",
     (
-        ("prompt", "prompt", "TEXT", "what it asks"),
-        ("max-tokens", "max_tokens", "N", "how much it answers"),
-        ("once", "once", "", "end after it, with exit code 0"),
+        ("prompt", "prompt", "TEXT", "prompt of the demo request"),
+        ("max-tokens", "max_tokens", "N", "maximum output tokens of the demo request"),
+        ("once", "once", "", "exit after the demo request, with code 0"),
     ),
 )

@@ -91,18 +91,18 @@ def test_objectives_that_no_layout_holds_are_no_success():
         (("--num-engines", "2", *SLO), "--prompt-times is missing: give it"),
         (
             ("--num-engines", "2", "--layout", "2B", *TIMES, *SLO),
-            "--num-engines is 2: --layout says it",
+            "--num-engines is 2: --layout gives the number too",
         ),
         (("--num-engines", "0", *TIMES, *SLO), "--num-engines is 0: it must be positive"),
         (("--layout", "2P", *TIMES, *SLO), "--layout is '2P': write layouts such as 4P4D"),
         (("--num-engines", "2", *TIMES, "--slo", "tft:1"), "--slo is 'tft:1': write objectives in"),
         (
             ("--num-engines", "2", *TIMES[:-1], "7,0.06", *SLO),
-            "--step-times is '7,0.06': write 3 times in milliseconds, as 7 0.06 6e-5",
+            "--step-times is '7,0.06': write 3 times in milliseconds, such as 7 0.06 6e-5",
         ),
         (
             ("--num-engines", "2", *TIMES, *SLO, "--check", "5"),
-            "--check is 5: it needs a deployment",
+            "--check is 5: it needs a running deployment",
         ),
         (("--num-engines", "2", *TIMES, *SLO, "--policy", "x"), "--policy is 'x': use one of"),
         (

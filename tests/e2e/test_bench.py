@@ -312,7 +312,7 @@ def test_a_server_that_dies_is_told_by_failed_requests_and_the_exit_code(
     assert_honest(code, output, saved)
     assert 0 < saved["completed"] < NUM_AMID
     # Where the machine is slow, all had been sent by then.
-    told = ("no connection to 127.0.0.1", "broke off", "before it answered")
+    told = ("cannot connect to 127.0.0.1", "broke off", "before it answered")
     assert all(any(words in each for words in told) for each in saved["pdserve"]["errors"])
     assert saved["pdserve"]["stages"] is None
 

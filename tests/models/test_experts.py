@@ -352,7 +352,7 @@ def test_an_expert_moves_as_bytes(directory_of: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [("mixtral", "num_attention_heads is 4"), ("deepseek_v3", "num_attention_heads is 4")],
+    [("mixtral", "num_attention_heads of 4"), ("deepseek_v3", "num_attention_heads of 4")],
 )
 def test_heads_that_do_not_divide_are_refused(
     directory_of: Callable[[str], Path], name: str, field: str
@@ -401,7 +401,7 @@ def test_layers_that_predict_further_tokens_are_not_read(
 def test_sliced_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path, "qwen3_moe", moe_intermediate_size=37)
     for message in run_ranks(MeshShape(tp=2), _slicing_refusal, directory):
-        assert "moe_intermediate_size is 37" in message
+        assert "moe_intermediate_size of 37" in message
 
 
 def _slicing_refusal(world: World, directory: Path) -> str:

@@ -172,5 +172,5 @@ def test_a_workload_is_as_long_and_as_alike_as_what_is_sent():
 
 @pytest.mark.parametrize("text", ["", "4", "4P", "3D", "2D1P", "0B"])
 def test_what_is_no_layout_is_refused(text):
-    with pytest.raises(ConfigError, match=f"--layout {text}"):
+    with pytest.raises(ConfigError, match=f"--layout is '{text}'"):
         parse_layout(text)
