@@ -98,9 +98,9 @@ def _steps_s(num_steps: int, publisher: KVEventPublisher | None) -> float:
         prompts = [[(step * 8 + i) * 256 + t for t in range(256)] for i in range(8)]
         start_s = time.perf_counter()
         for prompt in prompts:
-            chain = kv.chain("")
+            chain = kv.chain(prompt, "")
             holding = kv.open(PrefixHit((), 0, 0), len(prompt))
-            kv.publish(holding, chain, prompt, (), num_computed_tokens=len(prompt))
+            kv.publish(holding, chain, num_computed_tokens=len(prompt))
             holding.end()
         if publisher is not None and kv.events is not None:
             publisher.publish(kv.events.drain())

@@ -204,7 +204,7 @@ class Selector:
             RuntimeError: It has, and does not find what they have.
         """
         self._wait()
-        names = HashChain(_BLOCK_TOKENS, "").of_prompt(prompt)
+        names = HashChain(_BLOCK_TOKENS, prompt, "").of_prompt()
         cached = {
             url: next((i for i, name in enumerate(names) if name not in blocks), len(names))
             for url, blocks in self._cached.items()
@@ -239,9 +239,9 @@ class Selector:
         """Wait until the service has read everything that engines have told."""
         self._num_markers += 1
         tokens = [_FIRST_MARKER + self._num_markers] * _BLOCK_TOKENS
-        chain = HashChain(_BLOCK_TOKENS, "")
-        chain.extend_to(tokens, (), 1)
-        marker = chain.stored(tokens, (), 0, 1)
+        chain = HashChain(_BLOCK_TOKENS, tokens, "")
+        chain.extend_to(1)
+        marker = chain.stored(0, 1)
         begun_s, stored_s = time.monotonic(), float("-inf")
         while self._unread:
             now_s = time.monotonic()

@@ -46,52 +46,61 @@ class SharedPrompt:
 
 
 class HashChain:
-    """The block hashes of one request's tokens, extended as tokens come. O(new tokens).
+    """One request's tokens, and the hashes of the blocks that they fill. O(new tokens).
 
     Args:
-        shared: Data of the prompt with which the tokens begin.
+        shared: Data of the prompt.
+
+    Attributes:
+        output: The tokens behind the prompt; they only grow.
     """
 
-    def __init__(self, block_size: int, salt: str, shared: SharedPrompt | None = None) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        prompt: Sequence[int],
+        salt: str,
+        shared: SharedPrompt | None = None,
+    ) -> None:
+        self.output: list[int] = []
+        self.hashes: list[BlockHash] = []
         self._block_size = block_size
+        self._prompt = prompt
         self._salt = salt
         self._root = root_hash(salt)
         self._of_prompt = [] if shared is None else shared.hashes
-        self.hashes: list[BlockHash] = []
         self._grains: list[int] = []
 
-    def of_prompt(self, prompt: Sequence[int]) -> Sequence[BlockHash]:
+    def of_prompt(self) -> Sequence[BlockHash]:
         """Return the hashes of the blocks that the prompt fills."""
-        num_blocks = len(prompt) // self._block_size
-        self.extend_to(prompt, (), num_blocks)
+        num_blocks = len(self._prompt) // self._block_size
+        self.extend_to(num_blocks)
         return self.hashes[:num_blocks]
 
-    def extend_to(self, prompt: Sequence[int], output: Sequence[int], num_blocks: int) -> None:
+    def extend_to(self, num_blocks: int) -> None:
         """Hash blocks until there are `num_blocks`; all their tokens must exist."""
-        size, num_prompt = self._block_size, len(prompt)
+        size, num_prompt = self._block_size, len(self._prompt)
         self.hashes += self._of_prompt[len(self.hashes) : num_blocks]
         for index in range(len(self.hashes), num_blocks):
             start, stop = index * size, (index + 1) * size
             parent = self.hashes[-1] if self.hashes else self._root
-            self.hashes.append(block_hash(parent, _tokens(prompt, output, start, stop)))
+            self.hashes.append(block_hash(parent, self._tokens(start, stop)))
             if stop <= num_prompt:
                 self._of_prompt.append(self.hashes[-1])
 
-    def stored(
-        self, prompt: Sequence[int], output: Sequence[int], first: int, stop: int
-    ) -> BlocksStored:
+    def stored(self, first: int, stop: int) -> BlocksStored:
         """Describe the blocks `first` to `stop`, whose hashes are known."""
         size, per_grain = self._block_size, GRAIN_TOKENS // self._block_size
         grains = range(first // per_grain, stop // per_grain)
         if len(self._grains) < grains.stop:
-            rest = _tokens(prompt, output, len(self._grains) * GRAIN_TOKENS, stop * size)
+            rest = self._tokens(len(self._grains) * GRAIN_TOKENS, stop * size)
             parent = self._grains[-1] if self._grains else None
             self._grains += grain_hashes(rest, self._salt, parent)
         hashes = self.hashes
         return BlocksStored(
             blocks=hashes[first:stop],
             parent=hashes[first - 1] if first else None,
-            token_ids=_tokens(prompt, output, first * size, stop * size),
+            token_ids=self._tokens(first * size, stop * size),
             block_size=size,
             salt=self._salt,
             grains=[
@@ -100,14 +109,12 @@ class HashChain:
             ],
         )
 
-
-def _tokens(prompt: Sequence[int], output: Sequence[int], start: int, stop: int) -> Sequence[int]:
-    """Return tokens `start` to `stop` of a prompt and the output behind it."""
-    num_prompt = len(prompt)
-    tokens = prompt[start:stop]
-    if stop <= num_prompt:
-        return tokens
-    return [*tokens, *output[max(0, start - num_prompt) : stop - num_prompt]]
+    def _tokens(self, start: int, stop: int) -> Sequence[int]:
+        num_prompt = len(self._prompt)
+        tokens = self._prompt[start:stop]
+        if stop <= num_prompt:
+            return tokens
+        return [*tokens, *self.output[max(0, start - num_prompt) : stop - num_prompt]]
 
 
 class KVCacheManager:
@@ -141,23 +148,18 @@ class KVCacheManager:
         """Return the number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
-    def chain(self, salt: str, shared: SharedPrompt | None = None) -> HashChain:
-        """Return an empty hash chain for one request."""
-        return HashChain(self.block_size, salt, shared)
+    def chain(
+        self, prompt: Sequence[int], salt: str, shared: SharedPrompt | None = None
+    ) -> HashChain:
+        """Return the hash chain of one request, without output."""
+        return HashChain(self.block_size, prompt, salt, shared)
 
-    def match(
-        self,
-        chain: HashChain,
-        prompt: Sequence[int],
-        output: Sequence[int],
-        *,
-        max_tokens: int,
-    ) -> PrefixHit:
+    def match(self, chain: HashChain, *, max_tokens: int) -> PrefixHit:
         """Return the longest cached prefix of at most `max_tokens` tokens."""
         if not self.enable_prefix_caching:
             return PrefixHit((), 0, 0)
         num_blocks = max_tokens // self.block_size
-        chain.extend_to(prompt, output, num_blocks)
+        chain.extend_to(num_blocks)
         blocks = self.pool.find(chain.hashes[:num_blocks])
         return PrefixHit(blocks, len(blocks) * self.block_size, self.pool.num_free_among(blocks))
 
@@ -169,24 +171,16 @@ class KVCacheManager:
         """
         return self.ledger.open(hit.blocks, self.blocks_for(num_tokens) - len(hit.blocks))
 
-    def publish(
-        self,
-        holding: Holding,
-        chain: HashChain,
-        prompt: Sequence[int],
-        output: Sequence[int],
-        *,
-        num_computed_tokens: int,
-    ) -> None:
+    def publish(self, holding: Holding, chain: HashChain, *, num_computed_tokens: int) -> None:
         """Make the blocks that `num_computed_tokens` fill findable."""
         if self.enable_prefix_caching:
             num_full = num_computed_tokens // self.block_size
             if num_full > holding.num_published:
-                chain.extend_to(prompt, output, num_full)
+                chain.extend_to(num_full)
                 first = holding.publish(chain.hashes, num_full)
                 if self.events is not None:
                     for start, stop in _runs(first):
-                        self.events.stored(chain.stored(prompt, output, start, stop))
+                        self.events.stored(chain.stored(start, stop))
 
 
 def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:

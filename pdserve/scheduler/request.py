@@ -115,7 +115,7 @@ class Request:
         self.chain = chain
         self.rank = rank
         self.state = State.WAITING
-        self.output_token_ids: list[int] = []
+        self.output_token_ids = chain.output
         self.num_computed_tokens = self.num_pending_tokens = 0
         self.num_told_tokens: int | None = None
         self.holding: Holding | None = None
@@ -158,7 +158,7 @@ class Request:
     @property
     def prompt_block_hashes(self) -> Sequence[BlockHash]:
         """Hashes of the blocks that its prompt fills."""
-        return self.chain.of_prompt(self.prompt_token_ids)
+        return self.chain.of_prompt()
 
     @property
     def kv_transfer_params(self) -> GenerateRequest:

@@ -106,7 +106,7 @@ class Scheduler:
         shared, history = shared or SharedPrompt(), self.state.drafts
         request = Request(
             wire,
-            self.kv.chain(wire.cache_salt, shared),
+            self.kv.chain(wire.prompt_token_ids, wire.cache_salt, shared),
             shared,
             drafts=None
             if history is None

@@ -233,9 +233,7 @@ class SchedulerState:
         # At least one token is computed, so that there are logits to sample from; the whole
         # prompt of a handed-over request may be cached, since its next token is known.
         limit = request.num_tokens - 1
-        return self.kv.match(
-            request.chain, request.prompt_token_ids, request.output_token_ids, max_tokens=limit
-        )
+        return self.kv.match(request.chain, max_tokens=limit)
 
     def num_missing(self, request: Request) -> int:
         """Count the prompt tokens that `request` would compute if it started now."""
@@ -247,13 +245,7 @@ class SchedulerState:
         assert holding is not None
         # Most steps fill no block of a request: this runs for each request in each step.
         if num_tokens // self.kv.block_size > holding.num_published:
-            self.kv.publish(
-                holding,
-                request.chain,
-                request.prompt_token_ids,
-                request.output_token_ids,
-                num_computed_tokens=num_tokens,
-            )
+            self.kv.publish(holding, request.chain, num_computed_tokens=num_tokens)
 
     # ---- moves ---------------------------------------------------------------------
 

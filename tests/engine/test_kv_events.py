@@ -70,7 +70,7 @@ def computed(tokens: list[int], *, salt: str = "") -> list[KVEvent]:
     """What a cache says when it gets a prompt."""
     kv = KVCacheManager(num_blocks=99, block_size=128, enable_prefix_caching=True, log_events=True)
     holding = kv.open(PrefixHit((), 0, 0), len(tokens))
-    kv.publish(holding, kv.chain(salt), tokens, (), num_computed_tokens=len(tokens))
+    kv.publish(holding, kv.chain(tokens, salt), num_computed_tokens=len(tokens))
     return kv.events.drain()
 
 
@@ -255,10 +255,11 @@ def test_an_address_that_is_taken_is_named_with_what_to_do():
 
 def test_a_stored_block_names_its_parent_wherever_the_run_begins():
     kv = KVCacheManager(num_blocks=9, block_size=128, enable_prefix_caching=True, log_events=True)
-    chain, tokens = kv.chain("s"), prompt(1)
+    tokens = prompt(1)
+    chain = kv.chain(tokens, "s")
     holding = kv.open(PrefixHit((), 0, 0), len(tokens))
     for num_tokens in (128, 512):
-        kv.publish(holding, chain, tokens, (), num_computed_tokens=num_tokens)
+        kv.publish(holding, chain, num_computed_tokens=num_tokens)
     first, rest = kv.events.drain()
     assert isinstance(rest, BlocksStored)
     assert first.parent is None

@@ -51,7 +51,7 @@ def computed(tokens: list[int]) -> list:
     """What a cache says when it gets a prompt."""
     kv = KVCacheManager(num_blocks=99, block_size=128, enable_prefix_caching=True, log_events=True)
     holding = kv.open(PrefixHit((), 0, 0), len(tokens))
-    kv.publish(holding, kv.chain(""), tokens, (), num_computed_tokens=len(tokens))
+    kv.publish(holding, kv.chain(tokens, ""), num_computed_tokens=len(tokens))
     return kv.events.drain()
 
 

@@ -111,7 +111,7 @@ class LossyEngine:
             enable_prefix_caching=True,
             log_events=True,
         )
-        self._running: list[tuple[Holding, HashChain, list[int]]] = []
+        self._running: list[tuple[Holding, HashChain, int]] = []
         self._publisher = KVEventPublisher(
             self._config,
             TransferConfig(),
@@ -128,16 +128,16 @@ class LossyEngine:
         match self._rng.choices(("begin", "compute", "end", "clear"), (40, 60, 35, 1))[0]:
             case "begin":
                 tokens = tokens_of(self._rng.choice(PROMPTS)[: self._rng.randint(1, 4)])
-                chain = self._kv.chain("")
-                hit = self._kv.match(chain, tokens, (), max_tokens=len(tokens) - 1)
+                chain = self._kv.chain(tokens, "")
+                hit = self._kv.match(chain, max_tokens=len(tokens) - 1)
                 try:
-                    self._running.append((self._kv.open(hit, len(tokens)), chain, tokens))
+                    self._running.append((self._kv.open(hit, len(tokens)), chain, len(tokens)))
                 except OutOfBlocksError:
                     self._end()
             case "compute" if self._running:
-                holding, chain, tokens = self._rng.choice(self._running)
-                num_tokens = self._rng.randint(1, len(tokens) // BLOCK_SIZE) * BLOCK_SIZE
-                self._kv.publish(holding, chain, tokens, (), num_computed_tokens=num_tokens)
+                holding, chain, num_most = self._rng.choice(self._running)
+                num_tokens = self._rng.randint(1, num_most // BLOCK_SIZE) * BLOCK_SIZE
+                self._kv.publish(holding, chain, num_computed_tokens=num_tokens)
             case "end":
                 self._end()
             case "clear":
@@ -151,18 +151,19 @@ class LossyEngine:
 
     def depth(self, prompt: str) -> int:
         """Blocks of a prompt that would be found."""
-        chain, tokens = self._kv.chain(""), tokens_of(prompt)
-        hit = self._kv.match(chain, tokens, (), max_tokens=len(tokens))
+        tokens = tokens_of(prompt)
+        hit = self._kv.match(self._kv.chain(tokens, ""), max_tokens=len(tokens))
         return hit.num_tokens // BLOCK_SIZE
 
     def beat(self) -> None:
         """Publish something that shows readers what they lack, and leaves nothing."""
-        chain, tokens = self._kv.chain(""), [9] * BLOCK_SIZE
+        tokens = [9] * BLOCK_SIZE
+        chain = self._kv.chain(tokens, "")
         while self._kv.pool.num_free == 0:
             self._end()
-        hit = self._kv.match(chain, tokens, (), max_tokens=0)
+        hit = self._kv.match(chain, max_tokens=0)
         holding = self._kv.open(hit, len(tokens))
-        self._kv.publish(holding, chain, tokens, (), num_computed_tokens=len(tokens))
+        self._kv.publish(holding, chain, num_computed_tokens=len(tokens))
         self._kv.pool.forget(holding.blocks)
         holding.end()
         self._publisher.publish(self._kv.events.drain())

@@ -95,10 +95,11 @@ class Control:
         """Have the first `depth` blocks of every prompt, and no more."""
         self._kv.pool.forget_all()
         for prompt in PROMPTS if depth else ():
-            chain, tokens = self._kv.chain(""), tokens_of(prompt[:depth])
-            hit = self._kv.match(chain, tokens, (), max_tokens=len(tokens))
+            tokens = tokens_of(prompt[:depth])
+            chain = self._kv.chain(tokens, "")
+            hit = self._kv.match(chain, max_tokens=len(tokens))
             holding = self._kv.open(hit, len(tokens))
-            self._kv.publish(holding, chain, tokens, (), num_computed_tokens=len(tokens))
+            self._kv.publish(holding, chain, num_computed_tokens=len(tokens))
             holding.end()
         self._publisher.publish(self._kv.events.drain())
 

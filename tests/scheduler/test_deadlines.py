@@ -79,7 +79,7 @@ def test_a_lease_has_no_deadline_but_its_own() -> None:
 
 def test_entries_of_requests_that_are_over_are_swept() -> None:
     state = Engine().scheduler.state
-    chain = state.kv.chain("")
+    chain = state.kv.chain(PROMPT, "")
     for order in range(5000):
         wire = make_request("same", PROMPT, deadline_s=1e9)
         last = Request(wire, chain, SharedPrompt(), rank=(0, order), now_s=0.0)

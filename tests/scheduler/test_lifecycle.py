@@ -331,7 +331,7 @@ def test_nobody_starts_with_blocks_that_a_running_request_lacks() -> None:
 
 
 def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue() -> None:
-    chain = Pair().decode.scheduler.kv.chain("")
+    chain = Pair().decode.scheduler.kv.chain((), "")
     queue = WaitingQueue()
     first, second = (
         Request(
@@ -356,7 +356,7 @@ def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue
 
 def test_an_illegal_move_is_refused_with_the_story() -> None:
     pair = Pair()
-    chain = pair.decode.scheduler.kv.chain("")
+    chain = pair.decode.scheduler.kv.chain((), "")
     request = Request(make_request("r", 8), chain, SharedPrompt(), rank=(0, 0), now_s=0.0)
     with pytest.raises(InternalError, match=r"waiting -> leased(.|\n)*queued prompt=20"):
         request.move(State.LEASED, 1.0, "by mistake")

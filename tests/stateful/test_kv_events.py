@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdserve.kvcache.block_pool import OutOfBlocksError
 from pdserve.kvcache.grains import GrainTracker
-from pdserve.kvcache.manager import KVCacheManager, PrefixHit
+from pdserve.kvcache.manager import HashChain, KVCacheManager, PrefixHit
 from pdserve.wire.event_reader import GONE_S, STALE_S, EventReader, GrainSet, ReaderState
 from pdserve.wire.event_stream import GrainStream
 from pdserve.wire.events import (
@@ -90,32 +90,36 @@ class KVEventsMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, salt=SALTS)
     def begin(self, prompt: str, salt: str) -> None:
-        chain = self.kv.chain(salt)
-        hit = self.kv.match(chain, tokens_of(prompt), (), max_tokens=len(prompt) * BLOCK - 1)
-        self.open(prompt, chain, hit)
+        chain = self.chain(prompt, salt)
+        self.open(prompt, chain, self.kv.match(chain, max_tokens=len(prompt) * BLOCK - 1))
 
     @rule(prompt=PROMPTS, salt=SALTS)
     def begin_without_the_cache(self, prompt: str, salt: str) -> None:
         """As with prompt logprobs: its blocks are further copies."""
-        self.open(prompt, self.kv.chain(salt), PrefixHit((), 0, 0))
+        self.open(prompt, self.chain(prompt, salt), PrefixHit((), 0, 0))
 
-    def open(self, prompt: str, chain, hit: PrefixHit) -> None:
+    def chain(self, prompt: str, salt: str) -> HashChain:
+        """The last block is filled by output tokens."""
+        tokens = tokens_of(prompt)
+        chain = self.kv.chain(tokens[:-BLOCK], salt)
+        chain.output += tokens[-BLOCK:]
+        return chain
+
+    def open(self, prompt: str, chain: HashChain, hit: PrefixHit) -> None:
         try:
             holding = self.kv.open(hit, len(prompt) * BLOCK)
         except OutOfBlocksError:
             return
         finally:
             self.drain()
-        # The last block is filled by output tokens.
-        tokens = tokens_of(prompt)
-        self.running.append((holding, chain, tokens[:-BLOCK], tokens[-BLOCK:]))
+        self.running.append((holding, chain, len(prompt)))
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 9), num_blocks=st.integers(1, 4))
     def compute(self, which: int, num_blocks: int) -> None:
-        holding, chain, prompt, output = self.running[which % len(self.running)]
-        num_tokens = min(num_blocks * BLOCK, len(prompt) + len(output))
-        self.kv.publish(holding, chain, prompt, output, num_computed_tokens=num_tokens)
+        holding, chain, num_most = self.running[which % len(self.running)]
+        num_tokens = min(num_blocks, num_most) * BLOCK
+        self.kv.publish(holding, chain, num_computed_tokens=num_tokens)
         self.drain()
 
     @precondition(lambda self: self.running)
@@ -361,10 +365,10 @@ def test_names_of_grains_do_not_depend_on_the_size_of_blocks_but_on_the_salt():
         kv = KVCacheManager(
             num_blocks=200, block_size=size, enable_prefix_caching=True, log_events=True
         )
-        chain = kv.chain("tenant")
+        chain = kv.chain(tokens, "tenant")
         holding = kv.open(PrefixHit((), 0, 0), len(tokens))
         for num_tokens in (300, 500, len(tokens)):
-            kv.publish(holding, chain, tokens, (), num_computed_tokens=num_tokens)
+            kv.publish(holding, chain, num_computed_tokens=num_tokens)
         tracker = GrainTracker()
         tracker.apply(kv.events.drain())
         found[size] = tracker.grains()["GPU"]
@@ -376,7 +380,7 @@ def test_names_of_grains_do_not_depend_on_the_size_of_blocks_but_on_the_salt():
 def test_a_tiers_grains_are_its_own_and_outlive_a_reset_of_the_engines_cache():
     kv = KVCacheManager(num_blocks=9, block_size=BLOCK, enable_prefix_caching=True, log_events=True)
     holding = kv.open(PrefixHit((), 0, 0), 2 * BLOCK)
-    kv.publish(holding, kv.chain(""), tokens_of("ab"), (), num_computed_tokens=2 * BLOCK)
+    kv.publish(holding, kv.chain(tokens_of("ab"), ""), num_computed_tokens=2 * BLOCK)
     (stored,) = kv.events.drain()
     tracker, index = GrainTracker(), GrainSet()
     for event in (
