@@ -22,25 +22,23 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     url: Annotated[
         str,
-        Meta(description=f"where the LMCache server listens, on this machine: {_DEFAULT_URL}"),
+        Meta(description=f"address of the LMCache server on this machine: {_DEFAULT_URL}"),
     ] = ""
     http_url: Annotated[
-        str, Meta(description="the server's HTTP side, by which wrong chunks are replaced")
+        str, Meta(description="HTTP address of the server, used to replace wrong chunks")
     ] = ""
     save: Annotated[
-        str, Meta(description="whose KV is saved: prompt, all (answers too), or off")
+        str, Meta(description="which KV to save: prompt, all (answers too), or off")
     ] = "prompt"
     namespace: Annotated[
-        str, Meta(description="engines find only what was saved under the same one")
+        str, Meta(description="engines find only KV that was saved under the same namespace")
     ] = ""
     timeout_s: Annotated[
-        float, Meta(description="seconds after which a server that does not answer is a miss")
+        float, Meta(description="seconds without an answer after which a lookup counts as a miss")
     ] = 1.0
-    heartbeat_s: Annotated[
-        float, Meta(description="seconds between looks whether the server is there")
-    ] = 2.0
+    heartbeat_s: Annotated[float, Meta(description="seconds between checks of the server")] = 2.0
     max_pending_chunks: Annotated[
-        int, Meta(description="chunks that may wait to be saved; what comes then is dropped")
+        int, Meta(description="chunks that may wait to be saved; more are dropped")
     ] = 256
 
     def __post_init__(self) -> None:

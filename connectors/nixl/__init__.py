@@ -1,7 +1,7 @@
 """KV over NIXL: D reads P's leased blocks, or P writes into those that D has reserved.
 
 The protocol is `connectors.transfer`, which a `TransferThread` runs over the side channel. Bytes
-are moved by `mover`: by `lanes`, each a thread with an `agent` of its own.
+are moved by `mover` through `lanes`, each a thread with its own `agent`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class NixlSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What only NIXL is told, by `--kv-transfer-config.nixl.*`."""
+    """Settings of NIXL alone, as given by `--kv-transfer-config.nixl.*`."""
 
     lanes: Annotated[
-        int, Meta(description="threads that post transfers, each with a NIXL agent of its own")
+        int, Meta(description="threads that post transfers, each with its own NIXL agent")
     ] = 2
     backends: Annotated[tuple[str, ...], Meta(description="NIXL backends, in order")] = ("UCX",)
 

@@ -30,7 +30,8 @@ class UcxSettings(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="UCX transports, in UCX_TLS's form, as tcp or rc,cuda; empty is all")
     ] = ""
     messages: Annotated[
-        int, Meta(description="messages of 8 MiB in flight at most, each way, a quarter per peer")
+        int,
+        Meta(description="maximum 8 MiB messages in flight each way; a peer may use a quarter"),
     ] = 16
 
     def __post_init__(self) -> None:

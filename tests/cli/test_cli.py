@@ -121,7 +121,7 @@ def test_an_unknown_flag_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--quantization", "awq"), "vLLM's --quantization is not supported: weights are used as"),
+        (("--quantization", "awq"), "vLLM's --quantization is not supported: weights keep the"),
         (("-q", "awq"), "vLLM's --quantization is not supported"),
         (("--quantisation", "awq"), "did you mean --quantization? vLLM's --quantization is not"),
         (
@@ -163,7 +163,7 @@ def test_what_changes_nothing_is_said_and_not_passed_over_in_silence(
         "WARNING pdserve.start uvicorn-log-level in engine.yaml",
         "WARNING pdserve.start VLLM_USE_V1",
     ]
-    assert "VLLM_ATTENTION_BACKEND is not read: the kernels of each device" in done.stderr
+    assert "VLLM_ATTENTION_BACKEND is not read: pdserve chooses the kernels" in done.stderr
 
 
 def test_the_table_of_vllms_names_is_printed_by_words_of_a_row() -> None:

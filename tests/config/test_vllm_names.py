@@ -145,12 +145,12 @@ def test_the_keys_of_vllms_transfer_config_are_ours() -> None:
     [
         (
             {"kv_connector": "MooncakeConnector"},
-            "vLLM's MooncakeConnector is not supported: KV goes",
+            "vLLM's MooncakeConnector is not supported: use nixl or ucx",
         ),
         ({"kv_connector": "MultiConnector"}, "needs a list of connectors"),
         ({"kv_connector": "NixlConnector", "kv_role": "both"}, "'both' is unknown: use kv_prod"),
-        ({"kv_connector_module_path": "my.module"}, "entry point of the group pdserve.connectors"),
-        ({"kv_connector_extra_config": {"num_threads": 4}}, "nixl.lanes says how many"),
+        ({"kv_connector_module_path": "my.module"}, "entry point in the group pdserve.connectors"),
+        ({"kv_connector_extra_config": {"num_threads": 4}}, "nixl.lanes sets the number"),
         ({"kv_connector_extra_config": {"wings": 2}}, r"nixl\.wings is not a setting"),
         ({"kv_load_failure_policy": "hope"}, "use recompute or fail"),
     ],

@@ -1,6 +1,6 @@
-"""The table that `pdserve vllm-flags` prints: what happens to each of vLLM's names.
+"""The table that `pdserve vllm-flags` prints: what pdserve does with each of vLLM's names.
 
-Which flags are the same is not written down: those are that the command has.
+Flags that are the same are not listed: they are the flags that the command has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdserve.config.vllm import RELEASE, commands, connectors, flags, variables
 
 
 class VllmAnswer(enum.Enum):
-    """What becomes of a name of vLLM's."""
+    """What pdserve does with one of vLLM's names."""
 
     SAME = "same"
     TRANSLATED = "translated"
@@ -24,7 +24,7 @@ class VllmAnswer(enum.Enum):
 
 
 class VllmKind(enum.Enum):
-    """What a name is of."""
+    """The kind of a name."""
 
     FLAG = "flags"
     VARIABLE = "environment variables"
@@ -38,8 +38,8 @@ class VllmName:
     """One row.
 
     Attributes:
-        name: As it is written, with its dashes and short forms.
-        text: What it becomes, or why it is not supported; empty if there is nothing to say.
+        name: The name as written, with its dashes and short forms.
+        text: What it becomes, or why it is not supported; may be empty.
     """
 
     kind: VllmKind
@@ -52,7 +52,7 @@ def table(settings: Collection[str]) -> list[VllmName]:
     """Return the row of every name, by kind and name.
 
     Args:
-        settings: The flags that engines' commands have of their own.
+        settings: The flags of the engines' commands.
     """
     rows = [*_flags(settings), *_variables(settings), *_connectors(), *_keys(), *_commands()]
     order = list(VllmKind)
@@ -100,7 +100,7 @@ def _connectors() -> Iterator[VllmName]:
         note = connectors.CONNECTOR_NOTES.get(name)
         text = ours + (f"; {note}" if note else "")
         yield VllmName(VllmKind.CONNECTOR, name, VllmAnswer.TRANSLATED, text)
-    text = "its connectors with commas between them, as nixl,lmcache"
+    text = "a list of connectors, such as nixl,lmcache"
     yield VllmName(VllmKind.CONNECTOR, connectors.MULTI, VllmAnswer.TRANSLATED, text)
     for name, text in connectors.ABSENT_CONNECTORS.items():
         yield VllmName(VllmKind.CONNECTOR, name, VllmAnswer.ABSENT, text)
@@ -112,12 +112,12 @@ def _keys() -> Iterator[VllmName]:
 
     yield row("kv-connector", VllmAnswer.SAME, "vLLM's names and pdserve's")
     yield row(
-        "kv-role", VllmAnswer.SAME, "has to fit the command; `pdserve serve` becomes what it says"
+        "kv-role", VllmAnswer.SAME, "must match the command; with `pdserve serve` it sets the role"
     )
     yield row(
         "kv-load-failure-policy",
         VllmAnswer.TRANSLATED,
-        "fail is --recompute-tokens-per-second 0, recompute is its default",
+        "fail is --recompute-tokens-per-second 0; recompute is its default",
     )
     yield row("kv-connector-extra-config", VllmAnswer.TRANSLATED, "the keys below")
     for key, flag in connectors.RENAMED_KEYS.items():

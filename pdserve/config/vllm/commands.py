@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Final
 
 ABSENT_COMMANDS: Final = {
-    "chat": "any client of OpenAI's API talks to the proxy; `pdserve up --prompt TEXT` asks it",
-    "complete": "any client of OpenAI's API talks to the proxy; `pdserve up --prompt TEXT` asks it",
-    "launch": "tokens are made by the engines' own servers",
-    "collect-env": "`pdserve doctor` looks at this machine",
-    "run-batch": "requests come over HTTP: `pdserve bench serve` sends files of them",
+    "chat": "use any client of OpenAI's API, or `pdserve up --prompt TEXT`",
+    "complete": "use any client of OpenAI's API, or `pdserve up --prompt TEXT`",
+    "launch": "the engines' own servers tokenize",
+    "collect-env": "use `pdserve doctor`, which checks this machine",
+    "run-batch": "requests come over HTTP: `pdserve bench serve` sends them from files",
     "bench latency": "`pdserve bench serve --max-concurrency 1` measures a running server",
     "bench throughput": "`pdserve bench serve` without --request-rate measures a running server",
     "bench mm-processor": "only text is served",
-    "bench startup": "an engine's log says how long each part of its start takes",
+    "bench startup": "an engine's log shows the time of each part of its start",
 }
 """Commands that are not supported, and what to use instead."""
 
 
 BENCH_NO_EFFECT: Final = {
-    "skip-chat-template": "prompts of files are sent as they are",
+    "skip-chat-template": "prompts from files are sent as they are",
     "trust-remote-code": "code that comes with a tokenizer is never run",
     "no-stream": "data sets are read as a whole",
 }
@@ -27,11 +27,11 @@ BENCH_NO_EFFECT: Final = {
 BENCH_RENAMED: Final = {"endpoint-type": "backend", "served-model-name": "model"}
 
 BENCH_ABSENT: Final = {
-    "give it as a field of the request, by --extra-body '{\"top_p\": 0.75}'": """
+    "set it as a field of the request with --extra-body '{\"top_p\": 0.75}'": """
         top-p top-k min-p frequency-penalty presence-penalty repetition-penalty best-of logprobs
         use-beam-search
     """,
-    "--dataset-name random, sharegpt, custom, prefix_repetition and trace are here as in vLLM": """
+    "only --dataset-name random, sharegpt, custom, prefix_repetition and trace are as in vLLM": """
         hf-name hf-subset hf-split hf-output-len random-mm-base-items-per-request
         random-mm-num-mm-items-range-ratio random-mm-limit-mm-per-prompt random-mm-bucket-config
         random-batch-size random-num-prompts no-reranker sonnet-input-len sonnet-output-len
@@ -39,13 +39,13 @@ BENCH_ABSENT: Final = {
         blazedit-min-distance blazedit-max-distance asr-min-audio-len-sec asr-max-audio-len-sec
         enable-multimodal-chat custom-ensure-client-side-data common-prefix-len
     """,
-    "--no-progress leaves the progress bar out": """
+    "--no-progress hides the progress bar": """
         disable-tqdm
     """,
-    "`pdserve bench plot` draws the report of saved runs": """
+    "`pdserve bench plot` makes a report of saved runs": """
         plot-timeline plot-dataset-stats timeline-itl-thresholds
     """,
-    "each run has a file of its own": """
+    "each run has its own file": """
         append-result
     """,
     "`pdserve trace` shows what the engines do": """

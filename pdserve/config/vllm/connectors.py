@@ -11,23 +11,23 @@ CONNECTORS: Final = {
     "LMCacheConnectorV1": "lmcache",
     "LMCacheMPConnector": "lmcache",
 }
-"""Names that have another one here."""
+"""Names of vLLM's connectors, and ours."""
 
 CONNECTOR_NOTES: Final = {
-    "NixlPullConnector": "`pdserve proxy --kv-mode pull` moves all KV so",
-    "NixlPushConnector": "`pdserve proxy --kv-mode push` moves all KV so",
+    "NixlPullConnector": "`pdserve proxy --kv-mode pull` always pulls",
+    "NixlPushConnector": "`pdserve proxy --kv-mode push` always pushes",
     "LMCacheConnectorV1": "LMCache runs as a server: `pdserve kv-server`",
-    "LMCacheMPConnector": "lmcache.mp.host and lmcache.mp.port say where the server is",
+    "LMCacheMPConnector": "lmcache.mp.host and lmcache.mp.port name the server",
 }
 
 MULTI: Final = "MultiConnector"
 
 _STORE: Final = "keep KV in a store instead: `pdserve up --kv-tiers`, or `pdserve kv-server`"
-_OTHER: Final = "KV goes from engine to engine by nixl or ucx"
+_OTHER: Final = "use nixl or ucx to move KV between engines"
 
 ABSENT_CONNECTORS: Final = {
-    "DecodeBenchConnector": "KV that nobody has computed is never used",
-    "ExampleConnector": "it is an example; docs/extending.md has one for pdserve",
+    "DecodeBenchConnector": "KV that was not computed is never used",
+    "ExampleConnector": "it is an example; docs/extending.md has an example for pdserve",
     "ExampleHiddenStatesConnector": "there is no such output",
     "FlexKVConnectorV1": _STORE,
     "HF3FSKVConnector": _STORE,
@@ -37,7 +37,7 @@ ABSENT_CONNECTORS: Final = {
     "MooncakeStoreConnector": _STORE,
     "OffloadingConnector": _STORE,
     "P2pNcclConnector": _OTHER,
-    "SharedStorageConnector": "it is an example; docs/extending.md has one for pdserve",
+    "SharedStorageConnector": "it is an example; docs/extending.md has an example for pdserve",
     "SimpleCPUOffloadConnector": _STORE,
 }
 
@@ -48,18 +48,18 @@ RENAMED_KEYS: Final = {
     "kv-port": "kv-transfer-config.port",
     "engine-id": "engine-id",
 }
-"""Keys of vLLM's object that have another flag here."""
+"""Keys of vLLM's object, and our flags."""
 
 KEYS_WITHOUT_EFFECT: Final = {
-    "enable-permute-local-kv": "engines of both layouts of KV understand one another",
-    "kv-buffer-device": "KV goes from pool to pool, without a buffer of its own",
-    "kv-buffer-size": "KV goes from pool to pool, without a buffer of its own",
-    "kv-parallel-size": "engines find one another by the proxy, any number of them",
-    "kv-rank": "engines find one another by the proxy, any number of them",
+    "enable-permute-local-kv": "engines with either KV layout can exchange KV",
+    "kv-buffer-device": "KV moves from pool to pool without a separate buffer",
+    "kv-buffer-size": "KV moves from pool to pool without a separate buffer",
+    "kv-parallel-size": "any number of engines find one another through the proxy",
+    "kv-rank": "any number of engines find one another through the proxy",
 }
 
 ABSENT_KEYS: Final = {
-    "kv-connector-module-path": "a package brings its connector by an entry point of the group "
+    "kv-connector-module-path": "a package provides its connector with an entry point in the group "
     "pdserve.connectors: see docs/extending.md",
 }
 
@@ -67,12 +67,12 @@ EXTRA: Final = {
     ("nixl", "backends"): "kv-transfer-config.nixl.backends",
     ("nixl", "kv-lease-duration"): "kv-transfer-config.lease-s",
 }
-"""What `kv_connector_extra_config` may have, by our connector and vLLM's key."""
+"""Allowed keys of `kv_connector_extra_config`, by our connector and vLLM's key."""
 
 ABSENT_EXTRA: Final = {
-    "decoder-kv-blocks-ttl": "KV does not go back to the prefill engine",
-    "enable-cross-layers-blocks": "a block always has all layers side by side",
-    "num-threads": "kv-transfer-config.nixl.lanes says how many threads post transfers",
+    "decoder-kv-blocks-ttl": "KV does not return to the prefill engine",
+    "enable-cross-layers-blocks": "a block always contains all layers",
+    "num-threads": "kv-transfer-config.nixl.lanes sets the number of threads that post transfers",
 }
 
 LMCACHE_HOST: Final = "lmcache.mp.host"

@@ -23,22 +23,22 @@ SAME: Final = """
 """
 
 DIFFERENCES: Final = {
-    "api-key": "VLLM_API_KEY and PDSERVE_API_KEY as well",
+    "api-key": "VLLM_API_KEY and PDSERVE_API_KEY work too",
     "all2all-backend": "all_gather or all_to_all; vLLM's allgather_reducescatter is all_gather",
-    "enable-auto-tool-choice": "on without it, where the model's format is known",
-    "reasoning-parser": "auto without it: what the chat template teaches, if that is sure",
-    "tool-call-parser": "auto without it: what the chat template teaches, if that is sure",
+    "enable-auto-tool-choice": "on by default if the model's format is known",
+    "reasoning-parser": "auto by default: the format that the chat template uses, if it is certain",
+    "tool-call-parser": "auto by default: the format that the chat template uses, if it is certain",
     "config": "YAML with the flags as keys",
     "distributed-executor-backend": "vLLM's mp is multiprocess, uni is inline",
     "dtype": "vLLM's half and float are float16 and float32",
-    "host": "without it only this host is served (127.0.0.1); vLLM serves all",
+    "host": "the default serves only this host (127.0.0.1); vLLM serves all",
     "kv-transfer-config": "connectors and keys: see below",
     "load-format": "auto, safetensors or dummy; vLLM's hf is auto",
     "max-model-len": "vLLM's -1 is auto",
-    "ssl-ca-certs": "proxies and engines are believed by it, too",
-    "shutdown-timeout": "after --drain-delay; 30 seconds without it; vLLM ends at once",
+    "ssl-ca-certs": "it also verifies proxies and engines",
+    "shutdown-timeout": "starts after --drain-delay; default 30 seconds, while vLLM ends at once",
 }
-"""What a flag of the same name takes or does otherwise."""
+"""Differences of flags with the same name."""
 
 SHORT: Final = {
     "ac": "attention-config",
@@ -82,7 +82,7 @@ RENAMED_SWITCHES: Final = {
     "disable-log-stats": ("log-stats", False),
     "enable-log-requests": ("log-requests", True),
 }
-"""Switches that have another name here, and what of ours is meant where one is on."""
+"""Switches with another name here: our switch, and its value when theirs is on."""
 
 RENAMED: Final = {
     "distributed-timeout-seconds": "step-timeout",
@@ -102,8 +102,8 @@ RENAMED: Final = {
 
 NO_EFFECT: Final = {
     "aggregate-engine-logging": "the engine cores of one server are always counted together",
-    "async-scheduling": "as many steps are under way as there are pipeline stages",
-    "disable-access-log-for-endpoints": "there is no access log; requests have a line each",
+    "async-scheduling": "there are as many steps in flight as pipeline stages",
+    "disable-access-log-for-endpoints": "there is no access log; each request has a log line",
     "disable-cascade-attn": "there is no cascade attention",
     "disable-chunked-mm-input": "only text is served",
     "disable-custom-all-reduce": "there is no such all-reduce",
@@ -111,80 +111,80 @@ NO_EFFECT: Final = {
     "disable-nccl-for-dp-synchronization": "data-parallel engine cores meet without NCCL",
     "disable-uvicorn-access-log": "there is no access log",
     "enable-log-deltas": "outputs are never logged",
-    "enable-prompt-tokens-details": "usage always says how many prompt tokens were cached",
-    "enable-reasoning": "reasoning is parsed where --reasoning-parser or the template says how",
-    "enable-request-id-headers": "X-Request-Id is always taken, returned and passed on",
-    "enable-server-load-tracking": "/load always says how many requests run",
+    "enable-prompt-tokens-details": "usage always includes the cached prompt tokens",
+    "enable-reasoning": "reasoning is parsed if --reasoning-parser or the template sets it",
+    "enable-request-id-headers": "X-Request-Id is always read, returned and passed on",
+    "enable-server-load-tracking": "/load always reports the running requests",
     "exclude-tools-when-tool-choice-none": "tools are then always left out of the prompt",
-    "fail-on-environ-validation": "variables that mean nothing are said at the start",
+    "fail-on-environ-validation": "unknown variables are reported at the start",
     "language-model-only": "only text is served",
     "skip-mm-profiling": "only text is served",
     "trust-remote-code": "code that comes with a checkpoint is never run",
-    "use-tqdm-on-load": "the log says how far loading is",
+    "use-tqdm-on-load": "the log shows the progress of loading",
     "use-v2-block-manager": "there is one block manager",
 }
-"""Switches that are taken and change nothing, and what is true in place of it."""
+"""Switches that are accepted and change nothing, and what is true instead."""
 
 ONLY: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "api-server-count": (("1",), "one process serves HTTP; start engines behind `pdserve proxy`"),
-    "chat-template-content-format": (("auto", "string"), "templates get a text"),
+    "chat-template-content-format": (("auto", "string"), "templates receive a string"),
     "code-revision": ((), "code that comes with a checkpoint is never run"),
     "collect-detailed-traces": (("none",), "`pdserve trace` has every step, without a collector"),
-    "compilation-config": ((), "nothing is compiled; kernels are built beforehand"),
-    "config-format": (("auto", "hf"), "config.json of Hugging Face's format is read"),
+    "compilation-config": ((), "nothing is compiled while serving; kernels are built beforehand"),
+    "config-format": (("auto", "hf"), "config.json in Hugging Face's format is read"),
     "convert": (("auto", "none"), "only models that generate text are served"),
     "cpu-offload-gb": (("0", "0.0"), "weights stay on the device"),
-    "data-parallel-backend": (("mp",), "engine cores are processes of this host"),
+    "data-parallel-backend": (("mp",), "engine cores are processes on this host"),
     "decode-context-parallel-size": (("1",), "a sequence's KV is not split over ranks"),
-    "guided-decoding-backend": (("auto",), "llguidance alone is there"),
+    "guided-decoding-backend": (("auto",), "llguidance is the only backend"),
     "kv-cache-dtype": (("auto",), "KV has the dtype of the weights: see --dtype"),
-    "logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, as by vLLM's default"),
+    "logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, as in vLLM's default"),
     "mamba-cache-dtype": (("auto",), "there are no Mamba models"),
     "max-log-len": ((), "prompts and answers are never logged"),
-    "max-logprobs": (("20",), "a request may ask for 20 tokens at each place"),
+    "max-logprobs": (("20",), "a request may ask for 20 tokens at each position"),
     "max-parallel-loading-workers": ((), "each rank reads its own part of the files"),
     "max-seq-len-to-capture": ((), "graphs do not depend on the length of sequences"),
     "mm-processor-cache-gb": ((), "only text is served"),
     "model-impl": (("auto", "vllm"), "the models are pdserve's own"),
     "nnodes": (("1",), "one command starts all ranks: use --distributed-executor-backend ray"),
     "node-rank": (("0",), "one command starts all ranks: use --distributed-executor-backend ray"),
-    "optimization-level": ((), "nothing is compiled; kernels are built beforehand"),
+    "optimization-level": ((), "nothing is compiled while serving; kernels are built beforehand"),
     "performance-mode": (
         ("balanced",),
         "--max-num-seqs and --max-num-batched-tokens set the balance",
     ),
     "prefill-context-parallel-size": (("1",), "a sequence is not split over ranks"),
-    "prefix-caching-hash-algo": ((), "prefixes are found by pdserve's own hash"),
-    "preemption-mode": (("recompute",), "requests that are preempted are computed again"),
-    "renderer-num-workers": ((), "prompts are tokenized by two threads"),
-    "response-role": (("assistant",), "answers are the assistant's"),
+    "prefix-caching-hash-algo": ((), "pdserve has its own hash of prefixes"),
+    "preemption-mode": (("recompute",), "preempted requests are recomputed"),
+    "renderer-num-workers": ((), "two threads tokenize prompts"),
+    "response-role": (("assistant",), "answers have the role assistant"),
     "runner": (("auto", "generate"), "only models that generate text are served"),
     "stream-interval": (("1",), "every token is streamed at once"),
-    "swap-space": ((), "requests that are preempted are computed again, as in vLLM's V1"),
+    "swap-space": ((), "preempted requests are recomputed, as in vLLM's V1"),
     "task": (("auto", "generate"), "only models that generate text are served"),
     "tokenizer-mode": (("auto", "hf"), "tokenizer.json is read"),
     "uvicorn-log-level": ((), "there is no uvicorn; --log-level sets what is logged"),
     "worker-cls": (("auto",), "the worker is pdserve's own"),
 }
-"""Flags whose named values (any, if none is named) are true here and change nothing."""
+"""Flags that change nothing, with their accepted values (any value if none is named)."""
 
 ONLY_SPECULATIVE: Final = {
-    "draft-tensor-parallel-size": (("1",), "what drafts is not spread over ranks"),
+    "draft-tensor-parallel-size": (("1",), "a draft model is not spread over ranks"),
 }
-"""Keys of `--speculative-config` whose named values are true here and change nothing."""
+"""Keys of `--speculative-config` that change nothing, with their accepted values."""
 
 ABSENT_SPECULATIVE_KEYS: Final = {
-    "a draft model is a directory, used as it is, whole on the first rank, and greedy": """
+    "a draft model is a directory; it is used as it is, greedily, and whole on the first rank": """
         quantization max-model-len revision code-revision
         draft-load-config moe-backend attention-backend draft-sample-method
     """,
-    "a draft model needs the tokenizer of the model": "use-heterogeneous-vocab",
-    "a head says in its config.json what it is": "eagle-config",
-    "tokens are those without drafts, whatever the drafts": """
+    "a draft model needs the model's tokenizer": "use-heterogeneous-vocab",
+    "a head's config.json names its type": "eagle-config",
+    "drafts never change the tokens": """
         rejection-sample-method synthetic-acceptance-rate synthetic-acceptance-rates
         posterior-threshold posterior-alpha acceptance-method
     """,
-    "a request gets as long a draft as pays in its batch": """
+    "the length of each draft adapts to what pays off in its batch": """
         disable-by-batch-size disable-padded-drafter-batch enable-adaptive-draft-length
         parallel-drafting
     """,
@@ -192,7 +192,7 @@ ABSENT_SPECULATIVE_KEYS: Final = {
 """Keys of `--speculative-config` that are not supported."""
 
 ABSENT: Final = {
-    "weights are used as the checkpoint has them, those in FP8 in its other dtype": """
+    "weights keep the checkpoint's dtype; FP8 weights are converted to its other dtype": """
         quantization quantization-config allow-deprecated-quantization quantization-param-path
         kv-cache-dtype-skip-layers calculate-kv-scales
     """,
@@ -204,16 +204,16 @@ ABSENT: Final = {
         enable-prompt-adapter max-prompt-adapters max-prompt-adapter-token prompt-adapters
         qlora-adapter-name-or-path
     """,
-    "a draft model is a directory, used as it is, whole on the first rank": """
+    "a draft model is a directory; it is used as it is, whole on the first rank": """
         speculative-draft-tensor-parallel-size speculative-max-model-len
     """,
-    "tokens are those without drafts, whatever the drafts": """
+    "drafts never change the tokens": """
         spec-decoding-acceptance-method
     """,
-    "a request gets as long a draft as pays in its batch": """
+    "the length of each draft adapts to what pays off in its batch": """
         speculative-disable-by-batch-size num-lookahead-slots
     """,
-    "a request's line in the log says how its drafts did": """
+    "a request's log line reports its drafts": """
         per-request-spec-decode-metrics
     """,
     "only text is served": """
@@ -236,17 +236,17 @@ ABSENT: Final = {
     "only models that generate text are served": """
         pooler-config override-pooler-config diffusion-config io-processor-plugin
     """,
-    "parsers are those that are built in: --tool-call-parser, --reasoning-parser": """
+    "only built-in parsers exist: --tool-call-parser, --reasoning-parser": """
         tool-parser-plugin reasoning-parser-plugin
     """,
-    "clients call tools; this server calls none": "tool-server",
-    "there is no budget of reasoning tokens": "reasoning-config",
-    "llguidance alone is there; a request says how its JSON is spaced, in structured_outputs": """
+    "clients call tools; the server does not": "tool-server",
+    "there is no budget for reasoning tokens": "reasoning-config",
+    "llguidance is the only backend; requests set JSON's spacing in structured_outputs": """
         structured-outputs-config disable-any-whitespace guided-decoding-disable-fallback
         guided-decoding-disable-any-whitespace guided-decoding-disable-additional-properties
     """,
-    "code of requests is never run": "logits-processor-pattern",
-    "each engine is a server of its own: start several behind `pdserve proxy`": """
+    "code in requests is never run": "logits-processor-pattern",
+    "each engine is a separate server: start several behind `pdserve proxy`": """
         data-parallel-rank data-parallel-start-rank data-parallel-size-local
         data-parallel-address data-parallel-rpc-port data-parallel-hybrid-lb
         data-parallel-external-lb data-parallel-multi-port-external-lb
@@ -256,7 +256,7 @@ ABSENT: Final = {
     "one command starts all ranks: use --distributed-executor-backend ray for several hosts": """
         master-addr master-port cpu-distributed-timeout-seconds
     """,
-    "say it for the process, by CUDA_VISIBLE_DEVICES, taskset or numactl": """
+    "set it for the process with CUDA_VISIBLE_DEVICES, taskset or numactl": """
         device-ids numa-bind numa-bind-nodes numa-bind-cpus
     """,
     "a sequence's KV is not split over ranks": """
@@ -266,10 +266,10 @@ ABSENT: Final = {
     "steps are not split into micro-batches": """
         enable-dbo ubatch-size dbo-decode-token-threshold dbo-prefill-token-threshold
     """,
-    "the number of ranks stays as it was at the start": """
+    "the number of ranks is fixed at the start": """
         enable-elastic-ep enable-fault-tolerance fault-tolerance-config
     """,
-    "each rank reads what it needs of the files": """
+    "each rank reads only its part of the files": """
         enable-ep-weight-filter safetensors-load-strategy safetensors-prefetch-num-threads
         safetensors-prefetch-block-size model-loader-extra-config ignore-patterns
         pt-load-map-location
@@ -279,7 +279,7 @@ ABSENT: Final = {
         enable-batch-sharded-sampling logits-processors override-neuron-config
         scheduler-reserve-full-isl
     """,
-    "the kernels of each device are chosen by themselves: `pdserve doctor` names them": """
+    "pdserve chooses the kernels for each device: `pdserve doctor` names them": """
         attention-backend attention-config kernel-config moe-backend linear-backend
         sparse-indexer-topk-backend ir-op-priority enable-flashinfer-autotune
         enable-bf16x3-router-gemm enable-cutedsl-warmup override-attention-dtype use-fp64-gumbel
@@ -291,7 +291,7 @@ ABSENT: Final = {
     "keep KV in a store: `pdserve up --kv-tiers`, or `pdserve kv-server`": """
         kv-offloading-size kv-offloading-backend
     """,
-    "KV blocks go when nobody needs them, the longest unused first": """
+    "unused KV blocks are evicted, least recently used first": """
         prefix-cache-retention-interval watermark kv-sharing-fast-prefill kv-cache-metrics
         kv-cache-metrics-sample
     """,
@@ -300,11 +300,11 @@ ABSENT: Final = {
         offload-prefetch-step offload-params enable-sleep-mode enable-cumem-allocator
         weight-transfer-config
     """,
-    "--max-num-batched-tokens and --long-prefill-token-threshold say what a step takes": """
+    "--max-num-batched-tokens and --long-prefill-token-threshold limit a step": """
         prefill-schedule-interval max-num-partial-prefills max-long-partial-prefills
         scheduler-delay-factor num-scheduler-steps multi-step-stream-outputs
     """,
-    "give a directory of the revision, as huggingface_hub downloads it": """
+    "name a directory with that revision, as huggingface_hub downloads it": """
         revision tokenizer-revision hf-config-path model-weights
     """,
     "the hub's client reads HF_TOKEN": """
@@ -313,22 +313,22 @@ ABSENT: Final = {
     "the hub's client reads HF_HOME": """
         download-dir
     """,
-    "config.json is read as it is: change a copy of it": """
+    "config.json is read as it is: edit a copy of it": """
         hf-overrides model-class-overrides rope-scaling rope-theta
     """,
-    "requests have these parameters, and generation_config.json their defaults": """
+    "set them in requests, and their defaults in generation_config.json": """
         override-generation-config
     """,
-    "a request asks for it: return_token_ids, stream_options, chat_template_kwargs": """
+    "set it in requests: return_token_ids, stream_options, chat_template_kwargs": """
         return-tokens-as-token-ids enable-force-include-usage default-chat-template-kwargs
     """,
-    "layers have the window that config.json gives them": """
+    "config.json sets the window of each layer": """
         disable-sliding-window
     """,
-    "templates of requests are never used": """
+    "templates in requests are never used": """
         trust-request-chat-template
     """,
-    "prompts become tokens here: the proxy splits requests by them": """
+    "prompts are tokenized here, because the proxy splits requests by their tokens": """
         skip-tokenizer-init enable-prompt-embeds tokens-only tokenizer-pool-size
         tokenizer-pool-type tokenizer-pool-extra-config
     """,
@@ -336,26 +336,26 @@ ABSENT: Final = {
         enable-return-routed-experts return-sampling-mask enable-trace-replay
         enable-per-request-metrics fingerprint-mode fingerprint-value
     """,
-    "`pdserve trace` and `/metrics` say it, without a collector": """
+    "`pdserve trace` and `/metrics` show it without a collector": """
         otlp-traces-endpoint show-hidden-metrics-for-version enable-layerwise-nvtx-tracing
         enable-mfu-metrics enable-logging-iteration-details profiler-config
     """,
-    "prompts and answers are never logged; --log-level sets what is": """
+    "prompts and answers are never logged; --log-level sets what is logged": """
         enable-log-outputs log-config-file log-error-stack
     """,
-    "no page is served but the proxy's dashboard; /openapi.json describes the API": """
+    "the proxy's dashboard is the only page; /openapi.json describes the API": """
         disable-fastapi-docs enable-offline-docs enable-tokenizer-info-endpoint
     """,
-    "--max-body-bytes, --header-timeout and --body-timeout limit what clients may take": """
+    "--max-body-bytes, --header-timeout and --body-timeout limit what clients may use": """
         h11-max-incomplete-event-size h11-max-header-count
     """,
     "HTTP is served over TCP": """
         uds grpc
     """,
-    "requests pass no foreign code: put a gateway in front": """
+    "no foreign code handles requests: put a gateway in front": """
         middleware
     """,
-    "TLS has OpenSSL's ciphers, and files are read at start: restart, which loses no request": """
+    "TLS uses OpenSSL's ciphers and reads its files at start: restart, which loses no request": """
         ssl-ciphers enable-ssl-refresh
     """,
 }

@@ -1,7 +1,7 @@
 """Translates vLLM's names and values into pdserve's settings.
 
-A flag without effect is a setting nobody reads: its note is said at the start. One of another name
-is a shorthand. Where vLLM has other words for a value, the setting's reader turns them into ours.
+A flag without effect is an unused setting, whose note is shown at start. A flag with another name
+is a shorthand. If vLLM has other words for a value, the setting's reader turns them into ours.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pdserve.errors import ConfigError
 _TRANSFER: Final = "kv-transfer-config"
 _EXTRA: Final = f"{_TRANSFER}.kv-connector-extra-config"
 ROLE: Final = f"{_TRANSFER}.kv-role"
-"""The setting that says for which part of the hand-over an engine is; empty if nobody says it."""
+"""The setting for an engine's part in the handoff; may be empty."""
 _LMCACHE_PORT: Final = 5555
-"""Of LMCache's server, where nobody says another."""
+"""Default port of LMCache's server."""
 
 
 def with_words(settings: Iterable[Setting]) -> tuple[Setting, ...]:
-    """Return the settings, which understand vLLM's words as well."""
+    """Return the settings so that they also accept vLLM's words."""
     return tuple(_with_words(setting) for setting in settings)
 
 
@@ -45,7 +45,7 @@ def _connector_names(raw: object) -> object:
     """Names with commas between them, vLLM's among them.
 
     Raises:
-        ValueError: One is of a connector that is not supported.
+        ValueError: A connector is not supported.
     """
     if not isinstance(raw, str):
         return raw
@@ -68,7 +68,7 @@ def settings(group: str, known: Collection[str]) -> tuple[Setting, ...]:
 
     Args:
         group: Heading in the help, where they are hidden.
-        known: Flags that the command has of its own.
+        known: Flags of the command itself.
     """
     made = [_switch(flag, text, group) for flag, text in flags.NO_EFFECT.items()]
     for flag, (words, text) in flags.ONLY.items():
@@ -112,7 +112,7 @@ def _role(raw: object) -> object:
 
 
 def role_of(role: Role, said: str) -> Role:
-    """Return what an engine is for: its command says it, or `kv_role` under `pdserve serve`.
+    """Return an engine's role: its command sets it, or `kv_role` for `pdserve serve`.
 
     Args:
         role: The command's.
@@ -136,7 +136,7 @@ def shorthands(group: str, known: Collection[str]) -> tuple[Shorthand, ...]:
 
     Args:
         group: Heading in the help, where they are hidden.
-        known: Flags that the command has of its own.
+        known: Flags of the command itself.
     """
     keys = {f"{_TRANSFER}.{key}": flag for key, flag in connectors.RENAMED_KEYS.items()}
     renamed = {**flags.RENAMED, **keys}
@@ -176,12 +176,12 @@ def _failure_policy(raw: object) -> Mapping[str, object]:
 
 
 def transfer_config(raw: object) -> Mapping[str, object]:
-    """Read `--kv-transfer-config`, as vLLM or as pdserve writes it; raw values by flag.
+    """Read `--kv-transfer-config` in vLLM's or pdserve's form; return raw values by flag.
 
-    The secret has a flag without the prefix.
+    The flag of the secret has no prefix.
 
     Raises:
-        ValueError: It is no object, or has what is not supported.
+        ValueError: It is not an object, or contains something that is not supported.
     """
     content = {canonical(key): value for key, value in parse_object(raw).items()}
     extra = content.pop("kv-connector-extra-config", None) or {}
@@ -198,7 +198,7 @@ def transfer_config(raw: object) -> Mapping[str, object]:
 
 
 def _several(extra: Mapping[str, object]) -> dict[str, object]:
-    """Read what `MultiConnector` is told: objects like its own, one for each connector."""
+    """Read the settings of `MultiConnector`: an object like its own for each connector."""
     objects = extra.get("connectors")
     if not isinstance(objects, list) or not objects:
         raise ValueError(
@@ -216,7 +216,7 @@ def _several(extra: Mapping[str, object]) -> dict[str, object]:
 
 
 def _extra(name: str, raw: object) -> Mapping[str, object]:
-    """Read what the connector called `name` alone is told."""
+    """Read the settings of the connector `name` alone."""
     content = {canonical(key): value for key, value in parse_object(raw).items()}
     found: dict[str, object] = {}
     host = content.pop(connectors.LMCACHE_HOST, None)

@@ -15,8 +15,8 @@ VARIABLES: Final = {
     "VLLM_NIXL_SIDE_CHANNEL_PORT": "kv-transfer-config.port",
     "VLLM_PP_LAYER_PARTITION": "pipeline-layers",
 }
-"""Variables that set what a flag sets. Of two for one flag the first in this order wins; a variable
-of pdserve's own wins over all of them."""
+"""Variables that set a flag. If two set the same flag, the first in this order wins; a variable
+of pdserve overrides all of them."""
 
 VARIABLE_NOTES: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "in GiB",
@@ -24,21 +24,21 @@ VARIABLE_NOTES: Final = {
 }
 
 VARIABLES_WITHOUT_EFFECT: Final = {
-    "VLLM_BATCH_INVARIANT": "tokens do not depend on the batch, but for --numerics fast",
-    "VLLM_CONFIGURE_LOGGING": "--log-level says what is logged",
-    "VLLM_DISABLE_LOG_LOGO": "there is none",
-    "VLLM_DO_NOT_TRACK": "nothing is reported to anybody",
-    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "routers are told of blocks by whole numbers",
-    "VLLM_NO_USAGE_STATS": "nothing is reported to anybody",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "an engine core always has a process of its own",
-    "VLLM_USE_V1": "there is one engine",
-    "VLLM_WORKER_MULTIPROC_METHOD": "ranks are started anew, never forked",
+    "VLLM_BATCH_INVARIANT": "tokens do not depend on the batch, except with --numerics fast",
+    "VLLM_CONFIGURE_LOGGING": "--log-level sets what is logged",
+    "VLLM_DISABLE_LOG_LOGO": "there is no logo",
+    "VLLM_DO_NOT_TRACK": "no usage data is sent",
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "KV events always name blocks by integers",
+    "VLLM_NO_USAGE_STATS": "no usage data is sent",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "an engine core always runs in its own process",
+    "VLLM_USE_V1": "there is only one engine",
+    "VLLM_WORKER_MULTIPROC_METHOD": "ranks are spawned, never forked",
 }
-"""Variables that change nothing, and what is true in place of it."""
+"""Variables that change nothing, and what is true instead."""
 
 
 ABSENT_VARIABLES: Final = {
-    "the kernels of each device are chosen by themselves: `pdserve doctor` names them": """
+    "pdserve chooses the kernels for each device: `pdserve doctor` names them": """
         VLLM_ATTENTION_BACKEND VLLM_USE_FLASHINFER_SAMPLER VLLM_FLASHINFER_ALLREDUCE_BACKEND
         VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE
         VLLM_HAS_FLASHINFER_CUBIN VLLM_CPU_SGL_KERNEL VLLM_CPU_ATTN_SPLIT_KV
@@ -50,7 +50,7 @@ ABSENT_VARIABLES: Final = {
         VLLM_SPARSE_INDEXER_MAX_LOGITS_MB VLLM_KV_CACHE_LAYOUT VLLM_USE_PACKED_HMA_KV_CACHE
         VLLM_SSM_CONV_STATE_LAYOUT VLLM_USE_V2_MODEL_RUNNER
     """,
-    "no products are computed of quantised weights": """
+    "no kernels compute with quantized weights": """
         VLLM_CPU_INT4_W4A8 VLLM_USE_TRITON_AWQ VLLM_MARLIN_USE_ATOMIC_ADD
         VLLM_MARLIN_INPUT_DTYPE VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_INPUT_QUANT_CONFIG
         VLLM_HUMMING_USE_F16_ACCUM VLLM_HUMMING_MOE_GEMM_TYPE VLLM_DEEPEPLL_NVFP4_DISPATCH
@@ -85,7 +85,7 @@ ABSENT_VARIABLES: Final = {
         VLLM_USE_LAYERNAME VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS VLLM_CUDART_SO_PATH
         VLLM_TORCH_COMPILE_LEVEL
     """,
-    "ranks find one another by themselves; several hosts need a Ray cluster": """
+    "ranks find one another without settings; several hosts need a Ray cluster": """
         VLLM_PORT VLLM_RPC_BASE_PATH VLLM_LOOPBACK_IP VLLM_NCCL_SO_PATH VLLM_NCCL_INCLUDE_PATH
         VLLM_DISABLE_PYNCCL VLLM_SKIP_P2P_CHECK VLLM_ALLREDUCE_USE_SYMM_MEM
         VLLM_ALLREDUCE_USE_FLASHINFER VLLM_USE_NCCL_SYMM_MEM VLLM_DISTRIBUTED_USE_SPLIT_GROUP
@@ -97,18 +97,18 @@ ABSENT_VARIABLES: Final = {
         VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_GPU_NIC_PCIE_MAPPING VLLM_NIC_SELECTION_VARS
         VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME
     """,
-    "each engine is a server of its own: start several behind `pdserve proxy`": """
+    "each engine is a separate server: start several behind `pdserve proxy`": """
         VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT
         VLLM_RANDOMIZE_DP_DUMMY_INPUTS VLLM_RAY_DP_PACK_STRATEGY VLLM_RAY_DP_PLACEMENT_NODE_IPS
     """,
-    "experts meet by the collectives of --all2all-backend": """
+    "tokens reach experts by the collectives of --all2all-backend": """
         VLLM_ALL2ALL_BACKEND VLLM_DEEPEP_BUFFER_SIZE_MB
         VLLM_DEEPEP_HIGH_THROUGHPUT_FORCE_INTRA_NODE VLLM_DEEPEP_LOW_LATENCY_USE_MNNVL
         VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE VLLM_DEEPEP_V2_PREFER_OVERLAP
         VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION VLLM_DBO_COMM_SMS VLLM_NIXL_EP_MAX_NUM_RANKS
         VLLM_ELASTIC_EP_SCALE_UP_LAUNCH VLLM_ELASTIC_EP_DRAIN_REQUESTS
     """,
-    "KV is kept by a store: `pdserve up --kv-tiers`, or `pdserve kv-server`": """
+    "keep KV in a store: `pdserve up --kv-tiers`, or `pdserve kv-server`": """
         VLLM_MOONCAKE_BOOTSTRAP_PORT VLLM_MOONCAKE_STORE_TIER_LOG
         VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
         MOONCAKE_PREFERRED_SEGMENT MOONCAKE_REQUESTER_LOCAL_HOSTNAME
@@ -122,56 +122,56 @@ ABSENT_VARIABLES: Final = {
         VLLM_VIDEO_LOADER_BACKEND VLLM_MEDIA_CONNECTOR VLLM_MM_HASHER_ALGORITHM
         VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN
     """,
-    "the parsers of tool calls have no such settings, and there is no /v1/responses": """
+    "the parsers of tool calls have no such settings, and responses are not stored": """
         VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_ENFORCE_STRICT_TOOL_CALLING
         VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT
         VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS
         VLLM_SYSTEM_START_DATE VLLM_ENABLE_RESPONSES_API_STORE
     """,
-    "grammars are compiled by llguidance, in bounded time": """
+    "llguidance compiles grammars, within a time limit": """
         VLLM_XGRAMMAR_CACHE_MB VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_V1_USE_OUTLINES_CACHE
     """,
     "there are no LoRA adapters": """
         VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST
         VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM
     """,
-    "it is about building vLLM": """
+    "it concerns building vLLM": """
         VLLM_TARGET_DEVICE VLLM_MAIN_CUDA_VERSION VLLM_USE_PRECOMPILED VLLM_USE_PRECOMPILED_RUST
         VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX VLLM_DOCKER_BUILD_CONTEXT
         VLLM_ENABLE_CUDA_COMPATIBILITY VLLM_CUDA_COMPATIBILITY_PATH
     """,
-    "`pdserve trace` and `/metrics` say what an engine does": """
+    "`pdserve trace` and `/metrics` show what an engine does": """
         VLLM_TRACE_FUNCTION VLLM_LOG_BATCHSIZE_INTERVAL VLLM_LOG_MODEL_INSPECTION
         VLLM_DEBUG_LOG_API_SERVER_RESPONSE VLLM_DEBUG_DUMP_PATH VLLM_DEBUG_WORKSPACE
         VLLM_DEBUG_MFU_METRICS VLLM_GC_DEBUG VLLM_CUSTOM_SCOPES_FOR_PROFILING
         VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_COMPUTE_NANS_IN_LOGITS VLLM_TORCH_PROFILER_DIR
     """,
-    "--log-level says what is logged, to stderr": """
+    "--log-level sets what is logged to stderr": """
         VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_COLOR
         VLLM_LOG_STATS_INTERVAL
     """,
-    "models come from a directory or from Hugging Face's hub, whose client has variables HF_*": """
+    "models come from a directory or Hugging Face's hub, whose client reads HF_* variables": """
         VLLM_USE_MODELSCOPE VLLM_MODEL_REDIRECT_PATH S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY
         S3_ENDPOINT_URL VLLM_FASTSAFETENSORS_QUEUE_SIZE
     """,
-    "files of pdserve's own lie in ~/.cache/pdserve": """
+    "pdserve keeps its files in ~/.cache/pdserve": """
         VLLM_CACHE_ROOT VLLM_CONFIG_ROOT
     """,
-    "nothing is reported to anybody": """
+    "no usage data is sent": """
         VLLM_USAGE_STATS_SERVER VLLM_USAGE_SOURCE
     """,
     "weights stay on the device": """
         VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
         VLLM_WSL2_ENABLE_PIN_MEMORY
     """,
-    "--num-threads, and taskset around the process, say which cores an engine has": """
+    "--num-threads, and taskset for the process, set an engine's cores": """
         VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_MOE_PREPACK
     """,
-    "--heartbeat-timeout and --step-timeout say when an engine is given up": """
+    "--heartbeat-timeout and --step-timeout set when an engine fails": """
         VLLM_ENGINE_ITERATION_TIMEOUT_S VLLM_ENGINE_READY_TIMEOUT_S
         VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
     """,
-    "--max-model-len is at most what the model was made for": """
+    "--max-model-len cannot exceed the model's own limit": """
         VLLM_ALLOW_LONG_MAX_MODEL_LEN
     """,
     "the HTTP server is pdserve's own": """
@@ -179,11 +179,11 @@ ABSENT_VARIABLES: Final = {
         VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_USE_RUST_FRONTEND VLLM_RUST_FRONTEND_PATH
         VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_USE_FASTOKENS
     """,
-    "KV blocks go when nobody needs them, the longest unused first": """
+    "unused KV blocks are evicted, least recently used first": """
         VLLM_PREFIX_CACHE_RETENTION_INTERVAL VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE
     """,
-    "packages bring connectors by entry points: see docs/extending.md": """
+    "packages provide connectors with entry points: see docs/extending.md": """
         VLLM_PLUGINS
     """,
 }
-"""Reasons, and the variables that are not read for them."""
+"""Reasons, with the variables that are not read for each."""
