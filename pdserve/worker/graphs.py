@@ -1,22 +1,25 @@
-"""Steps that are run before there is a request, and decode steps captured as graphs.
+"""Steps that are run before there is a request, and steps captured as graphs.
 
 Kernels are compiled at their first launch, and no request should wait for that; and the device
 memory that steps need has to be known before KV gets the rest of it.
 
-A step of decode is some hundreds of short kernels, and launching them one by one takes the host
-about as long as running them takes the device. So a step in which every request computes one token,
-and those of a draft behind it, is replayed, padded with tokens that compute nothing up to the next
-captured number. The inputs say which tokens belong to one request.
+A step is some hundreds of kernels. Launching them one by one takes the host longer than running
+them takes the device, unless the step has many hundreds of tokens. So steps with fewer are replayed
+as graphs, padded with tokens that compute nothing up to the next captured size: decode steps, in
+which every request computes one token, or one and a draft behind it, and steps with prompts. The
+inputs say which tokens belong to one request.
 """
 
 from __future__ import annotations
 
-import bisect
+import itertools
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from pdserve.worker.step_buffers import GraphSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -28,6 +31,11 @@ T = TypeVar("T")
 
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _STRIDE = 32
+
+_PROMPT_TOKENS: Final = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+"""As products cut rows into tiles: padding within a tile takes no time. The device takes longer
+for more tokens than the host does to launch them."""
+_PROMPT_REQUESTS: Final = (2, 16, 64)
 
 
 def rehearsed_steps(
@@ -72,13 +80,26 @@ def rehearse(
         model.forward(inputs, kv_layers, None, received)
 
 
-def graph_sizes(max_num_rows: int) -> list[int]:
-    """Return the numbers of rows that graphs are captured for, rising, up to the maximum itself.
+def decode_sizes(max_num_rows: int) -> list[GraphSize]:
+    """Return the sizes that decode steps are captured for, rising, up to the maximum itself.
 
     They are close together where an extra row costs the most time, then a constant ratio apart.
     """
     sizes = [*_SMALL, *range(_SMALL[-1] + _STRIDE, max_num_rows, _STRIDE)]
-    return [size for size in sizes if size < max_num_rows] + [max_num_rows]
+    rows = [size for size in sizes if size < max_num_rows] + [max_num_rows]
+    return [GraphSize(num, num) for num in rows]
+
+
+def prompt_sizes(max_num_seqs: int, max_num_tokens: int) -> list[GraphSize]:
+    """Return the sizes that steps with prompts are captured for, rising.
+
+    Each has room for a request that holds the padding.
+    """
+    most_tokens = min(max_num_tokens, _PROMPT_TOKENS[-1])
+    tokens = [num for num in _PROMPT_TOKENS if num < most_tokens] + [most_tokens]
+    requests = [num for num in _PROMPT_REQUESTS if num <= max_num_seqs] + [max_num_seqs + 1]
+    pairs = itertools.product(tokens, requests)
+    return sorted({GraphSize(tokens, min(tokens, requests)) for tokens, requests in pairs})
 
 
 def num_graph_rows(max_num_seqs: int, max_drafted: int) -> int:
@@ -87,18 +108,26 @@ def num_graph_rows(max_num_seqs: int, max_drafted: int) -> int:
 
 
 class StepGraphs(Generic[T]):
-    """The graphs of one rank.
+    """The graphs of one rank for one kind of step.
 
     Args:
-        run: Runs a step of the given number of rows over the inputs of the rank's buffers, and
-            returns its results.
+        sizes: Sizes to capture, rising.
+        stage: Brings a step of a size that computes nothing to the device.
+        run: Runs a step of a size over the inputs of the rank's buffers, and returns its results.
     """
 
-    def __init__(self, device: Device, max_num_rows: int, run: Callable[[int], T]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        sizes: Sequence[GraphSize],
+        stage: Callable[[GraphSize], None],
+        run: Callable[[GraphSize], T],
+    ) -> None:
         self._device = device
-        self._sizes = graph_sizes(max_num_rows)
+        self._sizes = sizes
+        self._stage = stage
         self._run = run
-        self._captured: dict[int, tuple[DeviceGraph, T]] = {}
+        self._captured: dict[GraphSize, tuple[DeviceGraph, T]] = {}
 
     def capture(self) -> None:
         """Capture every size, the largest first: the others reuse its memory.
@@ -107,24 +136,32 @@ class StepGraphs(Generic[T]):
             RuntimeError: A step cannot be captured; then no graph is kept.
         """
         for size in reversed(self._sizes):
+            self._stage(size)
             try:
                 self._captured[size] = self._device.capture(partial(self._run, size))
             except RuntimeError:
                 self.close()
                 raise
 
-    def size_for(self, num_rows: int) -> int | None:
-        """Return the rows of the smallest graph with at least `num_rows`; None if there is none."""
-        at = bisect.bisect_left(self._sizes, num_rows)
-        return self._sizes[at] if self._captured and at < len(self._sizes) else None
+    def size_for(self, num_tokens: int, num_requests: int, num_logits: int = 0) -> GraphSize | None:
+        """Return the smallest captured size that a step fits in; None if there is none.
 
-    def replay(self, num_rows: int) -> T:
-        """Run a captured step of exactly `num_rows` rows.
+        Args:
+            num_logits: Tokens whose logits are wanted, if a graph picks them out.
+        """
+        for size in self._sizes if self._captured else ():
+            num_needed = num_requests + (num_tokens < size.num_tokens)  # some hold the padding
+            if num_tokens <= size.num_tokens and max(num_needed, num_logits) <= size.num_requests:
+                return size
+        return None
+
+    def replay(self, size: GraphSize) -> T:
+        """Run a captured step of exactly this size.
 
         Returns:
-            The tensors that `run` returned, refilled; valid until the next replay of any size.
+            The tensors that `run` returned, refilled; valid until the next replay of any graph.
         """
-        graph, results = self._captured[num_rows]
+        graph, results = self._captured[size]
         graph.replay()
         return results
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pdserve.wire.step import KnownRequests, NewRequest
     from pdserve.worker.graphs import StepGraphs
     from pdserve.worker.step import AwaitedTokens
-    from pdserve.worker.step_buffers import StepBuffers
+    from pdserve.worker.step_buffers import GraphSize, StepBuffers
 
 
 class InputBatch:
@@ -171,12 +171,14 @@ class InputBatch:
         self,
         num_scheduled_tokens: dict[RequestId, int],
         graphs: StepGraphs[Any] | None = None,
+        prompt_graphs: StepGraphs[Any] | None = None,
         drafts: Mapping[RequestId, list[int]] | None = None,
     ) -> PreparedStep:
         """Cut a step's inputs; they belong to the device once they are uploaded.
 
         Args:
-            graphs: Run it if possible: each request computes its last token, and its draft.
+            graphs: Run it if each request computes its last token, and its draft.
+            prompt_graphs: Run it if they do not.
             drafts: Tokens computed after the last ones of their requests; none is empty.
 
         Raises:
@@ -217,12 +219,18 @@ class InputBatch:
         fed = np.flatnonzero(fed_from >= 0)
         arrays.fed_from[: len(fed)] = fed_from[fed]
         arrays.fed_tokens[: len(fed)] = query_start[1:][fed] - 1
-        padded = graphs.size_for(total) if graphs and does_all_sample else None
-        if padded is not None:
-            self._buffers.pad(num_requests, total, padded)
+        size = None
+        if graphs and does_all_sample:
+            size = graphs.size_for(total, num_requests)
+        elif prompt_graphs and not does_all_sample:
+            size = prompt_graphs.size_for(total, num_requests, num_logits)
+        num_tables = num_requests
+        if size is not None:
+            num_tables = self._buffers.pad(num_requests, total, size)
+            arrays.logit_rows[num_logits:] = 0
         return PreparedStep(
             inputs=self._buffers.inputs(total, num_requests, width),
-            graph_rows=padded,
+            graph=size,
             request_ids=request_ids,
             rows=rows,
             start=start,
@@ -234,6 +242,7 @@ class InputBatch:
             draft_tokens=draft_tokens,
             logit_rows=None if does_all_sample else self._buffers.logit_rows(num_logits),
             num_fed=len(fed),
+            num_tables=num_tables,
         )
 
     def inputs_of(
@@ -245,7 +254,7 @@ class InputBatch:
         *,
         first_block: NDArray[np.int64] | None = None,
         ahead: int = 0,
-        graph_rows: int | None = None,
+        graph: GraphSize | None = None,
     ) -> tuple[StepInputs, NDArray[np.int64]]:
         """Return the inputs of a step of another model over the same requests.
 
@@ -257,7 +266,7 @@ class InputBatch:
             first_block: `[R]`, each one's first block that is read, none behind `start`;
                 positions do not change. None: all are read.
             ahead: Offset from a position to the token that is read for it.
-            graph_rows: Rows of the graph that runs it, at least as many as there are tokens.
+            graph: Size of the graph that runs it.
 
         Returns:
             The inputs, and `[R + 1]`, the first token of each request in them.
@@ -272,10 +281,7 @@ class InputBatch:
             at = np.minimum(first_block[:, None] + np.arange(width), width - 1)
             tables[:] = np.take_along_axis(tables, at, axis=1)
             arrays.context_lens[: len(rows)] -= first_block * self._block_size
-        num_padding = 0 if graph_rows is None else graph_rows - total
-        if graph_rows is not None:
-            buffers.pad(len(rows), total, graph_rows)
-        buffers.upload(len(rows) + num_padding)
+        buffers.upload(len(rows) if graph is None else buffers.pad(len(rows), total, graph))
         return buffers.inputs(total, len(rows), width), query_start
 
     def _fill(
@@ -362,8 +368,7 @@ class InputBatch:
         Args:
             sampled: `[M]` int64 on the device, the tokens of the last `wait_for`.
         """
-        num_padding = (prepared.graph_rows or prepared.num_tokens) - prepared.num_tokens
-        self._buffers.upload(len(prepared.rows) + num_padding)
+        self._buffers.upload(prepared.num_tables)
         if prepared.num_fed:
             assert sampled is not None
             self._buffers.feed(prepared.num_fed, sampled)

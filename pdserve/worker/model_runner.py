@@ -2,7 +2,7 @@
 
     SchedulerOutput -> forget, take, update rows -> inputs -> forward (KV is written)
     -> logits of the rows that sample, and of drafts -> tokens -> ModelRunnerOutput
-       (forward and logits of a step of decode are a graph's, where the device has graphs)
+       (forward and the logits of decode are a graph's, where the device has graphs)
     -> finish_step: work that the answer need not wait for, such as the next drafts
 
 Every rank of an engine runs the same steps in the same order. A pipeline stage receives what
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.models.decoder import StreamTap, WantedStates
 from pdserve.parallel.dispatch import SlicedExperts
 from pdserve.parallel.pipeline import StageLink
 from pdserve.wire.step import ModelRunnerOutput
@@ -33,7 +32,14 @@ from pdserve.worker.drafting.loading import drafter_of
 from pdserve.worker.drafting.model import FirstRanksDrafts
 from pdserve.worker.expert_steps import ExpertSteps
 from pdserve.worker.final_states import PromptLogprobs, PromptPooler, not_a_number, not_finite
-from pdserve.worker.graphs import num_graph_rows, rehearse, rehearsed_steps
+from pdserve.worker.forward_pass import ForwardPass
+from pdserve.worker.graphs import (
+    decode_sizes,
+    num_graph_rows,
+    prompt_sizes,
+    rehearse,
+    rehearsed_steps,
+)
 from pdserve.worker.input_batch import InputBatch
 from pdserve.worker.replays import ReplayedSteps
 from pdserve.worker.step import LaunchedStep, PreparedStep, StepAhead
@@ -98,10 +104,10 @@ class ModelRunner:
         self._rehearsed = rehearsed_steps(num_rows, max_num_tokens, loaded.max_model_len)
         buffers = self._buffers = StepBuffers(
             device,
-            num_rows=max_graph_rows,
+            num_rows=max_graph_rows + 1,  # padding may need a request of its own
             max_blocks=-(-loaded.max_model_len // block_size),
             max_num_tokens=max_num_tokens,
-            max_logits=self._max_logits,
+            max_logits=self._max_logits + 1,
         )
         self._batch = InputBatch(
             num_rows=num_rows,
@@ -145,18 +151,23 @@ class ModelRunner:
         # Shared experts learn of a step before it, and the host synchronizes with other ranks.
         slices = isinstance(loaded.experts, SlicedExperts | None)
         self._rehearses = slices and not device.shares_memory
-        self._narrows = slices and pp.is_last
+        reader = self._drafts.reader if self._drafts else None
+        aux_layers = None if reader is None else reader.aux_layers
+        self._forward = ForwardPass(
+            self._model, self._kv_layers, buffers, slices and pp.is_last, aux_layers
+        )
         is_alone = world.dp.size == pp.size == tp.size == 1
         self._replays: ReplayedSteps | None = None
         if device.has_graphs and slices and is_alone and on_device is not None:
             self._replays = ReplayedSteps(
                 device,
-                max_graph_rows,
-                self._decode,
+                decode_sizes(max_graph_rows),
+                self._forward.decode,
                 sampler=on_device,
                 batch=self._batch,
                 buffers=buffers,
             )
+        self._prompt_sizes = prompt_sizes(num_rows, max_num_tokens)
 
     def rehearse(self, progress: Callable[[str], None]) -> None:
         """Run every kind of step, the largest first, and report it to `progress`."""
@@ -180,8 +191,11 @@ class ModelRunner:
         """Capture graphs; a model that uses some reference operations may have none."""
         if self._replays is None:
             return
-        progress("capturing decode steps as graphs")
-        captures = {"decode steps": self._replays.capture}
+        progress("capturing steps as graphs")
+        captures = {
+            "steps with prompts": partial(self._forward.capture, self._device, self._prompt_sizes),
+            "decode steps": self._replays.capture,
+        }
         if isinstance(self._by_model, FirstRanksDrafts):
             captures["drafts"] = self._by_model.capture
         for what, capture in captures.items():
@@ -209,21 +223,11 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release the graphs."""
+        self._forward.close()
         if self._replays is not None:
             self._replays.close()
         if isinstance(self._by_model, FirstRanksDrafts):
             self._by_model.close()
-
-    def _decode(self, num_rows: int) -> tuple[Tensor, ...]:
-        """Logits of a step of decode over the buffers' first rows, and what a drafter reads."""
-        inputs, tap = self._buffers.decode_inputs(num_rows), self._tap()
-        hidden = self._model.forward(inputs, self._kv_layers, tap=tap)
-        read = () if tap is None else (hidden, *tap.states)
-        return self._model.logits(hidden), *read
-
-    def _tap(self) -> StreamTap | None:
-        reader = self._drafts.reader if self._drafts else None
-        return None if reader is None else StreamTap(reader.aux_layers)
 
     def execute(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> ModelRunnerOutput:
         """Launch one step, and collect it."""
@@ -274,16 +278,23 @@ class ModelRunner:
         self._apply(step)
         if not step.num_scheduled_tokens:
             return self._run_empty(step)
-        # A replay calls no hook.
+        # A replay calls no hook, and a graph of prompts has no states of all their tokens.
         replays = self._replays if hooks is None and self._pooler.is_idle else None
         graphs = None if replays is None else replays.graphs
+        by_graph = self._forward.prompt_graphs if hooks is None and not self._reads_all else None
         drafts = self._drafts.take(step.num_draft_rows) if self._drafts else None
-        prepared = self._batch.prepare(step.num_scheduled_tokens, graphs, drafts)
+        prepared = self._batch.prepare(step.num_scheduled_tokens, graphs, by_graph, drafts)
         staged = None if self._steps is None else self._steps.stage(prepared)
         self._batch.upload(prepared, ahead)
-        if replays is None or prepared.graph_rows is None or staged is None:
+        is_decode = prepared.graph is not None and prepared.logit_rows is None
+        if replays is None or staged is None or not is_decode:
             return self._run(step, prepared, staged, hooks)
         return self._replay(step, prepared, staged, replays)
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether requests ask for what the final states of all their tokens tell."""
+        return not (self._described.is_idle and self._pooler.is_idle)
 
     def _replay(
         self,
@@ -315,8 +326,7 @@ class ModelRunner:
         staged: StagedDraws | None,
         hooks: LayerHooks | None,
     ) -> ModelRunnerOutput:
-        """Run a step without a graph, to its end."""
-        tap = self._tap()
+        """Run a step to its end, all but the graphs of decode."""
         is_wave_over = self._begin(step, prepared.num_tokens)
         hidden_before: Tensor | None = None
         if self._link is not None and self._receives:
@@ -324,10 +334,8 @@ class ModelRunner:
             hidden_before = self._link.recv(num_rows, self._hidden_size)
         started_s = time.perf_counter()
         self.began_s = time.monotonic()
-        wanted = self._wanted(prepared, tap)
-        hidden = self._model.forward(
-            prepared.inputs, self._kv_layers, hooks, hidden_before, tap, wanted
-        )
+        states = self._forward.run(prepared, hooks, hidden_before, reads_all=self._reads_all)
+        hidden = states.hidden
         if self._sends:
             assert self._link is not None
             self._device.synchronize()
@@ -337,21 +345,23 @@ class ModelRunner:
         pooled = self._pooler.take(prepared, hidden)
         lost = not_a_number(prompt_logprobs)
         if self._is_output and prepared.logit_rows is not None:
-            sums = hidden.sum(-1, dtype=torch.float32) if wanted is None else wanted.sums
+            sums = states.sums
+            if sums is None:
+                sums = hidden.sum(-1, dtype=torch.float32)
             lost |= not_finite(prepared, sums)
         choosing: Callable[[], Verified] | None = None
         if len(prepared.sampling):
             assert self._steps is not None
-            is_narrow = wanted is not None or prepared.logit_rows is None
+            is_narrow = states.sums is not None or prepared.logit_rows is None
             last = hidden if is_narrow else hidden[prepared.logit_rows]
             choosing = self._steps.begin(self._model.logits(last), prepared, staged)
         # Staged inputs may be rewritten then, and KV may leave.
         self._device.synchronize()
         forward_s = time.perf_counter() - started_s
         verified = None if choosing is None else choosing()
-        if tap is not None and self._drafts is not None:
+        if states.read is not None and self._drafts is not None:
             token_ids = verified.token_ids if verified else []
-            self._drafts.observe(prepared, hidden, tap.states, token_ids)
+            self._drafts.observe(prepared, hidden, states.read, token_ids)
         output = ModelRunnerOutput(
             step_id=step.step_id,
             non_finite_ids=sorted(lost),
@@ -363,12 +373,6 @@ class ModelRunner:
         if verified is None:
             return self._answer(output)
         return self._with_tokens(output, prepared, verified)
-
-    def _wanted(self, prepared: PreparedStep, tap: StreamTap | None) -> WantedStates | None:
-        """Return the states that a step needs, if it pays to compute only those."""
-        rows = prepared.few_logit_rows
-        reads_all = tap is not None or not (self._described.is_idle and self._pooler.is_idle)
-        return None if rows is None or reads_all or not self._narrows else WantedStates(rows)
 
     def _with_tokens(
         self, output: ModelRunnerOutput, prepared: PreparedStep, verified: Verified

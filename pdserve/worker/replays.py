@@ -1,7 +1,7 @@
-"""Replays decode steps as graphs, with the host up to one step behind the device.
+"""Replays steps as graphs, and decode steps with the host up to one step behind the device.
 
-Their tokens are on their way to the host when the next step is launched, which takes them on the
-device. The host waits for steps that it takes part in, as with grammars or drafts.
+The tokens of decode steps are on their way to the host when the next one is launched, which takes
+them on the device. The host waits for steps that it takes part in, as with grammars or drafts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.worker.graphs import StepGraphs
 from pdserve.worker.step import StepAhead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -28,25 +28,27 @@ if TYPE_CHECKING:
     from pdserve.worker.drafting.drafts import Drafts
     from pdserve.worker.input_batch import InputBatch
     from pdserve.worker.step import PreparedStep
-    from pdserve.worker.step_buffers import StepBuffers
+    from pdserve.worker.step_buffers import GraphSize, StepBuffers
 
 
 class ReplayedSteps:
     """The graphs of one rank, and the step that is ahead of the host.
 
     Args:
-        forward: Computes a step of the given number of rows over the buffers' inputs: its logits
-            and other outputs, a row each.
+        forward: Computes a step of a size over the buffers' inputs: its logits and other outputs,
+            a row each.
+        sizes: Sizes of the decode steps to capture, rising.
+        buffers: The inputs of steps.
 
     Attributes:
-        graphs: None until `capture`, and where a step cannot be captured.
+        graphs: Of decode steps; None until `capture`, and where a step cannot be captured.
     """
 
     def __init__(
         self,
         device: Device,
-        num_rows: int,
-        forward: Callable[[int], tuple[Tensor, ...]],
+        sizes: Sequence[GraphSize],
+        forward: Callable[[GraphSize], tuple[Tensor, ...]],
         *,
         sampler: DeviceSampler,
         batch: InputBatch,
@@ -55,8 +57,7 @@ class ReplayedSteps:
         self._forward = forward
         self._sampler = sampler
         self._batch = batch
-        self._buffers = buffers
-        self._all = StepGraphs(device, num_rows, self._run)
+        self._all = StepGraphs(device, sizes, buffers.stage_padding, self._run)
         self.graphs: StepGraphs[tuple[Tensor, ...]] | None = None
         self._ahead: StepAhead | None = None
         self._collected_s = 0.0
@@ -67,7 +68,6 @@ class ReplayedSteps:
         Raises:
             RuntimeError: One cannot be captured; then no graph is kept.
         """
-        self._buffers.stage_padding()
         self._all.capture()
         self.graphs = self._all
 
@@ -76,9 +76,9 @@ class ReplayedSteps:
         self._all.close()
         self.graphs = None
 
-    def _run(self, num_rows: int) -> tuple[Tensor, ...]:
-        """Run a decode step over the buffers' first rows, and find the likeliest tokens."""
-        logits, *read = self._forward(num_rows)
+    def _run(self, size: GraphSize) -> tuple[Tensor, ...]:
+        """Run a decode step over the buffers' inputs, and find the likeliest tokens."""
+        logits, *read = self._forward(size)
         return logits, *self._sampler.choose(logits), *read
 
     def sampled_before(self, step: SchedulerOutput) -> Tensor | None:
@@ -116,8 +116,8 @@ class ReplayedSteps:
             The tokens and the step's other outputs, both valid until the next replay.
         """
         assert self.graphs is not None
-        assert prepared.graph_rows is not None
-        results = self.graphs.replay(prepared.graph_rows)
+        assert prepared.graph is not None
+        results = self.graphs.replay(prepared.graph)
         logits, tokens, peaks, *read = (each[: prepared.num_tokens] for each in results)
         return self._sampler.give(logits, tokens, peaks, staged), read
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import RequestId
     from pdserve.wire.step import SchedulerOutput
     from pdserve.worker.device_sampler import ComingTokens
+    from pdserve.worker.step_buffers import GraphSize
 
 _WORTH_LEAVING_OUT: Final = 32
 """Tokens: picking out the others takes longer than fewer of them."""
@@ -34,8 +35,8 @@ class PreparedStep:
 
     Attributes:
         inputs: Overwritten by the next step's.
-        graph_rows: Tokens of the graph that runs it: its own, and some behind them that compute
-            nothing. None if it is launched kernel by kernel.
+        graph: Size of the graph that runs it, one with prompts unless all tokens sample. None if it
+            is launched kernel by kernel.
         request_ids: `R`, in batch order.
         rows: `[R]`, their rows.
         start, end: `[R]`, positions computed: from `start` up to, excluding, `end`; drafts
@@ -48,10 +49,11 @@ class PreparedStep:
         logit_rows: `[M + D]` int64 on the device, tokens whose logits are wanted; None if all
             are.
         num_fed: Number of requests whose last token is only on the device.
+        num_tables: Number of requests with tokens, those of padding included.
     """
 
     inputs: StepInputs
-    graph_rows: int | None
+    graph: GraphSize | None
     request_ids: list[RequestId]
     rows: NDArray[np.int64]
     start: NDArray[np.int64]
@@ -63,6 +65,7 @@ class PreparedStep:
     draft_tokens: NDArray[np.int64]
     logit_rows: Tensor | None
     num_fed: int
+    num_tables: int
 
     @property
     def num_tokens(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -66,11 +66,18 @@ class StepFields(Generic[T]):
     block_tables: T
 
 
+class GraphSize(NamedTuple):
+    """The size of a captured step: tokens, and the requests that they may belong to."""
+
+    num_tokens: int
+    num_requests: int
+
+
 class StepBuffers:
     """The inputs of the step that is prepared, and of the one that runs.
 
     Args:
-        num_rows: Maximum requests of one step, or rows of a graph.
+        num_rows: Maximum requests of one step, those of its padding included.
         max_blocks: Maximum blocks of one request.
         max_num_tokens: Maximum tokens of one step.
         max_logits: Maximum rows of logits of one step; 0 means `num_rows`.
@@ -89,7 +96,6 @@ class StepBuffers:
         max_logits: int = 0,
     ) -> None:
         self._device = device
-        self._num_rows = num_rows
         self.max_num_tokens = max_num_tokens
         self.max_logits = max_logits = max_logits or num_rows
         self._max_width = -(-max_blocks // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
@@ -146,21 +152,27 @@ class StepBuffers:
         """
         return max_blocks if self._device.shares_memory else self._max_width
 
-    def pad(self, num_requests: int, num_tokens: int, end: int) -> None:
-        """Pad a step to `end` tokens and as many requests.
+    def pad(self, num_requests: int, num_tokens: int, size: GraphSize) -> int:
+        """Pad a step to the size of a graph, with requests that read no context and store nothing.
 
-        Each extra token gets a request that reads no context and stores nothing; requests still
-        missing then have no token.
+        Each extra token gets such a request, the last of which takes all that are left; requests
+        still missing then have no token.
+
+        Returns:
+            Number of requests with tokens.
         """
         arrays, width = self.arrays, self._max_width
+        end, last = size
         arrays.token_ids[num_tokens:end] = 0
         arrays.positions[num_tokens:end] = 0
         arrays.slot_mapping[num_tokens:end] = -1
-        last = num_requests + end - num_tokens
-        arrays.context_lens[num_requests:end] = 0
-        arrays.query_start[num_requests : last + 1] = range(num_tokens, end + 1)
-        arrays.query_start[last + 1 : end + 1] = end
-        arrays.block_tables[num_requests * width : last * width] = 0
+        arrays.context_lens[num_requests:last] = 0
+        starts = np.arange(num_tokens, num_tokens + last - num_requests)
+        np.minimum(starts, end, out=arrays.query_start[num_requests:last], casting="same_kind")
+        arrays.query_start[last] = end
+        num_padded = min(last, num_requests + end - num_tokens)
+        arrays.block_tables[num_requests * width : num_padded * width] = 0
+        return num_padded
 
     def upload(self, num_rows: int) -> None:
         """Bring the arrays over, with the tables of the first `num_rows` requests."""
@@ -199,15 +211,15 @@ class StepBuffers:
         self.upload(num_requests)
         return self.inputs(num_tokens, num_requests, width)
 
-    def stage_padding(self) -> None:
-        """Bring the maximum number of rows, which compute nothing, to the device."""
-        self.begin()
-        self.pad(0, 0, self._num_rows)
-        self.upload(self._num_rows)
+    def stage_padding(self, size: GraphSize) -> None:
+        """Bring a step of a size that computes nothing to the device."""
+        arrays = self.begin()
+        arrays.logit_rows[:] = 0
+        self.upload(self.pad(0, 0, size))
 
-    def decode_inputs(self, num_rows: int) -> StepInputs:
-        """Return the device's inputs for `num_rows` tokens of at most as many requests."""
-        return self.inputs(num_rows, num_rows, self._max_width)
+    def graph_inputs(self, size: GraphSize) -> StepInputs:
+        """Return the device's inputs for a graph of a size."""
+        return self.inputs(*size, self._max_width)
 
     def inputs(self, num_tokens: int, num_rows: int, table_width: int) -> StepInputs:
         """Return the device's inputs for the kernels; the next upload overwrites them."""

@@ -1,4 +1,4 @@
-"""A backend whose decode steps ask the device for nothing, in plain torch: graphs can hold them."""
+"""A backend whose steps ask the device for nothing, in plain torch: graphs can hold them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.backend import REFERENCE
-from pdserve.kernels.reference import attention
 from pdserve.kernels.reference.norm import rms_norm
 from pdserve.kernels.reference.rope import rotate
 
@@ -50,14 +49,10 @@ def _paged_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    if len(q) != len(context_lens):
-        return attention.paged_attention(
-            q, kv_layer, block_tables, query_start, context_lens, scale, window
-        )
     assert window is None
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
-    # Of as many requests as tokens, some may have several tokens, and others none.
+    # Some requests may have several tokens, and others none.
     token, last = torch.arange(num_tokens), query_start[1:].long()
     request = torch.searchsorted(last, token, right=True)
     seen = context_lens[request] - last[request] + token + 1

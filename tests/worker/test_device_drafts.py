@@ -13,7 +13,6 @@ import torch
 from pdserve.config.speculative import SpeculativeConfig
 from pdserve.kernels.registry import kernels_on
 from pdserve.worker.device import HostDevice
-from pdserve.worker.graphs import graph_sizes, num_graph_rows
 from pdserve.worker.sampler import Sampler
 from tests.worker.draft_models import write_eagle, write_pair
 from tests.worker.driver import params
@@ -120,8 +119,8 @@ def test_steps_with_drafts_are_replayed_and_give_the_tokens_of_those_without(
     tokens, _, fewer = run(engine, rows=NUM_DRAFTED, num_outputs=12)
     assert tokens == wanted
     assert fewer < num_steps / 2
-    sizes = graph_sizes(num_graph_rows(8, DRAFTING.max_drafted))[::-1]
-    assert max(sizes[index] for index in engine.device.replays) > 8  # type: ignore[attr-defined]
+    decode = [size for size in engine.replayed if size.num_tokens == size.num_requests]
+    assert max(decode).num_tokens > 8
 
 
 def test_a_step_with_drafts_takes_one_copy_and_eight_bytes_a_row(tmp_path: Path) -> None:
@@ -177,10 +176,8 @@ def test_what_drafts_by_a_model_reads_replayed_steps_as_launched_ones(
         assert any(drafted)
         found.append(drafted)
     assert found[0] == found[1]
-    # Those of the model are captured first.
-    num_sizes = len(graph_sizes(num_graph_rows(2, 3)))
-    assert min(device.replays) < num_sizes
-    assert (max(device.replays) >= num_sizes) == (method == "draft_model")
+    assert {size.num_tokens == size.num_requests for size in engine.replayed} == {True, False}
+    assert (len(device.replays) > len(engine.replayed)) == (method == "draft_model")
 
 
 def drafted_by(

@@ -128,13 +128,13 @@ def step_over_loaded(tmp_path: Path, hooks: LateLoads) -> tuple[Engine, Engine]:
 def test_a_step_that_could_be_replayed_waits_for_the_layers_that_it_loads(tmp_path: Path) -> None:
     wanted, engine = step_over_loaded(tmp_path, LateLoads(2))
     assert engine.outputs == wanted.outputs
-    assert len(wanted.device.replays) == 1
-    assert not engine.device.replays
+    assert len(wanted.device.replays) == 2
+    assert len(engine.device.replays) == 1
 
 
 def test_layers_whose_loads_a_replay_passes_over_are_seen(tmp_path: Path) -> None:
     wanted, engine = step_over_loaded(tmp_path, LateLoads())  # as if there were no work in it
-    assert engine.device.replays
+    assert len(engine.device.replays) == 2
     assert engine.outputs != wanted.outputs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -25,9 +25,15 @@ from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
 from pdserve.worker.device import CudaDevice, HostDevice
 from pdserve.worker.drafting.loading import load_draft, load_medusa, needs_draft
-from pdserve.worker.graphs import StepGraphs, graph_sizes, rehearsed_steps
+from pdserve.worker.graphs import (
+    StepGraphs,
+    decode_sizes,
+    num_graph_rows,
+    prompt_sizes,
+    rehearsed_steps,
+)
 from pdserve.worker.model_runner import ModelRunner
-from pdserve.worker.step_buffers import StepBuffers
+from pdserve.worker.step_buffers import GraphSize, StepBuffers
 from tests.worker.capturable import CAPTURABLE
 from tests.worker.driver import TINY, Driver, params
 from tests.worker.recorded_device import CannotBeCapturedError, RecordedDevice, RecordedError
@@ -44,8 +50,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 NUM_ROWS = 5
-SIZES = [5, 4, 2, 1]
-"""Of the graphs of so many rows, in the order of their capture."""
+MAX_NUM_TOKENS = 144
 
 
 ASKED = {
@@ -92,7 +97,7 @@ class RunnerAlone:
 
 
 class Engine(Driver):
-    """A driver of a runner on a recorded device; `kv` is its memory."""
+    """A driver of a runner on a recorded device; `kv` is its memory, `sizes` its graphs'."""
 
     def __init__(
         self,
@@ -110,7 +115,7 @@ class Engine(Driver):
         load_format = "auto" if (directory / "model.safetensors").exists() else "dummy"
         config = EngineConfig(
             model=ModelConfig(model=str(directory), load_format=load_format),
-            scheduler=SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=256),
+            scheduler=SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=MAX_NUM_TOKENS),
             speculative=speculative or SpeculativeConfig(),
         )
         world = World.alone()
@@ -129,6 +134,8 @@ class Engine(Driver):
         layout = msgspec.structs.replace(layout, num_blocks=80)
         self.kv = kv_memory.allocate(layout, CPU)
         self.device = device
+        decode = decode_sizes(num_graph_rows(num_rows, config.speculative.max_drafted))
+        self.sizes = [*prompt_sizes(num_rows, MAX_NUM_TOKENS)[::-1], *decode[::-1]]
         self.runner = ModelRunner(loaded, self.kv, config, device=device, world=world)
         self.told: list[str] = []
         if warms_up:
@@ -136,6 +143,12 @@ class Engine(Driver):
             self.runner.capture(self.told.append)
         worker: Any = RunnerAlone(self.runner, hooks or Hooks())
         super().__init__(worker, SimpleNamespace(layout=layout))  # type: ignore[arg-type]
+
+    @property
+    def replayed(self) -> list[GraphSize]:
+        """Sizes of the graphs of the model that were replayed, in order."""
+        assert isinstance(self.device, RecordedDevice)
+        return [self.sizes[index] for index in self.device.replays if index < len(self.sizes)]
 
 
 def play(engine: Engine) -> dict[str, list[int]]:
@@ -162,7 +175,7 @@ def play(engine: Engine) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("max_num_rows", "sizes"),
+    ("max_num_rows", "rows"),
     [
         (1, [1]),
         (5, [1, 2, 4, 5]),
@@ -170,8 +183,27 @@ def play(engine: Engine) -> dict[str, list[int]]:
         (130, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 130]),
     ],
 )
-def test_sizes_rise_to_the_largest_step(max_num_rows: int, sizes: list[int]) -> None:
-    assert graph_sizes(max_num_rows) == sizes
+def test_sizes_of_decode_steps_rise_to_the_largest_step(max_num_rows: int, rows: list[int]) -> None:
+    assert decode_sizes(max_num_rows) == [(num, num) for num in rows]
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_tokens"), [(1, 16), (5, 96), (256, 8192)])
+def test_steps_with_prompts_have_a_size_with_room_for_their_padding(
+    max_num_seqs: int, max_num_tokens: int
+) -> None:
+    sizes = prompt_sizes(max_num_seqs, max_num_tokens)
+    assert len(sizes) < 60
+    assert sizes == sorted(sizes)
+    device = RecordedDevice()
+    graphs = StepGraphs(device, sizes, lambda _: None, lambda size: torch.zeros(size))
+    graphs.capture()
+    for num_tokens in range(2, min(max_num_tokens, 1024) + 1):
+        for num_requests in {1, min(num_tokens - 1, max_num_seqs)}:
+            tokens, requests = graphs.size_for(num_tokens, num_requests, 1) or (0, 0)
+            assert num_tokens <= tokens < max(17, 2 * num_tokens)
+            assert num_requests + (num_tokens < tokens) <= requests <= 8 * num_requests + 8
+    assert graphs.size_for(16, 1, max_num_seqs + 2) is None
+    assert graphs.size_for(max_num_tokens + 1, 1) is None
 
 
 @pytest.mark.parametrize(("rows", "tokens", "length"), [(5, 256, 64), (128, 2048, 8192), (1, 7, 7)])
@@ -191,7 +223,9 @@ def test_replayed_steps_give_the_tokens_of_launched_ones(tmp_path: Path) -> None
     wanted = play(launched)
     engine = Engine(tmp_path, RecordedDevice())
     assert play(engine) == wanted
-    assert {SIZES[index] for index in engine.device.replays} == set(SIZES)
+    of_prompts = set(engine.replayed) - set(decode_sizes(NUM_ROWS))
+    assert len(of_prompts) == len(set(engine.replayed)) - len(decode_sizes(NUM_ROWS))
+    assert {size.num_requests for size in of_prompts} == {2, 6}
     assert len({*map(tuple, wanted.values())}) == 9
     torch.testing.assert_close(engine.kv, launched.kv, rtol=1e-4, atol=1e-4)
 
@@ -206,29 +240,40 @@ def test_a_step_is_one_copy_to_the_device_and_one_of_tokens_back(tmp_path: Path)
     engine.add("r", [1, 2, 3])
     engine.device.copies.clear()
     engine.run("r", 4)
-    (brought, *_), came = engine.device.copies[::2], engine.device.copies[1::2]
-    assert engine.device.copies[::2] == [brought] * 4
+    (_, *brought), came = engine.device.copies[::2], engine.device.copies[1::2]
+    assert brought == [brought[0]] * 3
     assert came == [8] * 4  # a token
-    assert len(engine.device.replays) == 3
+    assert len(engine.device.replays) == 4
 
 
-def test_a_prompt_of_one_token_is_replayed_and_a_chunk_that_samples_nothing_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_chunk_that_samples_nothing_is_replayed_with_prompts(tmp_path: Path) -> None:
     engine = Engine(tmp_path, RecordedDevice())
     engine.add("r", [7])
     engine.step({"r": 1})
-    assert engine.device.replays == [SIZES.index(1)]
     engine.add("cut", [7, 8])
     engine.step({"cut": 1})
     engine.step({"r": 1, "cut": 1})
-    assert [SIZES[index] for index in engine.device.replays] == [1, 2]
+    assert engine.replayed == [(1, 1), (16, 2), (2, 2)]
+
+
+def test_states_of_prompts_that_are_asked_for_are_those_of_launched_steps(tmp_path: Path) -> None:
+    told = []
+    for has_graphs in (True, False):
+        engine = Engine(tmp_path, RecordedDevice(has_graphs=has_graphs))
+        engine.add("described", [1, 2, 3, 4], params(prompt_logprobs=1))
+        engine.add("r", [5, 6, 7])
+        told.append(engine.step({"described": 4, "r": 3}))
+        engine.drop("described")
+        engine.add("s", [5, 6])
+        engine.step({"s": 2})
+        assert engine.replayed == ([(16, 2)] if has_graphs else [])
+    assert told[0].prompt_logprobs == told[1].prompt_logprobs != {}
 
 
 def test_capturing_computes_nothing(tmp_path: Path) -> None:
     engine = Engine(tmp_path, RecordedDevice())
     assert not engine.kv.any()
-    assert engine.told == ["compiling the device's kernels", "capturing decode steps as graphs"]
+    assert engine.told == ["compiling the device's kernels", "capturing steps as graphs"]
 
 
 def test_without_graphs_kernels_are_compiled_and_nothing_is_captured(tmp_path: Path) -> None:
@@ -248,14 +293,15 @@ def test_hooks_are_called_in_every_layer_of_the_steps_that_they_have_work_in(
         each.run("r", 5)
     assert engine.outputs == wanted.outputs
     assert hooks.calls == ["3 wait 0", "3 save 0", "3 wait 1", "3 save 1"]
-    assert len(engine.device.replays) == 3
+    assert len(engine.device.replays) == 4
 
 
 def test_a_model_that_cannot_be_captured_is_launched(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(tmp_path, RecordedDevice(), kernels=REFERENCE)
-    assert "decode steps run without graphs" in caplog.text
+    for what in ("decode steps", "steps with prompts"):
+        assert f"{what} run without graphs" in caplog.text
     assert play(engine) == play(Engine(tmp_path, RecordedDevice(has_graphs=False)))
     assert not engine.device.replays
 
@@ -276,8 +322,9 @@ def test_padding_that_is_left_from_an_earlier_step_is_seen(
     sound = Engine(tmp_path, RecordedDevice())
     wanted = play(sound)
     engine = Engine(tmp_path, RecordedDevice())
-    monkeypatch.setattr(StepBuffers, "pad", lambda *_: None)
-    assert play(engine) != wanted or not torch.equal(engine.kv, sound.kv)
+    monkeypatch.setattr(StepBuffers, "pad", lambda _, num_requests, *__: num_requests)
+    with suppress(IndexError):  # of a token without a request
+        assert play(engine) != wanted or not torch.equal(engine.kv, sound.kv)
 
 
 def test_padding_that_stores_in_block_0_is_seen(
@@ -285,9 +332,10 @@ def test_padding_that_stores_in_block_0_is_seen(
 ) -> None:
     pad = StepBuffers.pad
 
-    def to_block_0(self: StepBuffers, num_requests: int, num_tokens: int, end: int) -> None:
-        pad(self, num_requests, num_tokens, end)
-        self._arrays[self._turn].slot_mapping[num_tokens:end] = 0
+    def to_block_0(self: StepBuffers, num_requests: int, num_tokens: int, size: GraphSize) -> int:
+        num_tables = pad(self, num_requests, num_tokens, size)
+        self._arrays[self._turn].slot_mapping[num_tokens : size.num_tokens] = 0
+        return num_tables
 
     monkeypatch.setattr(StepBuffers, "pad", to_block_0)
     engine = Engine(tmp_path, RecordedDevice())
@@ -296,6 +344,13 @@ def test_padding_that_stores_in_block_0_is_seen(
 
 def buffers_on(device: RecordedDevice) -> StepBuffers:
     return StepBuffers(device, num_rows=4, max_blocks=3, max_num_tokens=8)
+
+
+def graphs_of(
+    device: RecordedDevice, num_rows: int, run: Callable[[int], Tensor]
+) -> StepGraphs[Tensor]:
+    sizes = decode_sizes(num_rows)
+    return StepGraphs(device, sizes, lambda _: None, lambda size: run(size.num_tokens))
 
 
 def fill(buffers: StepBuffers, token: int) -> None:
@@ -326,12 +381,12 @@ def test_staging_memory_that_is_filled_too_early_is_seen(monkeypatch: pytest.Mon
 def test_inputs_that_move_behind_a_capture_are_seen() -> None:
     device = RecordedDevice()
     moving = [buffers_on(device)]
-    graphs = StepGraphs(device, 1, lambda n: moving[0].inputs(n, n, 16).token_ids * 2)
+    graphs = graphs_of(device, 1, lambda n: moving[0].inputs(n, n, 16).token_ids * 2)
     graphs.capture()
     moving[0] = buffers_on(device)
     fill(moving[0], 21)
     with pytest.raises(RecordedError, match="given back"):
-        graphs.replay(1)
+        graphs.replay(GraphSize(1, 1))
 
 
 def test_a_copy_that_is_captured_is_seen() -> None:
@@ -343,7 +398,7 @@ def test_a_copy_that_is_captured_is_seen() -> None:
         return buffers.inputs(num_rows, num_rows, 16).token_ids * 2
 
     with pytest.raises(RecordedError, match="host"):
-        StepGraphs(device, 1, run).capture()
+        graphs_of(device, 1, run).capture()
 
 
 @pytest.mark.parametrize(
@@ -362,20 +417,20 @@ def test_a_step_that_asks_the_device_for_a_value_is_not_captured(
 ) -> None:
     device = RecordedDevice()
     values = torch.arange(3.0)
-    graphs = StepGraphs(device, 1, lambda _: read(values * 2))
+    graphs = graphs_of(device, 1, lambda _: read(values * 2))
     with pytest.raises(CannotBeCapturedError):
         graphs.capture()
-    assert graphs.size_for(1) is None
+    assert graphs.size_for(1, 1) is None
 
 
 def test_results_of_a_graph_end_with_the_replay_of_another() -> None:
     device = RecordedDevice()
     values = torch.arange(2.0)
-    graphs = StepGraphs(device, 2, lambda n: values[:n] + 1)
+    graphs = graphs_of(device, 2, lambda n: values[:n] + 1)
     graphs.capture()
-    first = graphs.replay(1)
+    first = graphs.replay(GraphSize(1, 1))
     assert first.tolist() == [1.0]
-    assert graphs.replay(2).tolist() == [1.0, 2.0]
+    assert graphs.replay(GraphSize(2, 2)).tolist() == [1.0, 2.0]
     assert np.isnan(first.tolist()).all()
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from pdserve.worker import kv_memory
 from pdserve.worker.drafting.contents import BlockContents
-from pdserve.worker.graphs import StepGraphs, num_graph_rows
+from pdserve.worker.graphs import StepGraphs, decode_sizes, num_graph_rows
 from pdserve.worker.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pdserve.wire.step import NewRequest
     from pdserve.worker.device import Device
     from pdserve.worker.input_batch import InputBatch
+    from pdserve.worker.step_buffers import GraphSize
 
 _NEWEST: Final = 2
 """Tokens that a request lacks whose draft was right: the last one of that, and what came behind."""
@@ -69,9 +70,6 @@ class DraftModel:
         self._model, self._experts = loaded.model, loaded.experts
         self._max_len = loaded.max_model_len
         max_graph_rows = num_graph_rows(num_rows, 1)
-        self._graphs: StepGraphs[Tensor] | None = None
-        if device.has_graphs and loaded.experts is None:
-            self._graphs = StepGraphs(device, max_graph_rows, self._replayed)
         self._kv_layers = list(kv_memory.allocate(layout, device.torch).unbind(1))
         self._batch = batch
         self._buffers = StepBuffers(
@@ -80,6 +78,11 @@ class DraftModel:
             max_blocks=-(-loaded.max_model_len // layout.block_size),
             max_num_tokens=_MAX_CATCH_UP + _NEWEST * num_rows,
         )
+        self._graphs: StepGraphs[Tensor] | None = None
+        if device.has_graphs and loaded.experts is None:
+            sizes = decode_sizes(max_graph_rows)
+            stage = self._buffers.stage_padding
+            self._graphs = StepGraphs(device, sizes, stage, self._replayed)
         self._contents = BlockContents(batch, layout.block_size)
         self._num_computed = np.zeros(num_rows, dtype=np.int64)
         # Drafted tokens computed behind them: they count as far as the draft proved right.
@@ -99,7 +102,6 @@ class DraftModel:
             RuntimeError: A step cannot be captured; then no graph is kept.
         """
         if self._graphs is not None:
-            self._buffers.stage_padding()
             self._graphs.capture()
 
     def close(self) -> None:
@@ -107,9 +109,9 @@ class DraftModel:
         if self._graphs is not None:
             self._graphs.close()
 
-    def _replayed(self, num_tokens: int) -> Tensor:
-        """Return the likeliest token after each of the first `num_tokens` in the buffers."""
-        inputs = self._buffers.decode_inputs(num_tokens)
+    def _replayed(self, size: GraphSize) -> Tensor:
+        """Return the likeliest token after each of the first ones in the buffers."""
+        inputs = self._buffers.graph_inputs(size)
         return self._model.logits(self._model.forward(inputs, self._kv_layers)).argmax(-1)
 
     def add(self, row: int, request: NewRequest) -> None:
@@ -208,13 +210,11 @@ class DraftModel:
         for row, first, last in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
             self._contents.write(row, first, last)
         num_tokens = int((end - start).sum())
-        graph_rows = None if self._graphs is None else self._graphs.size_for(num_tokens)
-        inputs, query_start = self._batch.inputs_of(
-            self._buffers, rows, start, end, graph_rows=graph_rows
-        )
+        graph = None if self._graphs is None else self._graphs.size_for(num_tokens, len(rows))
+        inputs, query_start = self._batch.inputs_of(self._buffers, rows, start, end, graph=graph)
         last = query_start[1:][drafting] - 1
-        if self._graphs is not None and graph_rows is not None:
-            followed: NDArray[np.int64] = self._graphs.replay(graph_rows).cpu().numpy()
+        if self._graphs is not None and graph is not None:
+            followed: NDArray[np.int64] = self._graphs.replay(graph).cpu().numpy()
             return followed[last]
         if self._experts is not None:
             self._experts.begin_step([len(inputs.token_ids)])
