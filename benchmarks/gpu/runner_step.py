@@ -1,7 +1,8 @@
-"""Steps of decode through the engine's own model runner: what one costs, host and all.
+"""Steps through the engine's own model runner: what one costs, host and all.
 
-Requests come with KV that is there already, and each step computes a token of every one. Between
-steps nothing waits; the time is that from one step's call to the next one's.
+Requests come with KV that is there already, and each step computes a token of every one, and maybe
+a prompt beside them. Between steps nothing waits; the time is that from one step's call to the next
+one's.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ if TYPE_CHECKING:
 
     from benchmarks.gpu.llama import Rows
     from pdserve.models.decoder import Decoder
+    from pdserve.wire.step import ModelRunnerOutput
 
 CONTEXT = sized(1024, dry=20)
 NUM_STEPS = sized(60, dry=5)
+NUM_PROMPTS = sized(12, dry=3)
+PROMPTS = sized((16, 64, 100, 128, 256, 300, 512, 700, 1000), dry=(16, 40))
+NUM_BESIDE = sized(8, dry=1)
+"""Requests that decode beside a prompt."""
 _GREEDY = SamplingParams(max_tokens=NUM_STEPS, seed=0, temperature=0.0)
 ASKED = {
     "greedy": _GREEDY,
@@ -49,7 +55,15 @@ class RunnerBench:
         has_graphs: Whether it replays.
     """
 
-    def __init__(self, model: Decoder, kv: Tensor, rows: Rows, max_num_rows: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        kv: Tensor,
+        rows: Rows,
+        max_num_rows: int,
+        *,
+        has_graphs: bool = True,
+    ) -> None:
         self._rows = rows
         self._step_id = 0
         self._gone: list[RequestId] = []
@@ -72,7 +86,7 @@ class RunnerBench:
                 model=ModelConfig(model="m"),
                 scheduler=SchedulerConfig(max_num_seqs=max_num_rows, max_num_batched_tokens=2048),
             ),
-            device=device_of(DEVICE),
+            device=device_of(DEVICE, has_graphs=has_graphs),
             world=World.alone(),
         )
         began = time.perf_counter()
@@ -84,45 +98,17 @@ class RunnerBench:
     def run(self, batch: int, sampling: SamplingParams) -> dict[str, Any]:
         """Decode `batch` rows; microseconds of a step, and of the part in which the host waits."""
         names = [RequestId(f"{batch} {sampling.temperature} {row}") for row in range(batch)]
-        new = [
-            NewRequest(
-                request_id=name,
-                prompt_token_ids=self._rows.prompt(row, CONTEXT).tolist(),
-                output_token_ids=[],
-                sampling=msgspec.structs.replace(sampling, seed=row),
-                block_ids=[BlockId(block) for block in self._rows.blocks(row)],
-                num_computed_tokens=CONTEXT - 1,
-            )
-            for row, name in enumerate(names)
-        ]
+        new = [self._request(name, row, sampling) for row, name in enumerate(names)]
         known = KnownRequests()
         walls, waits = [], []
         tokens: list[int] = []
         for at in range(CONTEXT, CONTEXT + NUM_STEPS):
-            gone, self._gone = self._gone, []
-            self._step_id += 1
-            step = SchedulerOutput(
-                step_id=self._step_id,
-                new_requests=new,
-                known_requests=known,
-                num_scheduled_tokens=dict.fromkeys(names, 1),
-                gone_request_ids=gone,
-            )
-            began = time.perf_counter()
-            output = self._runner.execute(step)
-            walls.append((time.perf_counter() - began) * 1e6)
+            output, wall_us = self._step(new, known, dict.fromkeys(names, 1))
+            walls.append(wall_us)
             waits.append(output.forward_s * 1e6)
-            assert not output.non_finite_ids, output.non_finite_ids
             tokens.append(output.sampled_token_ids[0][0])
-            new, known = (
-                [],
-                KnownRequests(
-                    request_ids=names,
-                    new_block_ids=[[] for _ in names],
-                    num_computed_tokens=[at] * batch,
-                ),
-            )
-        self._gone = names
+            new, known = [], _known(names, at)
+        self._gone += names
         return {
             "us": round(statistics.median(walls), 1),
             "forward_us": round(statistics.median(waits), 1),
@@ -130,3 +116,72 @@ class RunnerBench:
             "tokens_per_s": round(batch / statistics.median(walls) * 1e6, 1),
             "tokens": tokens[:8],
         }
+
+    def run_prompts(self, num_tokens: int, num_beside: int) -> dict[str, Any]:
+        """Compute prompts, one a step, beside rows that decode; microseconds of a step.
+
+        Args:
+            num_tokens: Of each prompt.
+            num_beside: Rows that decode.
+        """
+        names = [RequestId(f"{num_tokens} beside {row}") for row in range(num_beside)]
+        new = [self._request(name, row, _GREEDY) for row, name in enumerate(names)]
+        known = KnownRequests()
+        walls: list[float] = []
+        tokens: list[int] = []
+        for number in range(NUM_PROMPTS):
+            name = RequestId(f"prompt {number} of {num_tokens} beside {num_beside}")
+            prompt = self._request(name, num_beside, _GREEDY, num_tokens)
+            scheduled = dict.fromkeys(names, 1) | {name: num_tokens}
+            output, wall_us = self._step([*new, prompt], known, scheduled)
+            walls.append(wall_us)
+            tokens += [each for (each,) in output.sampled_token_ids]
+            self._gone.append(name)
+            new, known = [], _known(names, CONTEXT + number)
+        self._gone += names
+        return {
+            "us": round(statistics.median(walls), 1),
+            "worst_us": round(max(walls[2:]), 1),
+            "tokens": tokens[: 2 * (num_beside + 1)],
+        }
+
+    def _request(
+        self, name: RequestId, row: int, sampling: SamplingParams, num_new: int = 1
+    ) -> NewRequest:
+        """Return a request of one row, which computes its last `num_new` tokens."""
+        num_tokens = CONTEXT if num_new == 1 else num_new
+        return NewRequest(
+            request_id=name,
+            prompt_token_ids=self._rows.prompt(row, num_tokens).tolist(),
+            output_token_ids=[],
+            sampling=msgspec.structs.replace(sampling, seed=row),
+            block_ids=[BlockId(block) for block in self._rows.blocks(row)],
+            num_computed_tokens=num_tokens - num_new,
+        )
+
+    def _step(
+        self, new: list[NewRequest], known: KnownRequests, scheduled: dict[RequestId, int]
+    ) -> tuple[ModelRunnerOutput, float]:
+        """Run a step; return what it put out, and its microseconds."""
+        gone, self._gone = self._gone, []
+        self._step_id += 1
+        step = SchedulerOutput(
+            step_id=self._step_id,
+            new_requests=new,
+            known_requests=known,
+            num_scheduled_tokens=scheduled,
+            gone_request_ids=gone,
+        )
+        began = time.perf_counter()
+        output = self._runner.execute(step)
+        wall_us = (time.perf_counter() - began) * 1e6
+        assert not output.non_finite_ids, output.non_finite_ids
+        return output, wall_us
+
+
+def _known(names: list[RequestId], num_computed: int) -> KnownRequests:
+    return KnownRequests(
+        request_ids=names,
+        new_block_ids=[[] for _ in names],
+        num_computed_tokens=[num_computed] * len(names),
+    )

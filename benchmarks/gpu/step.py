@@ -8,6 +8,7 @@ A step's share is that of the time in which its weights and KV are read at the r
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import statistics
 import time
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.gpu.llama import ARCH, Rows, StepBytes, layers_of, make_kv, make_model
 from benchmarks.gpu.plain_step import PlainStep
-from benchmarks.gpu.runner_step import ASKED, RunnerBench
+from benchmarks.gpu.runner_step import ASKED, NUM_BESIDE, PROMPTS, RunnerBench
 from benchmarks.gpu.timing import DEVICE, IS_DRY, Experiments, sized, time_eager, time_in_graph
 from pdserve.kernels.reference import sampling as reference
 from pdserve.kernels.reference.sampling import Draws
@@ -182,12 +183,21 @@ def _measure(engine: Engine, experiments: Experiments, bytes_per_us: float) -> N
 
 
 def _measure_runner(engine: Engine, experiments: Experiments) -> None:
-    """Run steps of decode through the model runner, as an engine does."""
+    """Run steps through the model runner, as an engine does, and some of them without graphs."""
     benches: list[RunnerBench] = []
 
-    def build() -> dict[str, Any]:
-        benches.append(RunnerBench(engine.model, engine.kv, engine.rows, BATCHES[-1]))
-        return {"warm-up": benches[0].warm_up_s, "has graphs": benches[0].has_graphs}
+    def build(*, has_graphs: bool = True) -> dict[str, Any]:
+        rows, max_num_rows = engine.rows, BATCHES[-1]
+        bench = RunnerBench(engine.model, engine.kv, rows, max_num_rows, has_graphs=has_graphs)
+        benches.append(bench)
+        return {"warm-up": bench.warm_up_s, "has graphs": bench.has_graphs}
+
+    def measure_prompts(named: str) -> None:
+        for num_tokens, beside in itertools.product(PROMPTS, (0, NUM_BESIDE)):
+            experiments.run(
+                f"{named} prompt of {num_tokens} beside {beside}",
+                lambda n=num_tokens, b=beside: benches[-1].run_prompts(n, b),
+            )
 
     experiments.run("runner", build)
     for batch in BATCHES if benches else ():
@@ -195,6 +205,10 @@ def _measure_runner(engine: Engine, experiments: Experiments) -> None:
             experiments.run(
                 f"runner B={batch} {name}", lambda b=batch, s=sampling: benches[0].run(b, s)
             )
+    if benches:
+        measure_prompts("runner")
+        experiments.run("runner, launched", lambda: build(has_graphs=False))
+        measure_prompts("runner, launched,")
 
 
 def _chunks(engine: Engine) -> dict[str, Any]:

@@ -192,7 +192,7 @@ class ModelRunner:
         if self._replays is None:
             return
         progress("capturing steps as graphs")
-        captures = {
+        captures: dict[str, Callable[[], None]] = {
             "steps with prompts": partial(self._forward.capture, self._device, self._prompt_sizes),
             "decode steps": self._replays.capture,
         }

@@ -107,7 +107,7 @@ def test_replayed_steps_have_the_bits_of_launched_ones(
     launched = start(dtype)
     runner = launched.worker._runner
     assert runner is not None
-    runner._replays = None
+    runner._replays = runner._forward.prompt_graphs = None
     assert play(launched) == tokens
     assert all(torch.equal(a, b) for a, b in zip(logits, seen, strict=True))
     assert len({*map(tuple, tokens.values())}) == len(ASKED)
