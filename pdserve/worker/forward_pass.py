@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class StepStates:
+class FinalStates:
     """What a step's forward pass returns. T tokens, M of which have their logits wanted.
 
     Attributes:
@@ -107,7 +107,7 @@ class ForwardPass:
         received: Tensor | None = None,
         *,
         reads_all: bool,
-    ) -> StepStates:
+    ) -> FinalStates:
         """Compute a step, as a graph if it was prepared for one.
 
         Args:
@@ -122,18 +122,18 @@ class ForwardPass:
             wanted = WantedStates(rows)
         hidden = self._model.forward(prepared.inputs, self._kv_layers, hooks, received, tap, wanted)
         sums = None if wanted is None else wanted.sums
-        return StepStates(hidden, sums, None if tap is None else tap.states)
+        return FinalStates(hidden, sums, None if tap is None else tap.states)
 
-    def _replay(self, prepared: PreparedStep, size: GraphSize) -> StepStates:
+    def _replay(self, prepared: PreparedStep, size: GraphSize) -> FinalStates:
         assert self.prompt_graphs is not None
         assert prepared.logit_rows is not None
         hidden, *others = self.prompt_graphs.replay(size)
         if self._aux_layers is None:
             (sums,) = others
-            return StepStates(hidden[: len(prepared.logit_rows)], sums[: prepared.num_tokens], None)
+            return FinalStates(hidden[: len(prepared.logit_rows)], sums[: prepared.num_tokens], None)
         # They last until the next replay, and what reads them may keep them.
         hidden, *read = (each[: prepared.num_tokens].clone() for each in (hidden, *others))
-        return StepStates(hidden, None, read)
+        return FinalStates(hidden, None, read)
 
     def _tap(self) -> StreamTap | None:
         return None if self._aux_layers is None else StreamTap(self._aux_layers)

@@ -88,6 +88,7 @@ def witnessed(driver: Driver, draft: Callable[[str, int], list[int]]) -> Witness
         in_step=witness,
         reader=witness,
     )
+    runner._forward._aux_layers = witness.aux_layers
     return witness
 
 

@@ -36,6 +36,7 @@ T = TypeVar("T")
 BLOCK = 8192
 """Bytes of a block of `TINY`; a request of the greatest length has 16 of them."""
 LARGEST = (2, 32)
+NUM_GRAPHS = 6
 CONTEXT, WEIGHTS, STEP, GRAPH, KERNELS = (size * BLOCK for size in (4, 100, 30, 2, 3))
 TOTAL = 330 * BLOCK
 
@@ -123,11 +124,10 @@ def test_kv_gets_what_weights_steps_graphs_and_cuda_leave_of_the_share(
     device: Measured, tmp_path: Path
 ) -> None:
     told: list[str] = []
-    num_graphs = 2
-    taken = CONTEXT + WEIGHTS + STEP + num_graphs * GRAPH + KERNELS
+    taken = CONTEXT + WEIGHTS + STEP + NUM_GRAPHS * GRAPH + KERNELS
     num_blocks = start(tmp_path, told, gpu_memory_utilization=0.5)
     assert num_blocks == 165 - taken // BLOCK
-    assert device.graphs_at_captures == [0, 1] * 2  # what was measured is given back
+    assert device.graphs_at_captures == [*range(NUM_GRAPHS)] * 2  # the measured are given back
     assert len([text for text in told if text.startswith("GPU memory: ")]) == 1
 
 
@@ -148,7 +148,7 @@ def test_a_share_that_leaves_nothing_for_kv_is_refused(device: Measured, tmp_pat
 def test_a_pool_whose_size_is_given_needs_no_measuring(device: Measured, tmp_path: Path) -> None:
     told: list[str] = []
     assert start(tmp_path, told, kv_cache_memory_bytes=20 * BLOCK) == 20
-    assert device.graphs_at_captures == [0, 1]
+    assert device.graphs_at_captures == [*range(NUM_GRAPHS)]
     assert not any(text.startswith("GPU memory") for text in told)
 
 
