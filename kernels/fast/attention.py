@@ -55,7 +55,7 @@ def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
     """Return ``paged_attention`` that leaves to ``flash`` the steps it is faster for.
 
     Nothing is asked of the device: the numbers of tokens and requests decide, for all requests of a
-    step alike. What is captured has a request for each token, and is left to ``ours``.
+    step alike.
     """
 
     def paged_attention(

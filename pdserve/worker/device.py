@@ -8,6 +8,7 @@ device that checks the order. On a CPU there is no such order, and memory is sha
 from __future__ import annotations
 
 import gc
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,7 +17,7 @@ import torch
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -233,14 +234,13 @@ class CudaDevice:
         self._side.wait_stream(here)
         with torch.cuda.stream(self._side):
             work()
-            # An object that dies while work is captured may free device memory, which is an error.
             torch.cuda.synchronize(self.torch)
-            gc.collect()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = work()
-            finally:
-                graph.capture_end()
+            with _nothing_collected():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                finally:
+                    graph.capture_end()
         here.wait_stream(self._side)
         self._num_graphs += 1
         return _CudaGraph(graph, self._forget), result
@@ -268,6 +268,18 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep what only the garbage collector would find: to free its device memory is an error."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _CudaEvent:

@@ -130,7 +130,9 @@ class ForwardPass:
         hidden, *others = self.prompt_graphs.replay(size)
         if self._aux_layers is None:
             (sums,) = others
-            return FinalStates(hidden[: len(prepared.logit_rows)], sums[: prepared.num_tokens], None)
+            return FinalStates(
+                hidden[: len(prepared.logit_rows)], sums[: prepared.num_tokens], None
+            )
         # They last until the next replay, and what reads them may keep them.
         hidden, *read = (each[: prepared.num_tokens].clone() for each in (hidden, *others))
         return FinalStates(hidden, None, read)

@@ -482,7 +482,6 @@ def test_graphs_share_memory_while_there_are_some_and_new_ones_behind_them_have_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     captures = Captures(monkeypatch)
-    monkeypatch.setattr("pdserve.worker.device.gc.collect", lambda: None)  # of a heap of all tests
     device = CudaDevice(torch.device("cuda", 0), has_graphs=True)
     first, second = (device.capture(lambda: None)[0] for _ in range(2))
     first.close()
