@@ -102,6 +102,7 @@ def test_replayed_steps_have_the_bits_of_launched_ones(
     runner = replayed.worker._runner
     assert runner is not None
     assert runner.runs_ahead, "the log says what cannot be captured"
+    assert runner._forward.prompt_graphs is not None, "likewise"
     tokens, logits = play(replayed), list(seen)
     seen.clear()
     launched = start(dtype)
