@@ -400,17 +400,18 @@ def attend_apart(
                     REQUESTS,
                     STAGES,
                 ),
-            ),
-            (
+            )
+            if half is None
+            else (
                 _compute,
                 (
                     q,
                     out,
-                    x.index(0),
+                    x.index(half),
                     ring,
                     requests,
                     exponent_scale,
-                    0,
+                    half,
                     GROUP,
                     TOKENS,
                     KV_HEADS,
@@ -420,27 +421,8 @@ def attend_apart(
                     REQUESTS,
                     STAGES,
                 ),
-            ),
-            (
-                _compute,
-                (
-                    q,
-                    out,
-                    x.index(1),
-                    ring,
-                    requests,
-                    exponent_scale,
-                    1,
-                    GROUP,
-                    TOKENS,
-                    KV_HEADS,
-                    D,
-                    TILE,
-                    PER_SEGMENT,
-                    REQUESTS,
-                    STAGES,
-                ),
-            ),
+            )
+            for half in (None, 0, 1)
         ],
         [4, 4],
         [232, 232],
