@@ -265,13 +265,16 @@ def _compute(
         state, acc, mass, top, p = running
         slot += num_tiles
         values = v_slots.index(slot % STAGES)
-        if num_tiles * TILE > context:
-            # What was never written may be NaN, and 0 * NaN is NaN.
-            at = (num_tiles - 1) * TILE + gl.arange(0, TILE, layout=WIDE_ROWS)
-            values.store(gl.where((at < context)[:, None], values.load(WIDE), 0.0))
-            fence_async_shared()
         weights = gl.convert_layout(p.to(k_slots.dtype), gl.DotOperandLayout(0, OUT, 2))
-        acc = warpgroup_mma(weights, values, acc)
+        if num_tiles * TILE > context:
+            # What was never written may be NaN, and 0 * NaN is NaN. Both halves read the slot, so
+            # each writes a copy for itself, over the queries, which it needs no more.
+            at = (num_tiles - 1) * TILE + gl.arange(0, TILE, layout=WIDE_ROWS)
+            x.store(gl.where((at < context)[:, None], values.load(WIDE), 0.0))
+            fence_async_shared()
+            acc = warpgroup_mma(weights, x, acc)
+        else:
+            acc = warpgroup_mma(weights, values, acc)
         mbarrier.arrive(empty.index(slot % STAGES), count=1)
         slot += 1
         total, mass, _ = _merged(state, acc, mass, top, exponent_scale, OUT_ROWS)

@@ -36,8 +36,8 @@ class Wanted:
 HMMA, HGMMA, FMA = "HMMA.16816.F32.BF16", "HGMMA.64x", "FFMA"
 ROWS = {
     "tokens": Wanted(192, 70, 2, HMMA),
-    "prompt": Wanted(168, 161, 1, HGMMA, 32),
-    "prompt, heads of 64": Wanted(168, 83, 1, HGMMA, 32),
+    "prompt": Wanted(168, 161, 1, HGMMA, 8),
+    "prompt, heads of 64": Wanted(168, 83, 1, HGMMA),
     "prompt, over 2^31 rows": Wanted(255, 128, 1, HGMMA, 24),
     "tokens, blocks of 16": Wanted(160, 70, 3, HMMA),
     "prompt, blocks of 16": Wanted(255, 128, 1, HGMMA, 24),
