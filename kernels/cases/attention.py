@@ -147,6 +147,12 @@ def with_nan_in_unused_slots(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return arguments
 
 
+def without_last_request(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Leave the last request out of the arguments of ``paged_attention``, or of latents."""
+    q, layer, tables, starts, contexts, *rest = arguments
+    return q[: int(starts[-2])], layer, tables[:-1], starts[:-1], contexts[:-1], *rest
+
+
 def grouped_attention(group: int, head_dim: int) -> Case:
     """So many query heads to a KV head: a step of decode and a chunk, and NaN where no token is."""
 

@@ -301,7 +301,8 @@ def attend_whole(
     state = (tl.zeros([M, D_PADDED], tl.float32), tl.zeros([M], tl.float32), least)
     table = tables + request * stride_table
     head = kv + kv_head * HEAD
-    earliest = context - num_new + tile * TOKENS
+    # Without context it would lie below 0, and so would what is read.
+    earliest = tl.maximum(context - num_new + tile * TOKENS, -1)
     end = tl.minimum(context, earliest + TOKENS)
     begin = 0
     if WINDOWED:

@@ -229,7 +229,8 @@ def _compute(
         fence_async_shared()
         _, _, position = _number_rows(item, HALF, GROUP, TOKENS, KV_HEADS, ROWS)
         earliest = context - num_new + tile * TOKENS
-        num_tiles = _same(gl.cdiv(gl.minimum(context, earliest + TOKENS), TILE))
+        num_tiles = gl.cdiv(gl.minimum(context, earliest + TOKENS), TILE)
+        num_tiles = _same(gl.maximum(num_tiles, 1))  # without context too: see `_load`
         num_clear = _same((earliest + HALF * 64 // GROUP + 1) // TILE)
 
         mbarrier.wait(full.index(slot % STAGES), (slot // STAGES) & 1)
@@ -303,7 +304,8 @@ def _load(
 ) -> None:
     """Load what both halves of the rows of every item see, as slots become empty.
 
-    An item's first slot has keys alone, and its last one values alone.
+    An item's first slot has keys alone, and its last one values alone. Where the request has no
+    context, those are a tile of block 0, which no row sees.
     """
     k_slots, v_slots, full, empty = ring
     PLANE: gl.constexpr = KV_HEADS * BLOCK_SIZE
@@ -314,7 +316,7 @@ def _load(
         request, tile, kv_head, _, num_new, context = _item(i, ends, requests, KV_HEADS)
         end = gl.minimum(context, context - num_new + (tile + 1) * TOKENS)
         table = tables + request * stride_table
-        row = gl.load(table) * block_rows + kv_head * BLOCK_SIZE
+        row = gl.load(table, mask=context > 0, other=0) * block_rows + kv_head * BLOCK_SIZE
         block = gl.load(table + TILE // BLOCK_SIZE, mask=end > TILE, other=0)
         at = slot % STAGES
         mbarrier.wait(empty.index(at), ((slot // STAGES) & 1) ^ 1)

@@ -116,6 +116,8 @@ def paged_attention(
 ) -> Tensor:
     """See ``reference.attention.paged_attention``; ``scale`` is above 0.
 
+    A request may have query tokens but no context, as what pads a step has: their rows are 0.
+
     Raises:
         NotTakenError: Heads are too wide, too many share one KV head, or a dtype or the cache's
             strides are others than `ops` says.

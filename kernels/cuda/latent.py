@@ -69,6 +69,8 @@ def latent_attention(
 ) -> Tensor:
     """See ``reference.mla.latent_attention``; ``scale`` is above 0.
 
+    A request may have query tokens but no context, as what pads a step has: their rows are 0.
+
     Raises:
         NotTakenError: Latents are too wide, or a dtype or the cache's strides are others than
             `ops` says.

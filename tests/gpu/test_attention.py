@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.cases.attention import attention_inputs, with_nan_in_unused_slots
+from pdserve.kernels.cases.attention import (
+    attention_inputs,
+    with_nan_in_unused_slots,
+    without_last_request,
+)
 from pdserve.kernels.cases.latent import latent_inputs
 from pdserve.kernels.registry import kernels_on
 
@@ -164,3 +168,64 @@ def test_a_prompt_behind_a_captured_step_has_the_bits_of_one_before(cuda: torch.
         graph.replay()
         assert torch.equal(op(*prompt), whole)
         assert torch.equal(captured, found)
+
+
+PADDING = (1, 2, 40, 700, 1101)
+"""Tokens without context: of one tile and several, whose positions reach below a segment's."""
+
+
+@pytest.mark.parametrize("num_tokens", PADDING)
+@pytest.mark.parametrize(
+    ("block_size", "window"), [(64, None), (16, None), (64, 300)], ids=["apart", "whole", "window"]
+)
+def test_rows_of_paged_attention_without_context_are_zero_and_leave_others_alone(
+    cuda: torch.device, num_tokens: int, block_size: int, window: int | None
+) -> None:
+    args = attention_inputs(
+        [1, 300, num_tokens],
+        [70, 500, 0],
+        (8, 2),
+        128,
+        dtype=torch.bfloat16,
+        device=cuda,
+        block_size=block_size,
+        window=window,
+    )
+    assert_padding_is_zero(kernels_on(cuda).paged_attention, with_nan_in_unused_slots(args))
+
+
+@pytest.mark.parametrize("num_tokens", PADDING)
+def test_rows_of_latent_attention_without_context_are_zero_and_leave_others_alone(
+    cuda: torch.device, num_tokens: int
+) -> None:
+    args = latent_inputs(
+        [1, 30, num_tokens], [70, 500, 0], 16, (512, 64), dtype=torch.bfloat16, device=cuda
+    )
+    assert_padding_is_zero(kernels_on(cuda).latent_attention, args)
+
+
+def assert_padding_is_zero(op, args) -> None:
+    first = int(args[3][-2])
+    found = op(*args)
+    assert torch.equal(found[:first], op(*without_last_request(args)))
+    assert not found[first:].any()
+
+
+def test_a_captured_prompt_follows_its_inputs_and_what_pads_it_is_zero(cuda: torch.device) -> None:
+    op = kernels_on(cuda).paged_attention
+    args = with_nan_in_unused_slots(
+        attention_inputs(
+            [600, 0], [900, 0], (8, 2), 128, dtype=torch.bfloat16, device=cuda, block_size=64
+        )
+    )
+    starts, contexts = args[3:5]
+    op(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = op(*args)
+    for num_tokens, context in (600, 900), (37, 70), (2, 515), (0, 0), (600, 900):
+        starts[1], contexts[0] = num_tokens, context
+        graph.replay()
+        assert torch.equal(found[:num_tokens], op(*without_last_request(args)))
+        assert not found[num_tokens:].any()

@@ -14,6 +14,7 @@ from pdserve.kernels.cases.attention import (
     HEAD_DIMS,
     attention_inputs,
     grouped_attention,
+    without_last_request,
 )
 from pdserve.kernels.cases.case import Case
 from pdserve.kernels.cases.table import OPERATIONS
@@ -225,15 +226,16 @@ def test_what_lies_behind_a_steps_inputs_is_not_read() -> None:
 
 
 @pytest.mark.usefixtures("hopper_products")
-def test_a_row_without_context_is_zero_and_leaves_others_alone() -> None:
-    prompt = Prompt(16)
-    q = prompt.q[[41, 3]]
-    tables = torch.stack([prompt.table.int(), torch.zeros_like(prompt.table.int())])
-    ints = torch.tensor([0, 1, 2, 42, 0], dtype=torch.int32)
-    call = AttentionCall(q, prompt.layer, tables, ints[:3], ints[3:], prompt.scale, None)
-    found = attend(call, SMALL)
-    assert torch.equal(found[:1], prompt.rows((41, 42)))
-    assert not found[1].any()
+@pytest.mark.parametrize(("num_tokens", "window"), [(1, None), (3, None), (40, None), (40, 9)])
+def test_rows_without_context_are_zero_and_leave_others_alone(
+    num_tokens: int, window: int | None
+) -> None:
+    args = attention_inputs(
+        [1, 2, num_tokens], [42, 9, 0], (3, 1), 32, dtype=FP16, device=CPU, window=window
+    )
+    found = attend(AttentionCall(*args), SMALL)
+    assert torch.equal(found[:3], attend(AttentionCall(*without_last_request(args)), SMALL))
+    assert not found[3:].any()
 
 
 def test_what_the_kernels_do_not_take_is_refused_before_anything_is_launched() -> None:

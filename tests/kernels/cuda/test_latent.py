@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdserve.kernels.backend import NotTakenError
+from pdserve.kernels.cases.attention import without_last_request
 from pdserve.kernels.cases.case import Case
 from pdserve.kernels.cases.latent import latent_inputs
 from pdserve.kernels.cases.table import OPERATIONS
@@ -69,6 +70,11 @@ def prompt_of(length: int, num_heads: int) -> Callable[..., torch.Tensor]:
     return rows
 
 
+def use_small_tiles(monkeypatch: pytest.MonkeyPatch, num_heads: int) -> None:
+    tiles = replace(latent.latent_tiles(torch.float16, num_heads), tile=16, segment=16)
+    monkeypatch.setattr(latent, "latent_tiles", lambda *_: tiles)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper_products")
 @pytest.mark.parametrize(
@@ -82,9 +88,7 @@ def prompt_of(length: int, num_heads: int) -> Callable[..., torch.Tensor]:
 def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
     num_heads: int, chunks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles = replace(latent.latent_tiles(torch.float16, num_heads), tile=16, segment=16)
-    monkeypatch.setattr(latent, "latent_tiles", lambda *_: tiles)
-    latent._cut.cache_clear()
+    use_small_tiles(monkeypatch, num_heads)
     rows = prompt_of(LENGTH, num_heads)
 
     whole = rows((0, LENGTH))
@@ -92,7 +96,20 @@ def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
     wanted = torch.cat([whole[first:last] for first, last in chunks])
     assert torch.equal(rows(*chunks), wanted)
     assert torch.equal(torch.cat([rows(chunk) for chunk in chunks]), wanted)
-    latent._cut.cache_clear()
+
+
+@pytest.mark.usefixtures("hopper_products")
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_rows_without_context_are_zero_and_leave_others_alone(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_small_tiles(monkeypatch, 3)
+    args = latent_inputs(
+        [1, 2, num_tokens], [42, 9, 0], 3, (32, 16), dtype=torch.float16, device=CPU
+    )
+    found = latent_attention(*args)
+    assert torch.equal(found[:3], latent_attention(*without_last_request(args)))
+    assert not found[3:].any()
 
 
 @pytest.mark.matrix
