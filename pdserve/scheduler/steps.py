@@ -203,7 +203,7 @@ class StepQueue:
         self.num_known += 1
         sampling = request.sampling
         if request.remote_decode and sampling.grammar is not None:
-            # Ranks read it for masks alone; where another engine goes on, they need one token's.
+            # Ranks read it for masks alone, and another engine makes those behind the first token.
             sampling = msgspec.structs.replace(sampling, max_tokens=1)
         return NewRequest(
             request_id=request.request_id,
