@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A monotonic clock for all that is decided, and a wall clock for what people read."""
+    """A monotonic clock for decisions, and a wall clock for people to read."""
 
     def monotonic_s(self) -> float:
         """Seconds since an arbitrary start; never goes back."""
@@ -31,10 +31,10 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to.
+    """A clock that moves only on request.
 
     Args:
-        ahead_s: By how much its wall clock is ahead of its monotonic one.
+        ahead_s: Seconds by which its wall clock is ahead of its monotonic one.
     """
 
     def __init__(self, start_s: float = 1000.0, *, ahead_s: float = 0.0) -> None:

@@ -1,7 +1,7 @@
 """vLLM's series of what engine cores count, from their snapshots.
 
-A server tells them of each of its cores, a proxy of all engines of a role together: so counts are
-a flat mapping, which can be added up.
+A server reports them for each of its cores, a proxy for all engines of a role together, so counts
+are a flat mapping that can be added up.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _LABELS = ("model_name", "engine")
 
 SeriesCounts = dict[tuple[str, str], float]
-"""By a series' name and the value of its own label, empty if it has none. Of the histogram of step
-tokens, the label is a bucket's index, or `sum`."""
+"""Values by a series' name and the value of its own label, empty if it has none. For the histogram
+of step tokens, the label is a bucket's index, or `sum`."""
 
 
 def counts_of(stats: EngineStats) -> SeriesCounts:
-    """Return what only grows in the life of an engine core."""
+    """Return the counts that only grow during the life of an engine core."""
     store = stats.kv_store or KVStoreStats()
     cached, external = stats.local_cache_hit_tokens, stats.external_kv_tokens
     by_source = "vllm:prompt_tokens_by_source"
@@ -89,10 +89,10 @@ def _levels_of(load: EngineLoad) -> SeriesCounts:
 def engine_families(
     model_name: str, counts: Mapping[str, SeriesCounts], loads: Mapping[str, EngineLoad]
 ) -> Iterator[Metric]:
-    """Yield the families of `counts_of` and of how busy engines are.
+    """Yield the families of `counts_of` and of the engines' load.
 
     Args:
-        counts, loads: By the label `engine`; the same keys.
+        counts, loads: Values by the label `engine`; the same keys.
     """
     families: dict[str, Metric] = {}
     levels = {engine: _levels_of(load) for engine, load in loads.items()}
@@ -131,7 +131,7 @@ def cache_family(settings: Mapping[str, Mapping[str, str]]) -> Metric:
     """Return `vllm:cache_config_info`.
 
     Args:
-        settings: By the label `engine`: the other labels; the same names for all engines.
+        settings: The other labels by the label `engine`; the same names for all engines.
     """
     name = "vllm:cache_config_info"
     family = GaugeMetricFamily(name, meaning(name))

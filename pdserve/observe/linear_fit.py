@@ -1,7 +1,7 @@
 """An online linear least squares fit of relative errors, for predicting times.
 
-Over the last few hundred samples, older ones counting less and less; what would come out negative
-is 0. It may begin with what others have learned. Pure.
+It covers the last few hundred samples, older ones counting less and less. Weights that would be
+negative are 0. It may begin with what others have learned. Pure.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _MIN_S: Final = 1e-5
 _SMALL: Final = 0.5
 """Of what is typical: what is smaller counts no more than that."""
 _MAX_OFF: Final = 2.0
-"""A sample is taken for no further off the prediction than this factor: it may be a stall."""
+"""A sample's distance from the prediction is limited to this factor: it may be a stall."""
 _TOLD_SAMPLES: Final = 20.0
 """What others have learned counts as so many samples, however many they were."""
 _MEAN_OF_ROOT: Final = 0.8
-"""The mean of an error that is normal, over its root mean square."""
+"""Mean of a normally distributed error's size, divided by its root mean square."""
 
 _Matrix: TypeAlias = list[list[float]]
 
@@ -39,10 +39,10 @@ class LinearFit:
     """Weights of some features, from pairs of them and a positive value.
 
     Args:
-        min_samples: That it needs to go by.
+        min_samples: Samples that it needs before its weights are used.
 
     Attributes:
-        num_samples: Its own, seen so far.
+        num_samples: Its own samples so far.
     """
 
     def __init__(self, num_features: int, *, min_samples: int = _MIN_SAMPLES) -> None:
@@ -60,12 +60,12 @@ class LinearFit:
 
     @property
     def is_known(self) -> bool:
-        """Whether there were enough samples to go by, here or elsewhere."""
+        """Whether there were enough samples, here or elsewhere."""
         return self.num_samples >= self._min_samples or self._told is not None
 
     @property
     def error(self) -> float:
-        """Mean relative error of the predictions of late, each made before its value was seen."""
+        """Mean relative error of recent predictions, each made before its value was seen."""
         if not self.is_known:
             return 1.0
         first = _FIRST_ERROR if self._told is None else self._told.error
@@ -73,7 +73,7 @@ class LinearFit:
 
     @property
     def told_share(self) -> float:
-        """How much of what it goes by others have learned, of 1."""
+        """Share of its data that others have learned, 0 to 1."""
         told = self._told_factor * self._told.num if self._told is not None else 0.0
         return told / (told + self._num) if told else 0.0
 
@@ -114,7 +114,7 @@ class LinearFit:
         self._add(features, value)
 
     def _settle_first(self) -> None:
-        """Add those that came before it was known what is typical."""
+        """Add the samples that came before the typical value was known."""
         if self._first:
             self._typical = statistics.median(each for _, each in self._first)
             for each in self._first:
@@ -134,7 +134,7 @@ class LinearFit:
         self._weights = None
 
     def predict(self, features: Sequence[float]) -> float:
-        """Return the value that features should have."""
+        """Return the predicted value for these features."""
         return sum(w * x for w, x in zip(self.weights, features, strict=True))
 
     @property
@@ -154,7 +154,7 @@ class LinearFit:
 
     @property
     def _told_factor(self) -> float:
-        """What the sums that others told are multiplied by."""
+        """Return the factor for the sums from others."""
         if self._told is None:
             return 0.0
         return min(1.0, _TOLD_SAMPLES / self._told.num) * _DECAY**self.num_samples
@@ -201,7 +201,7 @@ def _solved(products: _Matrix, values: list[float], scale: list[float]) -> list[
 def _solve(
     used: list[int], products: _Matrix, values: list[float], scale: list[float]
 ) -> dict[int, float]:
-    """Solve the normal equations of some features, scaled to alike sizes."""
+    """Solve the normal equations of some features, scaled to similar sizes."""
     rows = [
         [products[i][j] / scale[i] / scale[j] for j in used] + [values[i] / scale[i]] for i in used
     ]

@@ -1,14 +1,14 @@
 """Distinguishes a process that is stopped or hangs from one that is busy.
 
-A late answer alone proves nothing: a long step on a slow machine, or a machine with more to do
-than it can, is late as well. So the kernel is asked (proc(5), `/proc/PID/stat`):
+A late answer alone proves nothing: a long step on a slow machine, or an overloaded machine, is
+late as well. So this asks the kernel (proc(5), `/proc/PID/stat`):
 
     stopped    state T or t: it does nothing until it is told to go on
     busy       it is on a CPU, waits for one (state R), or has used some since the last look
     asleep     neither; a mistake only if it owes an answer
 
-What is counted are looks in a row, not seconds: whoever was stopped itself, or had no CPU for a
-while, finds on waking that it has looked once, and blames nobody.
+It counts consecutive looks, not seconds: a watching process that was itself stopped, or had no CPU
+for a while, has looked only once when it wakes, and so blames no other process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NUM_LOOKS = 5
-"""Looks per time-out: the verdict comes within one more of them."""
+"""Looks per time-out: the verdict comes at most one look later."""
 
 
 class Activity(enum.Enum):
-    """What a process did since the last look."""
+    """The activity of a process since the last look."""
 
     BUSY = "busy"
     ASLEEP = "asleep"
@@ -36,8 +36,8 @@ class ProcessState(NamedTuple):
     """A process at one moment.
 
     Attributes:
-        letter: R, S, D, T, ... as in proc(5); of the first thread.
-        cpu_ticks: CPU time that all its threads ever used, in clock ticks.
+        letter: State of the first thread: R, S, D, T, ... as in proc(5).
+        cpu_ticks: Total CPU time of all its threads, in clock ticks.
     """
 
     letter: str
@@ -45,7 +45,7 @@ class ProcessState(NamedTuple):
 
 
 def read_state(pid: int) -> ProcessState | None:
-    """Ask the kernel; None: there is no such process, or no /proc."""
+    """Return the state from the kernel; None if there is no such process, or no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -58,8 +58,8 @@ class ProcessWatch:
     """Looks at one process at an interval that its caller keeps.
 
     Attributes:
-        num_stopped: The last looks, in a row, that found it stopped.
-        num_idle: Those that found it stopped or asleep.
+        num_stopped: Number of the latest consecutive looks that found it stopped.
+        num_idle: The same for looks that found it stopped or asleep.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ProcessWatch:
         self.num_idle = 0
 
     def look(self) -> Activity:
-        """Look once. A process that cannot be seen counts as busy: its end is told otherwise."""
+        """Look once. An unreadable process counts as busy: its end is detected elsewhere."""
         state = self._read(self._pid)
         activity = Activity.BUSY if state is None else self._judge(state)
         self.num_stopped = self.num_stopped + 1 if activity is Activity.STOPPED else 0

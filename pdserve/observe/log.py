@@ -1,6 +1,6 @@
 """Logs as events: a fixed text, then fields; as lines for people, or as JSON objects.
 
-Nothing is formatted before a handler takes it. Knows nothing of what the fields mean.
+Nothing is formatted before a handler takes it. Does not know the meaning of the fields.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 REQUESTS: Final = "pdserve.requests"
-"""Logger of the lines of requests."""
+"""Logger of the request lines."""
 STATS: Final = "pdserve.stats"
-"""Logger of what is summed up while there is work."""
+"""Logger of the summaries written while there is work."""
 _DEFAULT: Final = LogConfig()
 _OTHERS: Final = ("aiohttp", "asyncio", "py.warnings")
-"""Loggers of libraries that speak where we do, from warnings up."""
+"""Loggers of libraries that share our log, from level warning up."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """What a log record says, as the object that its message is.
+    """The content of a log record, used as its message object.
 
     Attributes:
         name: A fixed text.
-        fields: What differs from event to event; None fields are left out.
-        text: The line for people; empty is the name, and `key=value` for each field.
+        fields: The values of this event; None fields are left out.
+        text: The line for people; if empty, the name and `key=value` for each field.
     """
 
     name: str
@@ -76,7 +76,7 @@ def configure_logging(stream: TextIO, config: LogConfig = _DEFAULT) -> None:
 
 
 def log_config() -> LogConfig:
-    """Return how this process logs, for the processes that it starts."""
+    """Return this process's log settings, for the processes that it starts."""
     logger = logging.getLogger("pdserve")
     for handler in logger.handlers:
         if isinstance(handler.formatter, _Formatter):
@@ -126,9 +126,9 @@ _FORMATTERS: Final = {LogFormat.TEXT: _Formatter, LogFormat.JSON: _JsonFormatter
 
 
 def _one_line_for_what_is_no_request(record: logging.LogRecord) -> bool:
-    """Bytes that are not HTTP were answered with a 400: they are nobody's fault here.
+    """Shorten the record for bytes that are not HTTP, which were answered with a 400.
 
-    Anybody can send them, so they get one line and no traceback.
+    Any client can send them, so they get one line and no traceback.
     """
     error = record.exc_info[1] if record.exc_info else None
     if type(error).__module__ == "aiohttp.http_exceptions":
@@ -139,7 +139,7 @@ def _one_line_for_what_is_no_request(record: logging.LogRecord) -> bool:
 
 
 def _plain(value: object) -> Any:
-    """A value as JSON can hold it: floats to six digits, as in the line for people."""
+    """Return a value as JSON can hold it: floats to six digits, as in the line for people."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return value
@@ -150,7 +150,7 @@ def _pairs(fields: Mapping[str, object]) -> list[str]:
 
 
 def word(value: object) -> str:
-    """A value that stays one word: what holds spaces, quotes or newlines is quoted."""
+    """Return a value as one word: text with spaces, quotes or newlines is quoted."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)

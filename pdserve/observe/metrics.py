@@ -42,7 +42,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class BucketCounts:
-    """One histogram: how often a value fell into which bucket.
+    """One histogram: the number of values in each bucket.
 
     Args:
         bounds: Upper bounds, ascending, without infinity.
@@ -66,12 +66,12 @@ class BucketCounts:
 
 
 class HistogramFamily(Collector):
-    """The histograms of one name: to observe costs a tenth of what `Histogram` takes.
+    """The histograms of one name: observing a value costs a tenth of `Histogram`'s time.
 
     It takes no lock: it is observed and read in one event loop.
 
     Args:
-        labels: Their names.
+        labels: Label names.
         buckets: Upper bounds, ascending, without infinity.
     """
 
@@ -92,7 +92,7 @@ class HistogramFamily(Collector):
         registry.register(self)
 
     def of(self, *values: str) -> BucketCounts:
-        """Return the histogram with these values of the labels, which is told of from then on."""
+        """Return the histogram with these label values, which is exposed from then on."""
         return self._children.setdefault(values, BucketCounts(self._bounds))
 
     def collect(self) -> Iterator[Metric]:
@@ -126,9 +126,9 @@ def add_histogram(
 
 
 class _Lasting(Collector):
-    """A registry's families without the times at which series were made.
+    """A registry's families without the times at which series were created.
 
-    Those would be half of all samples, and no query reads them (`_created`, of OpenMetrics).
+    Those would be half of all samples, and no query reads them (OpenMetrics' `_created`).
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -31,11 +31,11 @@ MAX_LINE_CHARS: Final = 2000
 
 
 class StoredKV(NamedTuple):
-    """What a store had of a prompt.
+    """The part of a prompt that came from a store.
 
     Attributes:
-        num_tokens: Leading tokens that it gave, beyond those that were in blocks.
-        seconds: Copying them took, beside computing.
+        num_tokens: Leading tokens from the store, beyond those that were in blocks.
+        seconds: Time spent copying them, in parallel with computing.
     """
 
     num_tokens: int = 0
@@ -51,12 +51,12 @@ class StoredKV(NamedTuple):
 
 
 class MovedKV(NamedTuple):
-    """KV that a request was given by another engine, and by a store.
+    """KV that a request received from another engine, and from a store.
 
     Attributes:
-        seconds: On the wire.
-        digest_s: Those of them that digests took.
-        store: What a store gave.
+        seconds: Time on the wire.
+        digest_s: The part of `seconds` spent on digests.
+        store: The part from a store.
     """
 
     num_bytes: int
@@ -73,7 +73,7 @@ def outcome_of(status: int) -> str:
 
 
 def kv_path(mode: str, *, has_store: bool) -> str:
-    """Return how KV came: `mode` is push, pull, local or, if no engine was asked, empty."""
+    """Return how KV arrived: `mode` is push, pull, local or, if no engine was asked, empty."""
     return f"{mode}+store" if mode and has_store else mode
 
 
@@ -99,7 +99,7 @@ def with_line(ended: Finished, times: str) -> Finished:
 def log_request(ended: Finished) -> None:
     """Write the line of a request that has ended.
 
-    At level warning where a server failed it, which no client can bring about at will; else at
+    The level is warning if a server failed it, which no client can cause at will, and otherwise
     info, whatever the client did.
     """
     is_failed = ended.outcome == "error" or ended.status >= 500
@@ -109,7 +109,7 @@ def log_request(ended: Finished) -> None:
 
 
 def fields_of(ended: Finished) -> dict[str, object]:
-    """Return what the line says, by the line's keys; times are milliseconds."""
+    """Return the line's values by its keys; times are milliseconds."""
     rungs = zip(ended.rungs, ended.rung_reasons, strict=True)
     return {
         "request": ended.request_id,
@@ -140,7 +140,7 @@ def fields_of(ended: Finished) -> dict[str, object]:
 
 
 def log_refusal(request_id: str, path: str, error: PdserveError, *, total_s: float = 0.0) -> None:
-    """Write the line of a request that was refused before anybody worked on it."""
+    """Write the line of a request that was refused before any work on it."""
     if _log.isEnabledFor(logging.INFO):
         ended = Finished(
             request_id=request_id,
@@ -162,7 +162,7 @@ def times_of(
     gaps_s: Sequence[float] = (),
     tokens_per_step: float | None = None,
 ) -> str:
-    """Return where the time of a request went that one engine served.
+    """Return the breakdown of the time of a request that one engine served.
 
     Args:
         stages: Seconds by stage, in order of time; they sum to `ttft_s`. The stage `kv`
@@ -191,7 +191,7 @@ def times_of(
 
 
 def moved(num_bytes: int, seconds: float, *, digest_s: float = 0.0) -> str:
-    """Return what was moved and how fast, as `8.4 MB, 1.3 GB/s, digest 0.2`.
+    """Return the amount moved and its speed, as `8.4 MB, 1.3 GB/s, digest 0.2`.
 
     Args:
         digest_s: The part of `seconds` that digests took; shown in milliseconds if any.

@@ -47,12 +47,12 @@ _BUCKETS: dict[str, Sequence[float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequest:
-    """What is known of a request, or of one of its choices, when it is over.
+    """The figures of a request, or of one of its choices, when it is over.
 
     Attributes:
-        num_computed_tokens: Of its prompt, those whose KV was computed.
-        max_tokens: The limit that applied; 0 if it is not known.
-        prefill_s: 0 where another engine has prefilled.
+        num_computed_tokens: Prompt tokens whose KV was computed.
+        max_tokens: The limit that applied; 0 if unknown.
+        prefill_s: Prefill time; 0 if another engine prefilled.
         decode_s: From its first token to its last one; None without a token.
     """
 
@@ -90,25 +90,25 @@ class RequestObserver:
         self._kv_bytes = histogram["vllm:nixl_bytes_transferred"]
 
     def first_token(self, seconds: float) -> None:
-        """A first token came `seconds` after its request."""
+        """Observe a first token, `seconds` after its request."""
         self._ttft.observe(seconds)
 
     def token_gap(self, seconds: float, number: int = 1) -> None:
-        """A token came `seconds` after the one before it, `number` times."""
+        """Observe `number` tokens, each `seconds` after the one before it."""
         self._itl.observe(seconds, number)
 
     def began(self, *, queue_s: float, prefill_s: float) -> None:
-        """A request has its first token, after so long in queues and in prefill."""
+        """Observe the queue and prefill times of a request that has its first token."""
         self._queue.observe(queue_s)
         self._prefill.observe(prefill_s)
 
     def loaded(self, *, seconds: float, num_bytes: int) -> None:
-        """KV of a request came from another engine, `seconds` from its first to its last byte."""
+        """Observe KV from another engine; `seconds` run from its first to its last byte."""
         self._kv_s.observe(seconds)
         self._kv_bytes.observe(num_bytes)
 
     def ended(self, request: EndedRequest) -> None:
-        """A request, or a choice, is over."""
+        """Observe the end of a request or a choice."""
         num_output, decode_s = request.num_output_tokens, request.decode_s
         self._num_prompt.observe(request.num_prompt_tokens)
         self._num_output.observe(num_output)
@@ -124,7 +124,7 @@ class RequestObserver:
                 self._tpot.observe(decode_s / (num_output - 1))
 
     def ended_together(self, *, num_choices: int, num_longest: int) -> None:
-        """All choices of a prompt are over; the longest has so many tokens."""
+        """Observe the end of all choices of a prompt; the longest has `num_longest` tokens."""
         self._num_choices.observe(num_choices)
         self._longest.observe(num_longest)
 
@@ -146,7 +146,7 @@ class RequestSeries:
         self._observers: dict[tuple[str, str], RequestObserver] = {}
 
     def of(self, model_name: str, engine: str) -> RequestObserver:
-        """Return the observer of these labels; its series exist from the first time on."""
+        """Return the observer of these labels; its series exist from the first call on."""
         labels = (model_name, engine)
         if labels not in self._observers:
             self._observers[labels] = RequestObserver(self._families, labels)

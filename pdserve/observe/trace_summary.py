@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Summary:
-    """What a trace holds.
+    """The contents of a trace.
 
     Attributes:
-        processes: Their names, in order.
-        num_requests: Of those who answer clients: the proxy, or without one the servers.
-        num_unfinished: Those of them that still ran.
-        num_steps: Of all engine cores.
-        num_arrows: Requests whose way from one engine to the other is drawn.
-        num_dropped: Events that were lost, ever.
-        seconds: That were asked for.
-        complete_s: The last seconds of which nothing is missing.
-        uncertainty_s: The worst of the alignments.
-        clocks: Per process, in words.
-        missing: Who gave nothing, and why.
+        processes: Names of the processes, in order.
+        num_requests: Requests at the processes that answer clients: the proxy, or else the servers.
+        num_unfinished: Those of them that were still running.
+        num_steps: Steps of all engine cores.
+        num_arrows: Requests whose path from one engine to the other is drawn.
+        num_dropped: Total number of lost events.
+        seconds: Seconds asked for.
+        complete_s: Length of the last period of which nothing is missing, in seconds.
+        uncertainty_s: Largest uncertainty of the alignments.
+        clocks: Alignment of each process, in words.
+        missing: Processes that gave no trace, and why.
     """
 
     processes: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Summary:
 
 
 def clock_in_words(name: str, alignment: Alignment) -> str:
-    """How a process's clock stands to the collector's."""
+    """Describe how a process's clock relates to the collector's."""
     measured, trip = alignment.measured_offset_s, alignment.round_trip_s
     if measured is None or trip is None:
         return f"{name}: the collector's own clock"

@@ -1,7 +1,7 @@
 """Places durations that another process reported within a measured window of time.
 
-The slices of a window follow one another from its beginning to its end, so their sum is exact: what
-is none of its terms is its remainder, before, between and behind them.
+The slices of a window cover it from beginning to end without gaps, so their sum is exact: the time
+before, between and after its terms is the remainder.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from pdserve.wire.trace import StageSpan, Window
 
 Slice = tuple[str, float, float]
-"""Name, begin and end."""
+"""Name, start and end."""
 
 
 def laid_out(window: Window, spans: Sequence[StageSpan], *, uncertainty_s: float) -> list[Slice]:
-    """The window as slices.
+    """Return the window as slices.
 
     Args:
         spans: What the engine says of its stages, in order, by the window's clock. A term is where
