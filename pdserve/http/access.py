@@ -1,12 +1,12 @@
 """Access control: clients may generate, operators may do what affects everybody.
 
-A client's API key opens generation and nothing else. What tells of others' requests or changes
-what they get (`/debug`, the dashboard, `/reset_prefix_cache`, `/drain`) is an operator's: it needs
-an operator key where one is configured. Where none is, only this host may ask, with an API key if
-there are any. An operator may do whatever a client may.
+A client's API key allows generation and nothing else. Paths that show or affect other clients'
+requests (`/debug`, the dashboard, `/reset_prefix_cache`, `/drain`) are for operators: they need an
+operator key if one is configured. If none is, only this host may use them, with an API key if there
+are any. An operator may do everything that a client may.
 
-Programs send `Authorization: Bearer KEY`, or those of Anthropic's API `X-Api-Key: KEY`. Pages that
-people open take it as the password of a Basic dialog, too, which a browser shows by itself.
+Programs send `Authorization: Bearer KEY`, or those of Anthropic's API `X-Api-Key: KEY`. Pages for
+people also accept it as the password of a Basic dialog, which browsers show.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _CLIENTS: Final = ("/v1/", "/tokenize", "/detokenize")
 _OPERATORS: Final = ("/debug/", "/dashboard", "/reset_prefix_cache", "/drain")
 API_KEY_HEADER: Final = "X-Api-Key"
 _PARTS: Final = "/pdserve/"
-"""What engines and proxies of one deployment ask of one another."""
+"""Paths that engines and proxies of one deployment use among themselves."""
 _FORWARDED: Final = (hdrs.FORWARDED, hdrs.X_FORWARDED_FOR)
-"""Who sends one of these passes on what another host has asked."""
+"""A request with one of these headers was forwarded for another host."""
 
 
 class Access:
     """The keys of one server.
 
     Args:
-        api_keys: Clients send one of them; none are asked for without any.
+        api_keys: Clients send one of them; if there are none, no key is needed.
         operator_keys: Operators send one of them.
     """
 
@@ -50,11 +50,11 @@ class Access:
         self._operator_keys = [key.encode() for key in operator_keys]
 
     def check(self, request: web.Request) -> None:
-        """Check that the sender of a request may ask for this.
+        """Check that the sender of a request may make it.
 
         Raises:
             UnauthorizedError: The key is missing or wrong.
-            ForbiddenError: No key would help, for there is none that does.
+            ForbiddenError: No key would help, because no operator key is configured.
         """
         path = request.path
         if path.startswith(_OPERATORS):
@@ -90,7 +90,7 @@ class Access:
 
 
 def engine_headers(keys: Sequence[str], client: Mapping[str, str]) -> dict[str, str]:
-    """Return the header that engines want: with the first of `keys`, or the client's own key."""
+    """Return the header for engines, with the first of `keys` or else the client's own key."""
     if keys:
         return {hdrs.AUTHORIZATION: f"Bearer {keys[0]}"}
     given = client.get(hdrs.AUTHORIZATION)
@@ -101,22 +101,22 @@ def engine_headers(keys: Sequence[str], client: Mapping[str, str]) -> dict[str, 
 
 
 def operator_headers(config: ProxyConfig, client: Mapping[str, str]) -> dict[str, str]:
-    """The same for what only operators may ask."""
+    """The same for paths that only operators may use."""
     return engine_headers(config.operator_keys or config.api_keys, client)
 
 
 def is_clients(path: str) -> bool:
-    """Whether `path` is for clients: neither for operators alone, nor for other parts."""
+    """Whether `path` is for clients, not only for operators or other parts."""
     return not path.startswith((*_OPERATORS, _PARTS))
 
 
 def _is_for_people(path: str) -> bool:
-    """Whether a browser asks for `path`: then a refusal challenges it."""
+    """Whether browsers ask for `path`, so that a refusal must include a challenge."""
     return path.startswith("/dashboard")
 
 
 def _offered(request: web.Request) -> bytes:
-    """Return the key that a request brings; empty if it brings none."""
+    """Return the key in a request; empty if it has none."""
     if API_KEY_HEADER in request.headers and hdrs.AUTHORIZATION not in request.headers:
         return request.headers[API_KEY_HEADER].strip().encode("utf-8", "surrogateescape")
     scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
@@ -132,7 +132,7 @@ def _offered(request: web.Request) -> bytes:
 
 
 def _password(token: bytes) -> bytes:
-    """Return the password of a Basic token (RFC 7617); empty if it is none."""
+    """Return the password of a Basic token (RFC 7617); empty if it is not valid."""
     try:
         return base64.b64decode(token, validate=True).partition(b":")[2]
     except binascii.Error:

@@ -1,6 +1,6 @@
 """Values and errors as HTTP answers: every error has the same shape.
 
-Knows OpenAI's error object; knows nothing of who asked, nor of what.
+Knows OpenAI's error object, but neither clients nor requests.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 SSE = "text/event-stream"
 
 IS_TOLD: web.RequestKey[bool] = web.RequestKey("is_told", bool)
-"""Set where a request's end is logged by who serves it."""
+"""Set if the handler of a request logs its end."""
 
 
 def is_work(request: web.BaseRequest) -> bool:
-    """Whether a request asks for work, which has a line in the log, however it ends."""
+    """Whether a request is for work, which always has a line in the log."""
     return request.method == "POST" and request.path.startswith("/v1/")
 
 
@@ -50,17 +50,17 @@ class MethodNotAllowedError(NotFoundError):
 
 
 class ExpectationError(BadRequestError):
-    """The Expect header asks for something that is not done here."""
+    """The Expect header asks for something unsupported."""
 
     status = 417
     code = "expectation_failed"
 
 
 class StaleProofError(UnauthorizedError):
-    """The proof of a request is not good any more, or not yet.
+    """The proof of a request is no longer valid, or not yet.
 
     Args:
-        nonce: What the next one is to be made for.
+        nonce: The nonce for the next proof.
     """
 
     code = "stale_signature"
@@ -73,8 +73,8 @@ class StaleProofError(UnauthorizedError):
 class StreamAnswer(web.StreamResponse):
     """A stream of events whose headers wait for the first bytes, and leave in the same packet.
 
-    Apart they are two system calls here and two wake-ups for the reader; and on a machine that
-    has no core to spare it is the reader's turn between the two.
+    Sent separately they take two system calls here and two wake-ups of the reader, which on a busy
+    machine runs between the two.
     """
 
     _send_headers_immediately = False
@@ -137,7 +137,7 @@ def error_headers(error: PdserveError) -> dict[str, str]:
 
 
 def refusal_of(error: web.HTTPException, request: web.BaseRequest) -> PdserveError:
-    """Say in our terms what aiohttp found wrong with a request."""
+    """Return our error for what aiohttp found wrong with a request."""
     match error:
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))

@@ -1,8 +1,8 @@
-"""Reads request bodies within limits on size, slowness, and the memory of all together.
+"""Reads request bodies within limits on size, slowness and total memory.
 
-A body is paid for before it is read, by its declared length or as it grows, and is paid back when
-its request is over. One that does not fit is refused at once rather than kept waiting. It must
-leave as much room as it takes itself, so that large bodies never shut out small ones.
+The memory of a body is reserved before it is read, by its declared length or as it grows, and freed
+when its request is over. A body that does not fit is refused at once rather than kept waiting. It
+must leave as much room as it takes itself, so that large bodies never shut out small ones.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from pdserve.config.http import HttpLimits
 
 _Holder: TypeAlias = "MutableMapping[Any, Any]"
-"""A request, or what stands for one."""
+"""A request, or an object that stands for one."""
 
 COPIES = 3
-"""What a body takes of memory, in its own size: what came, and what is made of it for each of two
-engines; or while it is read its pieces and their sum; or at an engine what is parsed from it."""
+"""Memory of a body, as a multiple of its size: the body itself and a copy for each of two engines;
+while it is read, its pieces and their sum; at an engine, the values parsed from it."""
 MIN_BYTES_PER_S = 500
-"""A body that comes more slowly than that, over a whole time-out, is given up."""
+"""A body that is slower than this over a whole time-out is refused."""
 _RETRY_AFTER_S = 1.0
 _HELD: web.RequestKey[int] = web.RequestKey("held_bytes", int)
 
@@ -42,7 +42,7 @@ class Bodies:
     """The bodies of all requests of one server.
 
     Attributes:
-        num_held_bytes: Memory that they take, copies included.
+        num_held_bytes: Memory that they use, including copies.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -50,15 +50,15 @@ class Bodies:
         self.num_held_bytes = 0
 
     async def read(self, request: web.Request) -> bytes:
-        """Return a request's body, whose memory is counted until `free`.
+        """Return a request's body; its memory counts until `free`.
 
-        aiohttp would keep it with the request, and that with its connection until the next one.
+        aiohttp would keep it with the request, which the connection keeps until the next request.
 
         Raises:
-            BodyTooLargeError: It is, or says that it will be, larger than bodies may be.
+            BodyTooLargeError: It is, or declares to be, larger than allowed.
             OverloadedError: There is no memory for it now.
-            RequestTimeoutError: It does not get on.
-            BadRequestError: It is not in its encoding, or was cut off.
+            RequestTimeoutError: It is too slow.
+            BadRequestError: It does not match its encoding, or is incomplete.
         """
         self._hold(request, request.content_length or 0)
         pieces: list[bytes] = []
@@ -86,15 +86,15 @@ class Bodies:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def free(self, request: _Holder) -> None:
-        """A request is over."""
+        """Free the memory of a request that is over."""
         self.num_held_bytes -= request.get(_HELD, 0)
         request[_HELD] = 0
 
     @contextmanager
     def counted(self) -> Iterator[Callable[[int], None]]:
-        """Yield what counts a body that comes by another way, as at least so long.
+        """Yield a function that counts a body read elsewhere, given its minimum length.
 
-        It raises what `read` does of size and memory. The body is free when the block ends.
+        It raises the same errors as `read` for size and memory. The block's end frees the body.
         """
         holder: dict[web.RequestKey[int], int] = {}
         try:
@@ -103,12 +103,12 @@ class Bodies:
             self.free(holder)
 
     def _hold(self, request: _Holder, num_bytes: int) -> None:
-        """Count a body as at least so long.
+        """Count a body with at least this length.
 
-        As much room again must be left, so that no single body takes all of it from the others.
+        It must leave as much room as it takes, so that no single body uses all of the memory.
 
         Raises:
-            BodyTooLargeError: None may be.
+            BodyTooLargeError: It is larger than allowed.
             OverloadedError: There is no memory for it; nothing has changed.
         """
         if num_bytes > self._limits.max_body_bytes:

@@ -1,7 +1,7 @@
 """Client connections: a deadline for headers, and one format for all errors.
 
-aiohttp waits for headers for as long as they take, and answers what its parser or its dispatcher
-refuse as plain text. Knows no path and no application.
+aiohttp alone would wait for headers without limit, and would answer requests that its parser or
+dispatcher refuses in plain text. Knows no path and no application.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted: a burst of streams arrives at once."""
+"""Connections that may wait to be accepted, because a burst of streams can arrive at once."""
 
 
 class ClientConnection(web.RequestHandler):
     """One connection of a client, from its first byte to its last.
 
     Args:
-        header_timeout_s: How long the headers of a request may take from their first byte; of
-            the first request, from the connection on.
+        header_timeout_s: Time limit for the headers of a request from their first byte; for the
+            first request, from the start of the connection.
     """
 
     __slots__ = ("_has_headers_begun", "_header_timeout_s", "_header_timer", "_is_serving")
@@ -67,7 +67,7 @@ class ClientConnection(web.RequestHandler):
         super().data_received(data)
 
     def request_began(self) -> None:
-        """The headers of a request are complete."""
+        """Handle a request whose headers are complete."""
         self._is_serving = True
         self._has_headers_begun = False
         self._stop_timer()
@@ -89,7 +89,7 @@ class ClientConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP, and what no middleware has caught; then hang up."""
+        """Answer bytes that are not HTTP, and errors that no middleware caught; then hang up."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has already started, so no error can be sent")
         error: PdserveError
@@ -105,7 +105,7 @@ class ClientConnection(web.RequestHandler):
         return answer
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log what is a fault of ours; a body that cannot be read has been answered already."""
+        """Log our own faults; an unreadable body has already been answered."""
         if not isinstance(kw.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **kw)
 
@@ -119,7 +119,7 @@ class ClientConnection(web.RequestHandler):
             self._header_timer = None
 
     def _give_up(self) -> None:
-        """Hang up; a client that has begun a request is told why."""
+        """Hang up; tell a client that has started a request why."""
         self._header_timer = None
         if self._has_headers_begun and isinstance(self.transport, asyncio.Transport):
             late = RequestTimeoutError(
@@ -134,7 +134,7 @@ class HttpListener(web.TCPSite):
 
     Args:
         runner: Its server handles the requests; it has been set up.
-        config: Address, TLS, limits, and what stands at the front of paths.
+        config: Address, TLS, limits, and the prefix of paths.
     """
 
     __slots__ = ("_config", "_is_leaving")
@@ -148,7 +148,7 @@ class HttpListener(web.TCPSite):
         """Accept connections.
 
         Raises:
-            ConfigError: The address cannot be bound, or a file of TLS cannot be used.
+            ConfigError: The address cannot be bound, or a TLS file cannot be used.
         """
         config = self._config
         tls = await asyncio.to_thread(server_context, config.tls)
@@ -191,18 +191,18 @@ class HttpListener(web.TCPSite):
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL at which it listens."""
         host = self._config.host or "0.0.0.0"
         port = self._runner.addresses[0][1]
         scheme = "https" if self._config.tls.certfile else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def leave(self) -> None:
-        """Close each connection behind its next answer, which says so."""
+        """Close each connection after its next answer, which announces it."""
         self._is_leaving = True
 
     def _as_served(self, message: RawRequestMessage) -> RawRequestMessage:
-        """Return a request as if no reverse proxy stood before this server."""
+        """Return a request as if no reverse proxy were in front of this server."""
         root = self._config.root_path
         path = message.url.raw_path
         if root and path.startswith(f"{root}/"):
@@ -223,7 +223,7 @@ def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def _raw_answer(error: PdserveError) -> bytes:
-    """An error as bytes, for a request that is none yet."""
+    """Return an error as bytes, for a request that is not complete."""
     body = error_body(error)
     head = (
         f"HTTP/1.1 {error.status} Request Timeout\r\nContent-Type: application/json\r\n"

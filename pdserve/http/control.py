@@ -1,16 +1,15 @@
 """Authenticates requests between the parts of a deployment by the shared secret.
 
-A proof is a MAC over method, path, stamp and body, under a key that is for nothing else: it opens
-no other path, is worth nothing with another method, and cannot be put on other words. A *stamp*
-makes it good for once: the nonce that the receiver drew when it started, the sender, and a number
-that the sender counts up. No clock is asked, so hosts need not agree on the time. Who does not
-know the nonce yet is refused and told it.
+A proof is a MAC over method, path, stamp and body, under a key that is used for nothing else, so it
+is not valid for another path, method or body. A *stamp* makes it valid only once: it contains the
+nonce that the receiver drew when it started, the sender, and a number that the sender counts up. No
+clock is involved, so hosts need not agree on the time. A sender that does not know the nonce is
+refused and receives it.
 
-Where the body itself is worth something only once (a lease can be given back once), no stamp is
-needed.
+No stamp is needed if repeating the body has no effect (a lease can be given back only once).
 
-Parts of release 0.1 sign the body alone. Such a signature is sent along, and accepted only where
-`accept_former` says so, for as long as a deployment is rolled from one release to the next.
+Parts of release 0.1 sign the body alone. Such a signature is sent too, but accepted only with
+`accept_former`, while a deployment is updated from one release to the next.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 _MAX_SENDERS: Final = 10_000
-"""Of whom the last number is remembered; with more of them all begin again."""
+"""Senders whose last number is remembered; with more of them, all start again."""
 
 
 def proof_headers(
     secret: str, method: str, path: str, body: bytes, *, stamp: str = ""
 ) -> dict[str, str]:
-    """Return what proves that the sender of a request knows the secret; nothing without one."""
+    """Return the headers that prove knowledge of the secret; none without a secret."""
     if not secret:
         return {}
     former = hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
@@ -48,10 +47,10 @@ def proof_headers(
 
 
 class Stamps:
-    """The sending side of stamps: one sender's, towards all receivers.
+    """The sending side of stamps: one sender, for all receivers.
 
     Args:
-        sender: A name that no other sender has, in this life or another.
+        sender: A name that no other sender has, in any life.
     """
 
     def __init__(self, sender: str) -> None:
@@ -65,7 +64,7 @@ class Stamps:
         return f"{self._nonces.get(receiver, '')}/{self._sender}/{self._number}"
 
     def learn(self, receiver: str, nonce: str) -> bool:
-        """Take note of a receiver's nonce; tell whether it was another one before."""
+        """Remember a receiver's nonce; return whether it has changed."""
         is_other = self._nonces.get(receiver) != nonce
         self._nonces[receiver] = nonce
         return is_other
@@ -75,10 +74,10 @@ class Verifier:
     """The receiving side of proofs.
 
     Args:
-        secret: The deployment's; without one everybody on this host is believed.
-        accept_former: Whether a signature of release 0.1 is enough, which may be sent again.
-        new_nonce: Returns a string never returned before, and unguessable; None if what is
-            asked here needs no stamp.
+        secret: The deployment's secret; without one, everyone on this host is trusted.
+        accept_former: Whether a signature of release 0.1 is enough, although it can be replayed.
+        new_nonce: Returns an unguessable string never returned before; None if requests here need
+            no stamp.
     """
 
     def __init__(
@@ -94,10 +93,10 @@ class Verifier:
         """Check that a request comes from a part of this deployment, for the first time.
 
         Raises:
-            BadRequestError: It is one that a web page could send.
-            UnauthorizedError: Its proof is not made with the deployment's secret, or not for
-                this; or there is no secret, and it comes from another host.
-            StaleProofError: It has been sent before, or to another life of this receiver.
+            BadRequestError: A web page could have sent it.
+            UnauthorizedError: Its proof was not made with the deployment's secret, or not for this
+                request; or there is no secret, and it comes from another host.
+            StaleProofError: It was sent before, or was made for another life of this receiver.
         """
         _refuse_pages(request)
         if not self._secret:
@@ -123,7 +122,7 @@ class Verifier:
             raise _unproven(FORMER_HEADER)
 
     def _is_fresh(self, stamp: str) -> bool:
-        """Whether a stamp is of this life and was not used yet; from now on it is."""
+        """Return whether a stamp is for this life and unused; mark it as used."""
         nonce, _, rest = stamp.partition("/")
         sender, _, digits = rest.partition("/")
         if nonce != self._nonce or re.fullmatch(r"[0-9]{1,18}", digits) is None:
@@ -160,7 +159,7 @@ def _unproven(header: str) -> UnauthorizedError:
 
 
 def _refuse_pages(request: web.Request) -> None:
-    """A browser sends JSON to another origin only if that allows it, and says for whom it asks."""
+    """Refuse requests that a web page could send: not JSON, or with an Origin header."""
     if request.content_type != "application/json":
         raise BadRequestError(
             f"Content-Type is {request.content_type!r}: it must be application/json",

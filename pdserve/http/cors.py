@@ -1,6 +1,6 @@
 """CORS: which other origins browsers may allow (WHATWG Fetch, section 3.3).
 
-What is an operator's, or said between engines and proxies, is asked by no page of another origin.
+Pages of other origins may not use paths for operators, or those between engines and proxies.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 _ALL: Final = "*"
 _ALWAYS_ALLOWED: Final = ("Accept", "Accept-Language", "Content-Language", "Content-Type")
 _MAX_AGE_S: Final = 600
-"""How long a browser may remember what it was told."""
+"""How long a browser may cache the answer."""
 
 
 def let_pages_ask(app: web.Application, config: CorsConfig) -> None:
-    """Have `app` tell browsers which pages may ask it; it has no middlewares outside of this."""
+    """Make `app` tell browsers which pages may use it; this must be its outermost middleware."""
     policy = _Policy(config)
     app.middlewares.insert(0, policy.middleware)
     app.on_response_prepare.append(policy.mark)
 
 
 class _Policy:
-    """Which origins may ask, and what."""
+    """Which origins may ask, and for what."""
 
     def __init__(self, config: CorsConfig) -> None:
         self._config = config
@@ -44,7 +44,7 @@ class _Policy:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a browser's question whether a page may ask; that brings no key."""
+        """Answer a browser's preflight request, which carries no key."""
         method = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD)
         is_question = request.method == hdrs.METH_OPTIONS and hdrs.ORIGIN in request.headers
         if method is None or not is_question or not is_clients(request.path):
@@ -73,7 +73,7 @@ class _Policy:
         return answer
 
     async def mark(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add what the browser wants to see before it gives a page the answer."""
+        """Add the headers that let the browser give the answer to a page."""
         if not is_clients(request.path):
             return
         if self._names_origin:

@@ -1,7 +1,7 @@
 """The request bodies of other protocols: OpenAI's Responses and Anthropic's Messages.
 
-Each field that vLLM's servers of them know is here. What is inside of lists and objects is read by
-`pdserve.dialects`.
+They have each field that vLLM's servers know. `pdserve.dialects` reads the contents of lists and
+objects.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ JsonObject = dict[str, Any]
 
 
 class ResponsesRequest(TextFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/responses`. Nothing of it is kept.
+    """The body of `POST /v1/responses`. No response is stored.
 
     Attributes:
-        user, safety_identifier, prompt_cache_key, max_tool_calls: Nothing depends on them: the
-            last one counts calls of tools that the server has.
+        user, safety_identifier, prompt_cache_key, max_tool_calls: Ignored; the last one limits
+            calls of built-in tools, which this server does not have.
     """
 
     input: str | list[JsonObject]
@@ -94,7 +94,7 @@ class ResponsesRequest(TextFields, frozen=True, kw_only=True):
 
 
 class CountTokensRequest(TextFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/messages/count_tokens`: of a message, what stands in its prompt."""
+    """The body of `POST /v1/messages/count_tokens`: the parts that are in the prompt."""
 
     messages: list[JsonObject]
     model: str | None = None

@@ -1,7 +1,7 @@
 """Finds unknown fields of a request body and reports them to the client.
 
-As in vLLM such fields do no harm. Unlike there they are named in a header of the answer, each once,
-so that a misspelt one is seen.
+As in vLLM such fields are harmless. Unlike in vLLM a header of the answer names each of them once,
+so that misspelt ones are noticed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def note_ignored(
     *,
     also: Sequence[str] = (),
 ) -> Sequence[str]:
-    """Have the answer name the fields of a body that mean nothing; return their names.
+    """Make the answer name the unknown fields of a body; return their names.
 
     Args:
         fields: The body, undecoded.
-        kind: What bodies of this endpoint are decoded into.
-        also: Names of parts deeper inside that mean nothing, either.
+        kind: Struct for bodies of this endpoint.
+        also: Names of nested parts that are unknown too.
 
     Raises:
-        BadRequestError: A name is no text.
+        BadRequestError: A name is not valid text.
     """
     ignored = [name for name in fields if name not in kind.__struct_encode_fields__]
     options = bytes(fields.get(_OPTIONS, b""))
@@ -53,7 +53,7 @@ def note_ignored(
 
 
 async def tell_ignored(request: web.Request, response: web.StreamResponse) -> None:
-    """Name in a header what was noted of a request; an app's `on_response_prepare`."""
+    """Put a request's noted fields into a header; for an app's `on_response_prepare`."""
     ignored = request.get(_IGNORED)
     if not ignored:
         return

@@ -1,8 +1,8 @@
-"""`/openapi.json`: what a server answers, as a document that tools read (OpenAPI 3.1.0).
+"""`/openapi.json`: describes a server's API for tools (OpenAPI 3.1.0).
 
-Bodies are described by the structs that they are decoded into, so the document cannot tell another
-story than the decoder; a server's tests compare its paths with its routes, and its answers with
-what is said of them here. Knows no handler.
+The structs that bodies are decoded into describe them, so the document always matches the decoder.
+A server's tests compare its paths with its routes, and its answers with their descriptions here.
+Knows no handler.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Operation:
     """One method of one path.
 
     Attributes:
-        body: What its request is decoded into, if it has one.
-        answer: What a 200 brings: a struct as JSON, or anything of a media type.
-        also: Statuses beside 200 whose answer is no error object.
-        streams: Whether it answers with server-sent events where the body asks for them.
-        is_operators: Whether it is an operator's, and not a client's.
+        body: Struct of the request body, if there is one.
+        answer: Body of a 200: a struct as JSON, or any content of a media type.
+        also: Other statuses whose answer is not an error object.
+        streams: Whether it sends server-sent events if the body asks for them.
+        is_operators: Whether it is for operators, not for clients.
         query: Parameters of its query.
         error: The shape of its errors.
     """
@@ -124,7 +124,7 @@ COMMON: Final = (
         is_operators=True, query=("seconds", "format"),
     ),
 )  # fmt: skip
-"""What proxies and engines answer alike."""
+"""The methods that proxies and engines share."""
 
 PROXY: Final = (
     *COMMON,
@@ -185,11 +185,11 @@ def document(
     without: tuple[str, ...] = (),
     root_path: str = "",
 ) -> Mapping[str, Any]:
-    """Return the document, the same one each time: it takes longer than all else of an app.
+    """Return the document, cached, because building it takes longer than the rest of an app.
 
     Args:
-        without: Fields of bodies that are not the client's to send.
-        root_path: What stands before the paths.
+        without: Fields of bodies that clients must not send.
+        root_path: Prefix of the paths.
     """
     named = [each for one in operations for each in (one.error, one.body, one.answer)]
     types = [each for each in dict.fromkeys(named) if isinstance(each, type)]
@@ -218,7 +218,7 @@ def document(
 
 
 def route(described: Mapping[str, Any]) -> web.RouteDef:
-    """Return the path at which a document is to be had."""
+    """Return the path that serves a document."""
     encoded = msgspec.json.encode(described)
 
     async def answer(request: web.Request) -> web.Response:
@@ -264,7 +264,7 @@ _BRACES: Final = str.maketrans("", "", "{}.")
 
 
 def _content(operation: Operation) -> dict[str, Any]:
-    """What a 200 brings, by media type."""
+    """Body of a 200, by media type."""
     answer = operation.answer
     if answer == _EMPTY:
         return {}

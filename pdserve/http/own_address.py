@@ -11,17 +11,17 @@ from urllib.parse import urlsplit
 from pdserve.config.http import ServerConfig
 
 WILDCARDS: Final = ("0.0.0.0", "::", "")
-"""Hosts that are every address of this one."""
+"""Hosts that stand for every address of this host."""
 _ELSEWHERE: Final = "192.0.2.1"
-"""An address of no host (RFC 5737): the way to it is the way out of this host."""
+"""An address that no host has (RFC 5737): its route is the route out of this host."""
 
 
 def own_address(server: ServerConfig) -> str:
-    """Return a numeric address of this host that peers reach.
+    """Return a numeric address of this host that peers can reach.
 
-    It is the one that HTTP binds. Of a wildcard it is the one that is announced, if that is of this
-    host, else the one that the way to the first proxy leads from, or the way out of this host, or
-    the loopback one. Sends nothing but questions to a name server.
+    It is the address that HTTP binds. For a wildcard it is the announced address, if this host has
+    it; else the source address of the route to the first proxy, or out of this host; else loopback.
+    Sends only queries to a name server.
     """
     addresses = _addresses(server.host) if server.host else ["0.0.0.0"]
     if not addresses:
@@ -43,7 +43,7 @@ def _hosts_of(urls: Iterable[str]) -> list[str]:
 
 
 def _addresses(host: str) -> list[str]:
-    """The numeric addresses of a host, those of IPv4 first; none if it has none."""
+    """The numeric addresses of a host, IPv4 first; may be empty."""
     if not host:
         return []
     try:

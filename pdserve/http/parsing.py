@@ -1,7 +1,7 @@
 """Decodes and validates a request body into its struct.
 
-A wrong value is a 400 that names the field; a field this server knows of but does not support is
-a 400 with a remedy, unless its value asks for nothing. Knows no tokenizer and no model.
+A wrong value is a 400 that names the field; a known but unsupported field is a 400 with a remedy,
+unless its value has no effect. Knows no tokenizer and no model.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
-"""Over all stop strings: the end of the text is held against each of them for each token."""
+"""Total of all stop strings, each of which is compared with the end of the text at each token."""
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_CHARS = 1 << 14
 MAX_LOGIT_BIAS = 1024
-"""As vLLM has it, like the number of stop token ids."""
+"""vLLM's limit, as is the number of stop token ids."""
 MAX_TEMPERATURE = 1000.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Beyond these, logits are no longer finite in single precision."""
@@ -133,11 +133,11 @@ _TOP_LEVEL: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(
 
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:
-    """Return the request body in `data`.
+    """Decode and validate the request body in `data`.
 
     Raises:
-        BadRequestError: It is not JSON, a field has the wrong type or an impossible value,
-            or asks for something that is not supported.
+        BadRequestError: It is not JSON, a field has the wrong type or an impossible value, or asks
+            for something unsupported.
     """
     try:
         body: Body = _DECODERS[kind].decode(data)
@@ -164,7 +164,7 @@ def top_level(data: bytes) -> Mapping[str, msgspec.Raw]:
     """Return the fields of a body, undecoded.
 
     Raises:
-        BadRequestError: It is no JSON object, or one of its names is no text.
+        BadRequestError: It is not a JSON object, or a name is not valid text.
     """
     try:
         return _TOP_LEVEL.decode(data)
@@ -175,7 +175,7 @@ def top_level(data: bytes) -> Mapping[str, msgspec.Raw]:
 
 
 def _named(error: msgspec.ValidationError) -> BadRequestError:
-    """The decoder names the place at the end of its message."""
+    """Return the error for a decoder's message, which ends with the place."""
     message = str(error)
     place = _FIELD.search(message)
     if place is not None and place[1]:
@@ -321,10 +321,10 @@ def _check_what_prompts_share(body: SamplingFields | PoolingFields) -> None:
 
 
 def _refuse_two_ends(body: ChatRequest | TokenizeRequest) -> None:
-    """Refuse a last message that is to be gone on with and answered.
+    """Refuse to both continue the last message and answer it.
 
     Raises:
-        BadRequestError: It is.
+        BadRequestError: The request asks for both.
     """
     if body.continue_final_message and body.add_generation_prompt:
         raise BadRequestError(
@@ -350,7 +350,7 @@ def _refuse_tokens_without_logprobs(body: SamplingFields, has_logprobs: bool) ->
 
 
 def _check_sizes(body: SamplingFields) -> None:
-    """Bound what an engine, or this event loop, looks through for each token."""
+    """Limit what an engine, or this event loop, searches for each token."""
     stops, words = body.stops, body.bad_words or ()
     told = body.logprob_token_ids or ()
     biases, stop_ids = body.logit_bias or (), body.stop_token_ids or ()

@@ -16,12 +16,12 @@ MAX_TEXTS = 2048
 
 
 class PoolingFields(TextFields, frozen=True, kw_only=True):
-    """What such bodies have in common, as with vLLM.
+    """The common fields of such bodies, as in vLLM.
 
     Attributes:
-        user: Nothing depends on it.
+        user: Ignored.
         truncate_prompt_tokens, truncation_side: As for completions.
-        kv_transfer_params: What a proxy tells; there is no other engine's part in it.
+        kv_transfer_params: Set by a proxy; no other engine is involved.
     """
 
     model: str | None = None
@@ -51,8 +51,8 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True):
     """The body of `POST /v1/embeddings`.
 
     Attributes:
-        dimensions: So many of a vector's first numbers; it is scaled to length 1 again.
-        use_activation: Whether vectors are scaled to length 1; if not given, as the model says.
+        dimensions: Number of leading values of a vector to return; it is scaled to length 1 again.
+        use_activation: Whether vectors are scaled to length 1; by default the model decides.
     """
 
     input: Prompts
@@ -73,9 +73,9 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True):
 
 
 class ScoreRequest(PoolingFields, frozen=True, kw_only=True):
-    """The body of `POST /v1/score`: one text and several others, or as many of each.
+    """The body of `POST /v1/score`: one text and several others, or the same number of both.
 
-    The two go by several names, as with vLLM.
+    Both fields have several names, as in vLLM.
     """
 
     text_1: str | list[str] | None = None
@@ -93,10 +93,10 @@ class ScoreRequest(PoolingFields, frozen=True, kw_only=True):
     }
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs of texts that are scored.
+        """Return the pairs of texts to score.
 
         Raises:
-            BadRequestError: There are none, too many, or not as many of each.
+            BadRequestError: There are none, too many, or different numbers of both.
         """
         for first, second in (
             ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"),
@@ -112,7 +112,7 @@ class RerankRequest(PoolingFields, frozen=True, kw_only=True):
     """The body of `POST /v1/rerank`.
 
     Attributes:
-        top_n: So many of the best; 0 or none is all.
+        top_n: Number of best documents to return; 0 or None returns all.
     """
 
     query: str
@@ -132,7 +132,7 @@ POOLING: Final[Mapping[str, type[PoolingFields]]] = {
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
 }
-"""The bodies by their paths, where prompts become vectors."""
+"""The bodies of paths that turn prompts into vectors, by path."""
 
 
 def _listed(texts: str | list[str], field: str) -> list[str]:

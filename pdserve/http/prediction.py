@@ -1,6 +1,6 @@
-"""`prediction` of a chat request: text that the answer probably resembles, as in an edit.
+"""`prediction` of a chat request: text that the answer will probably resemble, as in an edit.
 
-It changes no token, only how fast they come.
+It changes no token, only the speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class PredictionPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Static predicted output, as OpenAI has it."""
+    """Static predicted output, as defined by OpenAI."""
 
     type: str
     content: str | list[PredictionPart]
@@ -27,7 +27,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         """Return its text.
 
         Raises:
-            BadRequestError: It is, or has, something else than text.
+            BadRequestError: It is, or contains, something other than text.
         """
         if self.type != "content":
             raise BadRequestError(

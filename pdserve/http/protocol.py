@@ -1,7 +1,7 @@
 """OpenAI's request bodies.
 
-Fields have vLLM's names and meanings; each that vLLM's server knows is here. `parsing` refuses
-those that are not supported, unless their value asks for nothing. Knows no tokenizer and no model.
+Fields have vLLM's names and meanings, and every field that vLLM's server knows is here. `parsing`
+refuses unsupported ones, unless their value has no effect. Knows no tokenizer and no model.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream carries beside the text."""
+    """What a stream contains besides the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True):
-    """How soon a client wants its tokens. A proxy that predicts goes by it; engines do not.
+    """How soon a client wants its tokens. Predicting proxies use it; engines do not.
 
     Attributes:
-        ttft_ms: To the first token.
-        itl_ms: From each token to the next.
+        ttft_ms: Time to the first token.
+        itl_ms: Time from each token to the next.
     """
 
     ttft_ms: float | None = None
@@ -51,28 +51,29 @@ class TextFields(msgspec.Struct, frozen=True, kw_only=True):
     """A body about text.
 
     Attributes:
-        unsupported: Fields that are known and not supported, each with the values that ask for
-            nothing, beside its absence.
+        unsupported: Fields that are known but unsupported, each with the values that have no
+            effect.
     """
 
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = {}
 
     @property
     def unused(self) -> frozenset[str]:
-        """Fields that are not supported, and whose values another field takes out of use."""
+        """Unsupported fields that have no effect because of the value of another field."""
         return frozenset()
 
 
 class SamplingFields(TextFields, frozen=True, kw_only=True):
-    """The fields that completions and chat have in common; None means not given.
+    """The fields that completions and chat share; None means not given.
 
     Attributes:
-        user: Names who asks; nothing depends on it, as in vLLM.
-        session_id: Names the conversation; a proxy that predicts serves its requests alike.
-        logprob_token_ids: In place of the likeliest tokens, where log-probabilities are asked for.
-        truncate_prompt_tokens: Cut prompts down to so many tokens; -1 is to what has room.
-        truncation_side: The end that is cut off: left, if it is not given.
-        stream_interval: Tokens to an event of a stream, but for its first and last one.
+        user: Name of the user; ignored, as in vLLM.
+        session_id: Name of the conversation; a predicting proxy routes its requests alike.
+        logprob_token_ids: Tokens to report log-probabilities for, instead of the likeliest ones.
+        truncate_prompt_tokens: Maximum prompt tokens, beyond which prompts are cut; -1 is as many
+            as fit.
+        truncation_side: The end to cut off; left by default.
+        stream_interval: Tokens per event of a stream, except in its first and last one.
     """
 
     model: str | None = None
@@ -170,7 +171,7 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
     def continuous_usage(self) -> bool:
         """Whether every chunk of a stream carries its choice's usage so far.
 
-        As in vLLM only where the stream ends with a usage chunk, too.
+        As in vLLM, only if the stream also ends with a usage chunk.
         """
         options = self.stream_options
         return self.include_usage and options is not None and bool(options.continuous_usage_stats)
@@ -181,7 +182,7 @@ Prompts = str | list[str | int | list[int]]
 
 
 def prompts_of(prompts: Prompts, field: str) -> list[str] | list[list[int]]:
-    """Return the prompts of a field, all as texts or all as token ids.
+    """Return the prompts of a field, either all as texts or all as token ids.
 
     Raises:
         BadRequestError: There is none, or they are of mixed kinds.
@@ -244,9 +245,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`.
 
     Attributes:
-        continue_final_message: The answer goes on with the last message, which is left open.
-        documents: For the chat template, like `chat_template_kwargs`.
-        echo: An answer begins with the last message, if that is the assistant's.
+        continue_final_message: The answer continues the last message, which stays open.
+        documents: Passed to the chat template, like `chat_template_kwargs`.
+        echo: The answer starts with the last message, if that is the assistant's.
     """
 
     messages: list[dict[str, Any]]
@@ -291,17 +292,17 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def unused(self) -> frozenset[str]:
-        """Functions that are not to be called; they do not stand in the prompt either."""
+        """Functions that must not be called and are not in the prompt."""
         return frozenset(["functions"] if self.function_call == "none" else [])
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Tools that may be called; others do not stand in the prompt."""
+        """Tools that may be called; others are not in the prompt."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What it tells the chat template beside messages and tools."""
+        """Variables for the chat template besides messages and tools."""
         said: dict[str, Any] = {}
         if self.documents is not None:
             said["documents"] = self.documents
@@ -313,7 +314,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(TextFields, frozen=True, kw_only=True):
-    """The body of `POST /tokenize`: a prompt or chat messages, with tools if they have some."""
+    """The body of `POST /tokenize`: a prompt, or chat messages with optional tools."""
 
     model: str | None = None
     prompt: str | None = None

@@ -1,7 +1,7 @@
 """The response bodies, as `/openapi.json` describes them.
 
-Only the outline that clients rely on: an answer may have more. Handlers write it themselves, and
-the tests hold what they write against these.
+They are only the outline that clients rely on: an answer may contain more. Handlers write answers
+themselves, and tests compare them with these structs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """What of the prompts a prefix cache had when they were prefilled, each counted once."""
+    """Cached tokens of the prompts when they were prefilled, each prompt counted once."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """What of the output was reasoning, and how drafts of a prediction did, where that is told."""
+    """Reasoning tokens of the output, and the results of a prediction's drafts if reported."""
 
     reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
     accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -71,14 +71,14 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """What the assistant calls; the arguments are the text of a JSON object."""
+    """The called function; the arguments are the text of a JSON object."""
 
     name: str
     arguments: str
 
 
 class MessageToolCall(msgspec.Struct, frozen=True):
-    """A call of one of the tools that were offered."""
+    """A call of one of the offered tools."""
 
     id: str
     type: Literal["function"]
@@ -86,7 +86,7 @@ class MessageToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """What the assistant says, how it came to that, and what it calls."""
+    """The assistant's text, reasoning and tool calls."""
 
     role: str
     content: str | None
@@ -160,7 +160,7 @@ class AnthropicErrorAnswer(msgspec.Struct, frozen=True):
 
 
 class PromptUsage(msgspec.Struct, frozen=True):
-    """Counts of tokens where nothing is generated."""
+    """Token counts of requests that generate nothing."""
 
     prompt_tokens: int
     total_tokens: int
@@ -186,7 +186,7 @@ class Embeddings(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """How alike two texts are: at most 1."""
+    """Similarity of two texts: at most 1."""
 
     index: int
     object: str
@@ -205,7 +205,7 @@ class Scores(msgspec.Struct, frozen=True):
 
 
 class Ranked(msgspec.Struct, frozen=True):
-    """A document, by its index among those that were sent."""
+    """A document, by its index in the request."""
 
     index: int
     relevance_score: float
@@ -260,7 +260,7 @@ class ServerLoad(msgspec.Struct, frozen=True):
     """The answer of `/load`.
 
     Attributes:
-        server_load: Requests for text that run. vLLM counts them where it is told to.
+        server_load: Running text requests. vLLM counts them only if enabled.
     """
 
     server_load: int

@@ -1,7 +1,7 @@
 """Metrics of HTTP requests under vLLM's names, which are FastAPI instrumentator's.
 
-One set of labels for each route, method and class of status, all there from the start; probes and
-scrapes are not counted, as there.
+There is one set of labels for each route, method and class of status, all present from the start.
+As in FastAPI instrumentator, probes and scrapes are not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FINE_BUCKETS_S = (
 
 
 class HttpSeries:
-    """Counts the requests of one application: `middleware` goes before all others."""
+    """Counts the requests of one application; `middleware` must be the outermost one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(
@@ -63,7 +63,7 @@ class HttpSeries:
         )
 
     def create(self, app: web.Application) -> None:
-        """Make the series of an application's routes; call it when all of them are added."""
+        """Create the series of an application's routes; call it after adding all of them."""
         routes = {(_handler_of(route), route.method) for route in app.router.routes()}
         routes |= {(_NO_ROUTE, method) for method in (*_METHODS, _OTHER_METHOD)}
         for handler, method in sorted(routes):

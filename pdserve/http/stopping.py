@@ -1,7 +1,7 @@
 """Requests to stop a server: who made them, and how urgent they are.
 
-SIGTERM comes from a machine that also tells others that this server goes, which takes them a
-moment; SIGINT from a person who waits.
+SIGTERM comes from a system that also tells others that this server stops, which takes a moment;
+SIGINT comes from a person who waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class StopSignals:
-    """Counts SIGINT and SIGTERM while the block runs; the first asks, the second insists."""
+    """Counts SIGINT and SIGTERM while the block runs; the second one insists."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -35,7 +35,7 @@ class StopSignals:
             loop.remove_signal_handler(number)
 
     def delay_s(self, configured_s: float) -> float:
-        """How long requests are still to be taken: those who send them learn it elsewhere."""
+        """How long to keep accepting requests, while their senders learn of the stop elsewhere."""
         return configured_s if self.first is signal.SIGTERM else 0.0
 
     def _receive(self, number: signal.Signals) -> None:
@@ -47,7 +47,7 @@ class StopSignals:
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:
-    """Wait for `event`, but not longer than `seconds`."""
+    """Wait for `event` for at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

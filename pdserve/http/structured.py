@@ -1,6 +1,6 @@
 """Structured outputs in requests: OpenAI's `response_format`, vLLM's `structured_outputs`.
 
-Their shapes alone. What they mean is made a grammar of by the server.
+Only their shapes; the server turns them into a grammar.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
 class StructuredOutputs(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """vLLM's `structured_outputs`: one of the first five, and how JSON is written.
+    """vLLM's `structured_outputs`: one of the first five, and the spacing of JSON.
 
     Attributes:
         json: A JSON schema, or its text.
         json_object: Any JSON object.
         grammar: In Lark, or in the EBNF of llama.cpp (GBNF).
-        disable_any_whitespace: JSON without any between its tokens.
-        whitespace_pattern: A regular expression of what may stand there instead.
+        disable_any_whitespace: JSON without white space between its tokens.
+        whitespace_pattern: A regular expression for the white space allowed there instead.
     """
 
     json: Any = None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext | None:
-    """Return what a server speaks TLS with; None if it speaks none. Reads files.
+    """Return a server's TLS context; None if it uses no TLS. Reads files.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -32,7 +32,7 @@ def server_context(tls: TlsConfig) -> ssl.SSLContext | None:
 
 
 def client_context(tls: TlsConfig) -> ssl.SSLContext | bool:
-    """Return what other servers are asked with; True stands for aiohttp's own. Reads files.
+    """Return the TLS context for requests to other servers; True is aiohttp's own. Reads files.
 
     Raises:
         ConfigError: A file cannot be used.
@@ -50,7 +50,7 @@ def client_context(tls: TlsConfig) -> ssl.SSLContext | bool:
 
 
 def _show(context: ssl.SSLContext, tls: TlsConfig) -> None:
-    """Have `context` show the certificate."""
+    """Make `context` present the certificate."""
     key_flag = "ssl-keyfile" if tls.keyfile else "ssl-certfile"
     keyfile = tls.keyfile or tls.certfile
     _require("ssl-certfile", tls.certfile, b"CERTIFICATE-----", "certificate")
@@ -70,7 +70,7 @@ def _show(context: ssl.SSLContext, tls: TlsConfig) -> None:
 
 
 def _believe(context: ssl.SSLContext, ca_certs: str) -> None:
-    """Have `context` believe these CAs, and no others."""
+    """Make `context` trust these CAs and no others."""
     _require("ssl-ca-certs", ca_certs, b"CERTIFICATE-----", "certificate")
     try:
         context.load_verify_locations(ca_certs)
@@ -80,7 +80,7 @@ def _believe(context: ssl.SSLContext, ca_certs: str) -> None:
 
 
 def _require(flag: str, name: str, mark: bytes, what: str) -> None:
-    """Check that a file can be read, and has what is looked for in it."""
+    """Check that a file can be read and contains `mark`."""
     try:
         content = Path(name).read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The tools that a chat request offers: checked, and as the answer's parser needs them.
+"""Checks the tools that a chat request offers, and returns them as the answer's parser needs them.
 
 Knows no model's format.
 """
@@ -20,7 +20,7 @@ def tools_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, 
     """Return the JSON Schema of each tool's parameters, by the tool's name.
 
     Raises:
-        BadRequestError: One of them is no function with a name and a schema, or they are too many.
+        BadRequestError: One is not a function with a name and a schema, or there are too many.
     """
     if len(tools) > MAX_TOOLS:
         raise _refused("tools", f"has {len(tools)} tools, and at most {MAX_TOOLS} are accepted")
@@ -52,7 +52,7 @@ def tools_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, 
 
 
 def strict_tools(tools: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the names of tools whose calls have to follow their schemas."""
+    """Return the names of tools whose calls must follow their schemas."""
     return {tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True}
 
 
@@ -60,7 +60,7 @@ def named_tool(tool_choice: str | Mapping[str, Any] | None) -> str | None:
     """Return the tool that must be called, if a request names one.
 
     Raises:
-        BadRequestError: The choice is none that there is.
+        BadRequestError: The choice is not valid.
     """
     match tool_choice:
         case None | "none" | "auto" | "required":
