@@ -1,7 +1,7 @@
 """Client connections: a deadline for headers, and one format for all errors.
 
-aiohttp alone would wait for headers without limit, and would answer requests that its parser or
-dispatcher refuses in plain text. Knows no path and no application.
+aiohttp alone would wait for headers without limit, and would answer in plain text what its parser
+or dispatcher refuses. Knows no path and no application.
 """
 
 from __future__ import annotations

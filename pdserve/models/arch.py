@@ -12,7 +12,7 @@ import msgspec
 
 
 class RopeKind(enum.Enum):
-    """How rotary frequencies are stretched beyond the length a model was trained for."""
+    """How rotary frequencies are stretched beyond the length that a model was trained on."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -27,8 +27,8 @@ class RopeArch(msgspec.Struct, frozen=True, kw_only=True):
         theta: Base of the wavelengths.
         factor: How many times longer the context becomes; 1 for the default kind.
         original_max_positions: Context of the pretraining, for llama3 and yarn.
-        low_freq_factor, high_freq_factor: llama3's two limits.
-        beta_fast, beta_slow: yarn's two limits, in rotations (Peng et al. 2023, section 3.2).
+        low_freq_factor, high_freq_factor: The two limits of llama3.
+        beta_fast, beta_slow: The two limits of yarn, in rotations (Peng et al. 2023, section 3.2).
         attention_factor: yarn's factor on cosine and sine; 1 elsewhere.
         truncate: Whether yarn rounds its limits to whole dimensions.
     """
@@ -53,7 +53,7 @@ class Scoring(enum.Enum):
 
 
 class GroupScore(enum.Enum):
-    """What a group of experts is ranked by."""
+    """The value that ranks a group of experts."""
 
     MAX = "max"
     SUM_OF_TOP_2 = "sum_of_top_2"
@@ -63,17 +63,17 @@ class MoeArch(msgspec.Struct, frozen=True, kw_only=True):
     """The mixture-of-experts layers of a model.
 
     Attributes:
-        layers: Per layer, whether it is one; the others have a dense MLP.
+        layers: For each layer, whether it has experts; the others have a dense MLP.
         top_k: Experts per token.
-        intermediate_size: Of one expert.
-        shared_intermediate_size: Of the shared experts together; 0 = there are none.
+        intermediate_size: Intermediate size of one expert.
+        shared_intermediate_size: Total of the shared experts; 0 = there are none.
         scoring: How logits become scores.
-        normalize_weights: The chosen scores are divided by their sum.
-        routed_scaling_factor: On the weights, after that.
+        normalize_weights: Whether the chosen scores are divided by their sum.
+        routed_scaling_factor: Factor on the weights, after that.
         num_groups, top_k_groups: Only the experts of the best groups may be chosen
             (DeepSeek-V2, section 2.2.2); 1 and 1 = no groups.
-        group_score: What a group is ranked by.
-        has_correction_bias: A bias per expert decides who is chosen, not with which weight
+        group_score: The value that ranks a group.
+        has_correction_bias: Whether a bias per expert affects the choice, but not the weights
             (DeepSeek-V3, section 2.1.2).
     """
 
@@ -92,17 +92,17 @@ class MoeArch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MlaArch(msgspec.Struct, frozen=True, kw_only=True):
-    """Multi-head latent attention (DeepSeek-V2, section 2.1): what is cached is one latent.
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): it caches one latent per token.
 
     Attributes:
-        q_lora_rank: Of the compressed query; None = the query is not compressed.
-        kv_lora_rank: Of the latent that keys and values are made from.
+        q_lora_rank: Rank of the compressed query; None = it is not compressed.
+        kv_lora_rank: Rank of the latent that keys and values are made from.
         qk_nope_head_dim, qk_rope_head_dim: Parts of a query and key head.
-        v_head_dim: Of a value head.
+        v_head_dim: Dimension of a value head.
         interleaved_rope: Whether rotated dimensions are paired as neighbours.
-        softmax_scale: Factor on the scores, with what yarn adds to it.
-        lora_norm_eps: Of the norms of the compressed query and of the latent; a constant of the
-            family, whatever `rms_norm_eps` is.
+        softmax_scale: Factor on the scores, including that of yarn.
+        lora_norm_eps: Epsilon of the norms of the compressed query and of the latent; a constant of
+            the family, independent of `rms_norm_eps`.
     """
 
     q_lora_rank: int | None
@@ -121,20 +121,20 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         architecture: Class name in `config.json`; the key of the model registry.
         head_dim: May differ from `hidden_size / num_heads`.
-        tie_embeddings: The output head is the embedding.
-        qk_norm: A per-head RMS norm of q and k before rotation.
+        tie_embeddings: Whether the output head is the embedding.
+        qk_norm: Whether each head of q and k has an RMS norm before rotation.
         qkv_bias, o_bias, mlp_bias: Which linear layers have a bias.
         windows: Per layer: the sliding window in tokens (a token sees itself and the
             `window - 1` before it), or None for full attention.
         max_position_embeddings: As in `config.json`.
-        eos_token_ids, bos_token_id: As in `config.json`; generation_config.json may say more.
-        dtype: The checkpoint's, as torch names it, or None if the config is silent.
+        eos_token_ids, bos_token_id: As in `config.json`; generation_config.json may name more.
+        dtype: Dtype of the checkpoint, as torch names it; None if the config has none.
         initializer_range: Standard deviation of dummy weights.
         moe: Its mixture-of-experts layers, if it has any.
-        mla: Its latent attention; then `num_kv_heads` is 1 and `head_dim` is what is cached
-            of a token (`kv_lora_rank + qk_rope_head_dim`).
-        num_extra_layers: Layers that checkpoints may have after these, which predict further
-            tokens (DeepSeek-V3, section 2.2); they draft (`models.mtp`), or are not read.
+        mla: Its latent attention; then `num_kv_heads` is 1 and `head_dim` is the cached size of a
+            token (`kv_lora_rank + qk_rope_head_dim`).
+        num_extra_layers: Layers that may follow these in checkpoints and predict further tokens
+            (DeepSeek-V3, section 2.2); they draft (`models.mtp`), or are not read.
     """
 
     architecture: str
@@ -164,7 +164,7 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_context_len(self) -> int:
-        """Tokens a request may have, with the context extension of the rope scaling."""
+        """Maximum tokens of a request, with the context extension of the rope scaling."""
         if self.rope.kind is RopeKind.LINEAR:
             return int(self.max_position_embeddings * self.rope.factor)
         if self.rope.kind is RopeKind.YARN:
@@ -174,5 +174,5 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Short name of this shape; equal for equal shapes, wherever they are stored."""
+        """Short name of this shape; equal for equal shapes."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]

@@ -45,10 +45,10 @@ def read_config(directory: Path, param: str = "model") -> dict[str, Any]:
 
 
 class Fields:
-    """Typed access to a configuration; what cannot be is a `ConfigError` that names the field.
+    """Typed access to a configuration; an invalid value is a `ConfigError` that names the field.
 
     Args:
-        path: Of the object in the file, with a dot at its end.
+        path: Path of the object in the file, with a dot at its end.
         param: The setting that names the directory.
     """
 
@@ -85,14 +85,14 @@ class Fields:
         return value
 
     def get(self, name: str) -> Any:
-        """The value as it stands there; None if it does not."""
+        """The raw value; None if it is absent."""
         return self._config.get(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._config
 
     def names(self) -> set[str]:
-        """All fields that are there."""
+        """All fields that are present."""
         return set(self._config)
 
     def section(self, name: str) -> Fields | None:
@@ -105,14 +105,14 @@ class Fields:
         return Fields(self.architecture, value, f"{self._path}{name}.", param=self._param)
 
     def only(self, name: str, *allowed: object) -> None:
-        """Refuse a feature that is not built. Absent is always allowed."""
+        """Refuse a feature that is not supported. Absent is always allowed."""
         value = self._config.get(name)
         if value is not None and value not in allowed:
             remedy = f"only {' or '.join(repr(a) for a in allowed)} is supported"
             raise self.error(name, value, remedy if allowed else "this is not supported")
 
     def error(self, name: str, value: object, remedy: str) -> ConfigError:
-        """What to raise for a value that cannot be."""
+        """Return the error for an invalid value."""
         return ConfigError(
             f"config.json ({self.architecture}): {self._path}{name} is {value!r}: {remedy}",
             param=self._param,

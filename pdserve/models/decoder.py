@@ -1,8 +1,8 @@
-"""The decoder that Llama and its relatives share: layers of attention and a feed-forward half.
+"""The decoder that Llama and its relatives share: layers of attention and feed-forward halves.
 
-Written as for one device: each layer's own loading takes this rank's slices, and each half
-layer ends in one sum. A pipeline stage has a run of the layers; the first embeds, the last
-norms and has the head. Knows rows of tokens and slots of KV, no requests and no sampling.
+It is written as for one device: each layer loads this rank's slices, and each half layer ends in
+one sum. A pipeline stage has a run of the layers; the first embeds, the last norms and has the
+head. Knows rows of tokens and slots of KV, no requests and no sampling.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ class LayerHooks(Protocol):
         ...
 
     def save_kv_layer(self, layer: int) -> None:
-        """`layer`'s KV of this step is written."""
+        """Called once `layer`'s KV of this step is written."""
         ...
 
 
 @dataclass(slots=True)
 class StreamTap:
-    """Takes the residual stream before some layers of one step, as drafters read it.
+    """Captures the residual stream before some layers of one step, for drafters.
 
     Attributes:
-        layers: Indices in the whole model, rising; one behind the last stands for the final norm.
-        states: Of each of them that this stage has, `[T, hidden_size]`, once the step has run.
+        layers: Indices in the whole model, ascending; one after the last stands for the final norm.
+        states: The stream before each of them that this stage has, `[T, hidden_size]`, after the
+            step.
     """
 
     layers: tuple[int, ...]
@@ -61,12 +62,12 @@ class StreamTap:
 class WantedStates:
     """The tokens of one step whose final states are read.
 
-    No KV follows from the second half of the last layer, which runs for these alone.
+    The second half of the last layer affects no KV, so it runs only for these.
 
     Attributes:
-        rows: `[M]` int64, of the step's tokens.
-        sums: `[T]` fp32, once the step has run, of each token's stream before that half: not finite
-            if any of it is not.
+        rows: `[M]` int64, indices of the step's tokens.
+        sums: `[T]` fp32, after the step: the sum of each token's stream before that half, which is
+            not finite if any element is not.
     """
 
     rows: Tensor
@@ -77,13 +78,13 @@ class AttentionHalf(Protocol):
     """The first half of a layer: norm, attention, projection."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded; `prefix` is the layer's."""
+        """Yield how to load each parameter; `prefix` is that of the layer."""
         ...
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, step: StepInputs, kv_layer: Tensor
     ) -> Tensor:
-        """Add `x` to `residual`, and return what is to be added next."""
+        """Add `x` to `residual`; return the result, which is not yet added."""
         ...
 
 
@@ -91,23 +92,23 @@ class FeedForwardHalf(Protocol):
     """The second half of a layer: norm and MLP, or norm and experts."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded; `prefix` is the layer's."""
+        """Yield how to load each parameter; `prefix` is that of the layer."""
         ...
 
     def __call__(self, x: Tensor, residual: Tensor, num_tokens: int) -> Tensor:
-        """Add `x` to `residual`, and return what is to be added next."""
+        """Add `x` to `residual`; return the result, which is not yet added."""
         ...
 
 
 class DecoderLayer:
-    """One layer; `residual` is the stream it reads and adds to.
+    """One layer; `residual` is the stream that it reads and adds to.
 
     Args:
         layer: Index in the whole model.
         cos_sin: The rotary table.
 
     Attributes:
-        has_experts: Whether its second half has experts, which other engines may share.
+        has_experts: Whether its second half has experts, which other engine cores may share.
     """
 
     def __init__(self, arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> None:
@@ -116,7 +117,7 @@ class DecoderLayer:
         self.mlp = _feed_forward(arch, layer, placement)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded, by name."""
+        """Yield how to load each parameter, by name."""
         yield from self.attention.slots(prefix)
         yield from self.mlp.slots(prefix)
 
@@ -126,8 +127,8 @@ class DecoderLayer:
         """Run the layer. R rows of T are this rank's share of the residual stream, or all.
 
         Args:
-            x: `[R, hidden_size]`, what the layer before it has not yet added to `residual`;
-                None for the first layer of a stage.
+            x: `[R, hidden_size]`, the previous layer's result, not yet added to `residual`; None
+                for the first layer of a stage.
             residual: `[R, hidden_size]`, changed in place.
             step: The tokens' places.
             kv_layer: `[num_blocks, planes, num_kv_heads, block_size, head_dim]`; this step's
@@ -143,8 +144,8 @@ class Decoder:
     """A causal language model, or one pipeline stage of it.
 
     Args:
-        placement: This rank's; its stage is that of `placement.world.pp`.
-        max_positions: Positions that the rotary table covers: the longest request.
+        placement: This rank's placement; its stage is that of `placement.world.pp`.
+        max_positions: Positions that the rotary table covers, those of the longest request.
         layers: Layers of this stage; None: all.
 
     Attributes:
@@ -173,7 +174,7 @@ class Decoder:
         self._is_last = placement.world.pp.is_last
 
     def slots(self) -> dict[str, Slot]:
-        """How each tensor of the checkpoint is loaded, by name; of all stages."""
+        """How to load each tensor of the checkpoint, by name, for all stages."""
         slots = dict(self._embedding.slots("model."))
         for index in range(self.arch.num_layers):
             prefix = f"model.layers.{index}."
@@ -186,7 +187,7 @@ class Decoder:
         return slots
 
     def _slots_elsewhere(self, layer: int, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield the names of another stage's layer, as one rank would load it."""
+        """Yield the slots of another stage's layer, as one rank would load it."""
         moe = self.arch.moe
         here = self._placement
         alone = Placement(here.device, here.dtype, here.kernels)
@@ -196,7 +197,7 @@ class Decoder:
             yield name, slot.elsewhere()
 
     def hidden_rows(self, num_tokens: int) -> int:
-        """Rows of what a stage sends to the next for so many tokens."""
+        """Rows that a stage sends to the next for `num_tokens` tokens."""
         return self._stream.num_rows(num_tokens)
 
     def forward(
@@ -215,10 +216,10 @@ class Decoder:
             kv_layers: Per layer of this stage
                 `[num_blocks, planes, num_kv_heads, block_size, head_dim]`, of this rank's heads.
             hooks: Called around each layer's attention, with its index in this stage.
-            hidden: `[hidden_rows(T), hidden_size]` that the stage before returned, changed in
-                place; None on the first.
-            tap: Filled.
-            wanted: On the last stage alone; filled. None: all tokens'.
+            hidden: `[hidden_rows(T), hidden_size]` from the previous stage, changed in place; None
+                on the first.
+            tap: Filled in.
+            wanted: Only on the last stage; filled in. None: all tokens.
 
         Returns:
             On the last stage the final hidden states, normed: of all tokens, `[T, hidden_size]`,
@@ -252,7 +253,7 @@ class Decoder:
     def _narrowed(
         self, x: Tensor, residual: Tensor, num_tokens: int, wanted: WantedStates
     ) -> tuple[Tensor, Tensor]:
-        """Keep the wanted rows of the stream and of what is to be added to it."""
+        """Keep the wanted rows of the stream and of the pending addition to it."""
         x, residual = (self._stream.gather(each, num_tokens) for each in (x, residual))
         wanted.sums = x.sum(-1, dtype=torch.float32) + residual.sum(-1, dtype=torch.float32)
         x, residual = (self._stream.share(each[wanted.rows]) for each in (x, residual))
@@ -261,13 +262,13 @@ class Decoder:
     def _fill(
         self, tap: StreamTap, layer: int, x: Tensor | None, residual: Tensor, num_tokens: int
     ) -> None:
-        """Take the stream before `layer`, which goes on changing, if it is asked for."""
+        """Copy the stream before `layer` if it is asked for, because it keeps changing."""
         if layer in tap.layers:
             stream = residual.clone() if x is None else residual + x
             tap.states.append(self._stream.gather(stream, num_tokens))
 
     def idle_forward(self) -> None:
-        """Take part, with no token, in the layers whose experts other engines share."""
+        """Take part, with no token, in the layers whose experts other engine cores share."""
         for layer in self._layers:
             if layer.has_experts:
                 layer.mlp(
@@ -281,7 +282,7 @@ class Decoder:
         return self._stream.gather(self._embedding(token_ids), len(token_ids))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of some rows, of this rank's part of the vocabulary; on the last stage.
+        """Logits of some rows for this rank's part of the vocabulary; on the last stage.
 
         Args:
             hidden: `[M, hidden_size]`.

@@ -1,12 +1,12 @@
-"""EAGLE heads: one decoder layer that guesses on from what a model has computed.
+"""EAGLE heads: one decoder layer that drafts from a model's states.
 
-A head reads, for each token, a state of the model at its position and the embedding of the token
-behind it, and computes a state from which the next token but one is read off, and which takes the
-place of the model's where that is not there yet. It has KV of its own.
+For each token a head reads the model's state at its position and the embedding of the token after
+it. It computes a state that predicts the token after that one, and that replaces the model's state
+where the model has none yet. It has its own KV.
 
-    EAGLE-1 (Li et al., arXiv 2401.15077): the model's final state; its embedding and its head.
-    EAGLE-3 (Li et al., arXiv 2503.01840): the residual stream before several layers, joined; the
-    model's embedding, and a head of its own over the likeliest part of the vocabulary.
+    EAGLE-1 (Li et al., arXiv 2401.15077): the model's final state, embedding and output head.
+    EAGLE-3 (Li et al., arXiv 2503.01840): the joined residual streams before several layers, the
+    model's embedding, and its own output head over the likeliest part of the vocabulary.
 
 Files are as SafeAILab's EAGLE and the `speculators` project write them.
 """
@@ -47,17 +47,17 @@ _ORIGINAL = "model.midlayer."
 """SafeAILab's name of the layer of EAGLE-3."""
 _OFFSETS = "model.d2t"
 NOT_READ = (_OFFSETS, "model.t2d", "model.embed_tokens.")
-"""Beginnings of names of what is the model's, or no weight."""
+"""Prefixes of names that belong to the model, or are not weights."""
 
 
 class EagleArch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a head is, in numbers.
+    """The shape of a head.
 
     Attributes:
         layer: Its decoder layer, as a model of one layer.
-        aux_layers: Of EAGLE-3: the layers of the model before which the stream is taken, rising.
-        draft_vocab_size: Of EAGLE-3: tokens that it can draft.
-        norm_before_residual: Of EAGLE-3: whether what is added to is the normed state.
+        aux_layers: For EAGLE-3: the layers of the model before which the stream is read, ascending.
+        draft_vocab_size: For EAGLE-3: number of tokens that it can draft.
+        norm_before_residual: For EAGLE-3: whether the residual is the normed state.
     """
 
     layer: ModelArch
@@ -74,7 +74,7 @@ def read_eagle(directory: Path, method: str, target: ModelArch) -> EagleArch:
         target: The model that it drafts for.
 
     Raises:
-        ConfigError: It cannot be read, is of another method, or does not fit the model.
+        ConfigError: It cannot be read, is for another method, or does not fit the model.
     """
     config = read_config(directory)
     top = Fields("EAGLE", config)
@@ -109,7 +109,7 @@ def read_eagle(directory: Path, method: str, target: ModelArch) -> EagleArch:
 
 
 def _aux_layers(top: Fields, num_layers: int) -> tuple[int, ...]:
-    """The layers that are named, or those that EAGLE-3 is published with."""
+    """The named layers, or those of published EAGLE-3 heads."""
     name = "eagle_aux_hidden_state_layer_ids"
     inner = top.section("eagle_config")
     named: Any = top.get(name) or (inner and inner.get(name))
@@ -126,8 +126,8 @@ class EagleHead:
 
     Args:
         embed: `[T]` token ids to `[T, hidden_size]`: the model's.
-        choose: `[M, hidden_size]` to `[M]` token ids: the likeliest by the model's head.
-        has_fc_bias: Whether the layer that joins its two inputs has one.
+        choose: `[M, hidden_size]` to `[M]` token ids: the likeliest by the model's output head.
+        has_fc_bias: Whether the layer that joins its two inputs has a bias.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -183,9 +183,9 @@ class Eagle3Head:
 
     Args:
         embed: `[T]` token ids to `[T, hidden_size]`: the model's.
-        prefix: Of the layer's names.
-        offsets: `[draft_vocab_size]` int64: what is added to a token of the head to get the
-            model's; None if they are the same.
+        prefix: Prefix of the layer's names.
+        offsets: `[draft_vocab_size]` int64: added to a token of the head to get the model's token;
+            None if they are the same.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ def make_eagle(
         choose: See `EagleHead`.
 
     Raises:
-        ConfigError: It lacks what its tokens are the model's of.
+        ConfigError: It lacks the mapping of its tokens to the model's.
     """
     if not arch.aux_layers:
         return EagleHead(

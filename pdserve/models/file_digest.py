@@ -1,14 +1,14 @@
 """Hashes all bytes of a checkpoint's files while they load.
 
-Files are hashed in pieces. The ranks of an engine that see the same files share the pieces out
-among themselves, and each hashes its own in threads while its weights load. In the end all tell
-one another, so that every rank has the same digest, whatever the shape of the engine; ranks of
-several machines whose copies differ are told so.
+Files are hashed in pieces. The ranks of an engine that see the same files divide the pieces among
+themselves, and each hashes its own in threads while its weights load. At the end they exchange the
+results, so that every rank has the same digest, whatever the shape of the engine; if the copies on
+several machines differ, this is an error.
 
 A file's pieces are remembered by its identity (path, device, inode, size, times of change), in
-files of one's own user. Nothing can write to a file and leave its `st_ctime` as it was; but the
-clock behind it is coarse, and a page that is mapped and dirty is stamped once. So only a file that
-has been left alone for a minute is remembered, and one that changes while it is read is refused.
+files of the user. No write leaves a file's `st_ctime` unchanged; but its clock is coarse, and a
+dirty mapped page updates it only once. So only a file that was unchanged for a minute is
+remembered, and one that changes while it is read is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileIdentity(msgspec.Struct, frozen=True):
-    """What says that a file is still the one that was read.
+    """The identity of a file, which changes when the file does.
 
     Attributes:
         path: Absolute, links resolved.
@@ -61,10 +61,10 @@ class FileIdentity(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, path: Path) -> FileIdentity:
-        """As the file is now.
+        """Return the current identity of a file.
 
         Raises:
-            ConfigError: It is gone.
+            ConfigError: The file does not exist.
         """
         try:
             found = path.stat()
@@ -81,12 +81,12 @@ class FileIdentity(msgspec.Struct, frozen=True):
 
     @property
     def num_pieces(self) -> int:
-        """How many pieces the file has, the last one shorter."""
+        """Number of pieces of the file, of which the last one may be shorter."""
         return -(-self.size // PIECE_BYTES)
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """What is remembered of a file: the SHA-256 of each piece, in hex."""
+    """The remembered data of a file: the SHA-256 of each piece, in hex."""
 
     identity: FileIdentity
     piece_bytes: int
@@ -94,12 +94,12 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class DigestCache:
-    """Digests of files, by their identity, over the runs of one user.
+    """Digests of files by their identity, kept between runs of one user.
 
-    Whatever is wrong with the folder, or with what lies there, is as if nothing were remembered.
+    Errors in the folder or its files count as nothing remembered.
 
     Args:
-        folder: One small file per path; None: nothing is remembered.
+        folder: Holds one small file per path; None remembers nothing.
         now_ns: The time of day.
     """
 
@@ -109,12 +109,12 @@ class DigestCache:
 
     @classmethod
     def of_user(cls) -> DigestCache:
-        """The one in the user's cache folder."""
+        """Return the cache in the user's cache folder."""
         folder = user_cache()
         return cls(None if folder is None else folder / "weights")
 
     def find(self, identity: FileIdentity) -> list[bytes] | None:
-        """The pieces of a file; None: not remembered, or the file is another by now."""
+        """Return the pieces of a file; None if not remembered, or if the file has changed."""
         if self._folder is None:
             return None
         try:
@@ -127,7 +127,7 @@ class DigestCache:
         return pieces if fits and whole else None
 
     def keep(self, identity: FileIdentity, pieces: Sequence[bytes]) -> None:
-        """Remember a file, unless it was written to a moment ago."""
+        """Remember a file, unless it was written recently."""
         changed_ns = max(identity.mtime_ns, identity.ctime_ns)
         if self._folder is None or self._now_ns() - changed_ns < _LEFT_ALONE_NS:
             return
@@ -146,15 +146,15 @@ class DigestCache:
 
 
 class FileDigest:
-    """The digest of some files, under way.
+    """A running digest of some files.
 
-    Every rank of an engine makes one at the same time, and asks for its `result` at the same time.
+    Every rank of an engine creates one at the same time, and calls `result` at the same time.
 
     Args:
-        paths: In an order that does not depend on where they lie.
-        cache: Where pieces are remembered.
-        world: Whose ranks share the work.
-        num_threads: That hash beside what the rank does.
+        paths: The files, in an order that does not depend on their location.
+        cache: Remembers pieces.
+        world: The ranks that share the work.
+        num_threads: Threads that hash while the rank does other work.
 
     Raises:
         ConfigError: A file cannot be read, or the ranks' files have different sizes.
@@ -183,16 +183,16 @@ class FileDigest:
         }
 
     def close(self) -> None:
-        """Let go of the threads; what they are at ends within a read."""
+        """Release the threads; they end after their current read."""
         self._is_stopping.set()
         self._pool.shutdown(cancel_futures=True)
 
     def result(self) -> str:
-        """Wait for all ranks, and name every byte of the files.
+        """Wait for all ranks; return the digest of every byte of the files.
 
         Raises:
-            ConfigError: A file cannot be read or has been changed meanwhile, or machines have
-                files that differ.
+            ConfigError: A file cannot be read or has changed meanwhile, or the files of machines
+                differ.
         """
         mine = [0] * (_INTS * len(self._known))
         for i in self._share:
@@ -219,7 +219,7 @@ class FileDigest:
         return totals.pop()
 
     def _ranks_by_files(self) -> list[list[int]]:
-        """The engine's ranks, those together that see the very same files."""
+        """Return the engine's ranks, grouped by the files that they see."""
         seen = hashlib.sha256(_boot_id() + msgspec.json.encode(self._files)).digest()
         rows = self._world.gather_engine_ints(
             [*struct.unpack(_FORMAT, seen), *(identity.size for identity in self._files)]

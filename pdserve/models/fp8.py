@@ -1,9 +1,9 @@
-"""FP8 weights: how a checkpoint scales them, and how they are widened as they are read.
+"""FP8 weights: how a checkpoint scales them, and how they are widened when read.
 
-They are widened to the dtype that the rest of the checkpoint has, so that the engine computes as
-with a bf16 one, and they take as much memory. Two formats have them: `fp8`, as DeepSeek-V3 and
-Qwen3-FP8 are published, and `compressed-tensors` where weights are float. Activations are not
-rounded to FP8 here, and their scales are not read.
+They are widened to the dtype of the rest of the checkpoint, so the engine computes, and uses
+memory, as with a bf16 checkpoint. Two formats have them: `fp8`, in which DeepSeek-V3 and Qwen3-FP8
+are published, and `compressed-tensors` with float weights. Activations are not rounded to FP8 here,
+and their scales are not read.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from pdserve.models.config_json import Fields
 
 STORED: Final = "F8_E4M3"
-"""What safetensors call such a weight's dtype."""
+"""The dtype of such a weight in safetensors."""
 UNUSED: Final = (".input_scale", ".activation_scale")
-"""How names of tensors end that are not read."""
+"""Suffixes of names of tensors that are not read."""
 _SCALES: Final = ("_scale_inv", "_scale")
-"""What is behind a weight's name in that of its scale."""
+"""Suffix of a scale's name after its weight's name."""
 
 
 class Fp8Format(msgspec.Struct, frozen=True):
     """How a checkpoint's FP8 weights are scaled.
 
     Attributes:
-        block: Rows and columns of a weight that have one scale; None: all have one, or each row.
+        block: Rows and columns of a weight that share a scale; None: all or each row share one.
     """
 
     block: tuple[int, int] | None
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """The shape of a weight's scale, if it is by blocks."""
+        """The shape of a weight's scale if there is one per block."""
         if self.block is None:
             return None
         return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
 
     def fits(self, scale: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether a scale of one shape can be that of a weight `[rows, columns]`."""
+        """Whether a scale of this shape can belong to a weight `[rows, columns]`."""
         if len(shape) != 2:
             return False
         by_row = (shape[0],), (shape[0], 1)
@@ -56,11 +56,11 @@ class Fp8Format(msgspec.Struct, frozen=True):
         region: tuple[slice, ...] | None,
         to: dtype,
     ) -> Tensor:
-        """Return a region of a weight times its scale, rounded once.
+        """Return a region of a weight multiplied by its scale, rounded once.
 
         Args:
             weight: The region, in FP8.
-            scale: The whole weight's, fp32, of a shape that `fits`.
+            scale: Scale of the whole weight, fp32, of a shape that `fits`.
             shape, region: See `Slot`.
         """
         if scale.numel() == 1:
@@ -83,12 +83,12 @@ class Fp8Format(msgspec.Struct, frozen=True):
 
 
 def scale_names(weight: str) -> tuple[str, ...]:
-    """Return the names that the scale of a weight may have."""
+    """Return the possible names of a weight's scale."""
     return tuple(weight + end for end in _SCALES)
 
 
 def read_fp8(fields: Fields) -> Fp8Format | None:
-    """Return how a configuration says that weights are stored; None: they are not quantised.
+    """Return how a configuration stores weights; None if they are not quantised.
 
     Raises:
         ConfigError: They are quantised in another way.
@@ -112,7 +112,7 @@ def read_fp8(fields: Fields) -> Fp8Format | None:
 
 
 def _block_of_groups(given: Fields) -> tuple[int, int] | None:
-    """Read what `compressed-tensors` says of each group of layers; they have one kind of block."""
+    """Read the groups of layers of `compressed-tensors`, which must have one kind of block."""
     groups, found = given.section("config_groups"), set()
     if groups is None:
         return None

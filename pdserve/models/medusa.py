@@ -1,13 +1,13 @@
-"""Medusa heads (Cai et al. 2024, arXiv 2401.10774): guesses at tokens further on, from one state.
+"""Medusa heads (Cai et al. 2024, arXiv 2401.10774): guess further tokens from one state.
 
-From the final state of a token the model itself has the next token, head 0 the one behind that,
-head 1 the one behind that again. A head is a few blocks of `x + silu(W x + b)` and an output head.
+From the final state of a token the model predicts the next token, head 0 the one after that, head 1
+the one after that, and so on. A head is a few blocks of `x + silu(W x + b)` and an output head.
 
-Two formats are read. That of the paper's code: `medusa_num_heads`; `0.0.linear.weight` and
+It reads two formats. That of the paper's code: `medusa_num_heads`; `0.0.linear.weight` and
 `0.1.weight`, in `medusa_lm_head.pt` or safetensors. And vLLM's: `num_heads`;
-`blocks.0.layers.0.weight` and `lm_heads.0.weight`, where output heads may be of fewer tokens
-(`truncated_vocab_size`, `token_map`), or one for all (`original_lm_head`): the model's, unless it
-has a tensor of its own.
+`blocks.0.layers.0.weight` and `lm_heads.0.weight`, where output heads may have fewer tokens
+(`truncated_vocab_size`, `token_map`), or be one for all (`original_lm_head`): the model's, unless
+it has its own tensor.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _TOKEN_MAP: Final = "token_map"
 
 
 class MedusaArch(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of some heads.
+    """The shape of Medusa heads.
 
     Attributes:
-        num_layers: Blocks of each.
-        hidden_size, vocab_size: Of the model.
-        draft_vocab_size: Tokens that they tell apart.
+        num_layers: Blocks of each head.
+        hidden_size, vocab_size: Those of the model.
+        draft_vocab_size: Number of tokens that they can predict.
         has_one_head: Whether they share an output head.
     """
 
@@ -65,10 +65,10 @@ def read_medusa(directory: Path, target: ModelArch, num_tokens: int) -> MedusaAr
     """Return the shape of the heads in a directory.
 
     Args:
-        num_tokens: Of a draft, at most.
+        num_tokens: Maximum tokens of a draft.
 
     Raises:
-        ConfigError: They are not for `target`, or are fewer.
+        ConfigError: They are not for `target`, or there are fewer.
     """
     fields = Fields("Medusa heads", read_config(directory, _PARAM), param=_PARAM)
     for name, theirs in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
@@ -95,17 +95,17 @@ def read_medusa(directory: Path, target: ModelArch, num_tokens: int) -> MedusaAr
 
 
 class MedusaHeads:
-    """Heads of one rank: blocks whole, output heads for its part of their vocabulary.
+    """Heads of one rank: whole blocks, and output heads for its part of their vocabulary.
 
     Args:
-        target: The model's own logits, of this rank's part of the vocabulary.
+        target: The model's own logits for this rank's part of the vocabulary.
 
     Attributes:
-        num_heads: How many there are.
-        hidden_size, dtype, device: Of what they read.
-        vocab: Rows of the output heads that are here, of `vocab_size`.
+        num_heads: Number of heads.
+        hidden_size, dtype, device: Those of their input.
+        vocab: This rank's rows of the output heads, of `vocab_size`.
         token_ids: `[vocab_size]`, the model's token for each row; None: the same.
-        num_weights: Elements that are read here for a guess, if all heads guess.
+        num_weights: Weight elements that this rank reads for a guess of all heads.
 
     Raises:
         ConfigError: The tensors cannot be read, or do not fit the configuration.
@@ -147,7 +147,7 @@ class MedusaHeads:
         """Logits of the first heads for some states.
 
         Args:
-            hidden: `[N, hidden_size]`, final states, normed.
+            hidden: `[N, hidden_size]`, normed final states.
 
         Returns:
             `[num_heads * N, len(vocab)]` fp32, head by head.
@@ -165,7 +165,7 @@ class MedusaHeads:
 
 
 class _Tensors:
-    """The tensors of a directory, by vLLM's names; they are read when they are used.
+    """The tensors of a directory by vLLM's names, read on use.
 
     Attributes:
         token_ids: The token map, if there is one.
@@ -217,7 +217,7 @@ class _Tensors:
 
 
 def _packed(parts: list[tuple[Tensor, Tensor | None]], placement: Placement) -> PackedLinear:
-    """Return blocks that read the same, as one product."""
+    """Return blocks with the same input as one product."""
     size = len(parts[0][0])
     packed = placement.kernels.linear(
         size * len(parts),
@@ -242,7 +242,7 @@ def _output(weight: Tensor, placement: Placement) -> PackedLinear:
 
 
 def _vllm_name(name: str) -> str:
-    """Return what vLLM calls a tensor that may have the name of the paper's code."""
+    """Return vLLM's name of a tensor, which may have the name of the paper's code."""
     name = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
     if block := _BLOCK.fullmatch(name):
         head, layer, kind = block.groups()
@@ -252,10 +252,10 @@ def _vllm_name(name: str) -> str:
 
 
 def _read(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a directory, by the names they have there.
+    """Yield the tensors in a directory, by their names there.
 
     Raises:
-        ConfigError: There are none, or a file is not readable.
+        ConfigError: There are none, or a file cannot be read.
     """
     paths = sorted(directory.glob("*.safetensors")) or list(directory.glob(MEDUSA_PT))
     if not paths:

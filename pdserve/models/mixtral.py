@@ -1,4 +1,4 @@
-"""Mixtral: the shared decoder with experts in every layer, under names of its own."""
+"""Mixtral: the shared decoder with experts in every layer, under its own names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = {
     ".up_proj.": ".w3.",
     ".down_proj.": ".w2.",
 }
-"""What the layers call a part, and what checkpoints call it."""
+"""Names of parts in the layers, and in checkpoints."""
 
 
 class MixtralForCausalLM(Decoder):

@@ -1,9 +1,9 @@
 """Multi-token prediction (DeepSeek-V3, section 2.2): a layer of the model's checkpoint that drafts.
 
-It stands behind the model's layers (`num_nextn_predict_layers`), and is one of them but for its
-input: the model's final state at a position and the embedding of the token behind it, each normed,
-joined and projected. It shares embedding and output head with the model. Further tokens are drafted
-by the same layer, from its own states.
+It follows the model's layers (`num_nextn_predict_layers`), and is like them except for its input:
+the model's final state at a position and the embedding of the token after it, each normed, then
+joined and projected. It shares embedding and output head with the model. The same layer drafts
+further tokens from its own states.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdserve.models.weights import Slot
 
 NOT_READ: tuple[str, ...] = ("model.", "lm_head.")
-"""Beginnings of names of what is the model's, or shared with it."""
+"""Prefixes of names that belong to the model, or are shared with it."""
 
 
 class MtpHead:
@@ -40,10 +40,10 @@ class MtpHead:
 
     Args:
         target: The model.
-        choose: `[M, hidden_size]` to `[M]` token ids: the likeliest by the model's head.
+        choose: `[M, hidden_size]` to `[M]` token ids: the likeliest by the model's output head.
 
     Raises:
-        ConfigError: It has no such layer.
+        ConfigError: The model has no such layer.
     """
 
     aux_layers: tuple[int, ...] = ()

@@ -1,8 +1,8 @@
 """Reads a Hugging Face `config.json` into a `ModelArch`: one reader for each family.
 
-Nothing of a configuration is silently ignored: a feature that would change the numbers
-and is not built is a `ConfigError` that names it. Free of torch, so that a server may
-read it. Knows neither weights nor devices.
+No part of a configuration is silently ignored: an unsupported feature that would change the numbers
+is a `ConfigError` that names it. Free of torch, so that servers can use it. Knows neither weights
+nor devices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_arch(directory: Path) -> ModelArch:
 def parse_arch(config: dict[str, Any]) -> ModelArch:
     """Read a `config.json` object, as transformers 4 or 5 writes it.
 
-    Fields that are absent take the default of the architecture's class in transformers.
+    Absent fields have the default of the architecture's class in transformers.
 
     Raises:
         ConfigError: The architecture is unknown (the known ones are listed), a feature is
@@ -61,10 +61,10 @@ def parse_arch(config: dict[str, Any]) -> ModelArch:
 
 
 class _Defaults(NamedTuple):
-    """What a family means by a field that its `config.json` leaves out.
+    """A family's meaning of fields that its `config.json` leaves out.
 
     Attributes:
-        head_dim: None: the hidden size over the heads.
+        head_dim: None: the hidden size divided by the heads.
     """
 
     num_kv_heads: int
@@ -93,7 +93,7 @@ def _decoder(
     qk_norm: bool = False,
     moe: MoeArch | None = None,
 ) -> ModelArch:
-    """What all families share."""
+    """The fields that all families share."""
     read_fp8(fields)  # or it is not quantised
     fields.only("hidden_act", "silu", "swish")
     fields.only("is_encoder_decoder", False)
@@ -277,7 +277,7 @@ def _deepseek_moe(
     intermediate_size: int,
     **rule: Any,
 ) -> MoeArch | None:
-    """Read what both families name alike; the numbers are defaults."""
+    """Read the fields that both families name alike; the numbers are defaults."""
     num_layers = fields.count("num_hidden_layers")
     first = int(fields.number("first_k_dense_replace", first_dense))
     frequency = fields.count("moe_layer_freq", 1)
@@ -361,14 +361,14 @@ def _no_windows(fields: Fields) -> tuple[int | None, ...]:
 
 
 def _window(fields: Fields) -> int | None:
-    """Absent means 4096 and null means none: so does transformers read it."""
+    """Absent means 4096 and null means none, as in transformers."""
     if "sliding_window" in fields and fields.get("sliding_window") is None:
         return None
     return fields.count("sliding_window", 4096)
 
 
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Layers from `max_window_layers` on slide, if any do; `layer_types` overrides it."""
+    """If any layers slide, those from `max_window_layers` on do; `layer_types` overrides this."""
     num_layers = fields.count("num_hidden_layers")
     if not fields.flag("use_sliding_window", default=False):
         kinds = fields.get("layer_types") or []
@@ -403,4 +403,4 @@ _FAMILIES: dict[str, Callable[[Fields], ModelArch]] = {
 }
 
 KNOWN = tuple(sorted(_FAMILIES))
-"""Names of every architecture that can be read."""
+"""Names of all architectures that can be read."""

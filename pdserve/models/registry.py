@@ -55,10 +55,10 @@ _DTYPES = {
 
 
 class CausalLM(Protocol):
-    """What the model runner needs of a model; `Decoder` documents it."""
+    """The interface of a model for the model runner; `Decoder` documents it."""
 
     def slots(self) -> dict[str, Slot]:
-        """How each tensor of the checkpoint is loaded, by name."""
+        """How to load each tensor of the checkpoint, by name."""
         ...
 
     @property
@@ -77,17 +77,17 @@ class CausalLM(Protocol):
     ) -> Tensor:
         """Run this stage; writes the step's KV.
 
-        The last stage returns final hidden states, `[T, hidden_size]` or those that are wanted,
-        another one what to send on, `[hidden_rows(T), hidden_size]`.
+        The last stage returns final hidden states, `[T, hidden_size]` or the wanted ones; other
+        stages return what to send on, `[hidden_rows(T), hidden_size]`.
         """
         ...
 
     def hidden_rows(self, num_tokens: int) -> int:
-        """Rows of what a stage sends to the next for so many tokens."""
+        """Rows that a stage sends to the next for `num_tokens` tokens."""
         ...
 
     def idle_forward(self) -> None:
-        """Take part, with no token, in the layers whose experts other engines share."""
+        """Take part, with no token, in the layers whose experts other engine cores share."""
         ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -100,35 +100,35 @@ class CausalLM(Protocol):
 
 
 class DraftHead(Protocol):
-    """What guesses on from a model's states, as `models.eagle` and `models.mtp` do.
+    """A drafter from a model's states, such as `models.eagle` and `models.mtp`.
 
     Attributes:
-        aux_layers: Layers of the model before which it reads the stream, rising.
-        hidden_size: Of the model's states.
+        aux_layers: Layers of the model before which it reads the stream, ascending.
+        hidden_size: Size of the model's states.
     """
 
     aux_layers: tuple[int, ...]
     hidden_size: int
 
     def slots(self) -> dict[str, Slot]:
-        """How each tensor of its checkpoint is loaded, by name."""
+        """How to load each tensor of its checkpoint, by name."""
         ...
 
     def enter(self, hidden: Tensor, aux: tuple[Tensor, ...]) -> Tensor:
-        """Return the states that it reads, `[T, hidden_size]`, of what the model has computed.
+        """Return the states that it reads, `[T, hidden_size]`, from the model's results.
 
         Args:
             hidden: `[T, hidden_size]`, normed.
-            aux: Of each of `aux_layers` the same, not normed.
+            aux: The same for each of `aux_layers`, not normed.
         """
         ...
 
     def forward(self, step: StepInputs, states: Tensor, kv_layers: list[Tensor]) -> Tensor:
-        """Return the states that follow, `[T, hidden_size]`, and write the step's KV.
+        """Return the next states, `[T, hidden_size]`, and write the step's KV.
 
         Args:
-            step: Its tokens are those behind the positions.
-            states: `[T, hidden_size]`, of the positions.
+            step: Its tokens are those after the positions.
+            states: `[T, hidden_size]`, the states of the positions.
         """
         ...
 
@@ -139,14 +139,14 @@ class DraftHead(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """What drafts by a forward pass.
+    """A drafter that runs a forward pass.
 
     Attributes:
-        model: A model of its own.
-        head: Or a head that goes on from the model's states.
-        arch: Of its layers.
-        num_layers: That have KV.
-        cost: Seconds of a token of a draft, over those of a token of the model.
+        model: A separate model.
+        head: Or a head that continues from the model's states.
+        arch: Architecture of its layers.
+        num_layers: Number of layers that have KV.
+        cost: Time of a drafted token, divided by that of a token of the model.
     """
 
     model: LoadedModel | None
@@ -161,16 +161,16 @@ class LoadedModel:
     """A rank's part of a model, with its weights in place.
 
     Attributes:
-        arch: Of the whole model.
-        max_model_len: Tokens a request may have, prompt and output.
+        arch: Architecture of the whole model.
+        max_model_len: Maximum tokens of a request, prompt and output.
         weights_digest: Equal for equal weights, on every rank.
-        layers: Which of the model's this pipeline stage has.
-        num_kv_heads: Of this rank.
+        layers: The model's layers that this pipeline stage has.
+        num_kv_heads: Number of KV heads of this rank.
         vocab: Token ids whose logits this rank computes, on the last stage.
-        experts: Where the experts are; None for a model without any.
-        sampling: How tokens are chosen where the logits are.
-        draft: What drafts for it on this rank by a forward pass, if anything does.
-        medusa: Heads that draft for it, on the last stage, if those are configured.
+        experts: Location of the experts; None for a model without any.
+        sampling: How ranks with logits choose tokens.
+        draft: The drafter that runs a forward pass on this rank, if any.
+        medusa: Medusa heads that draft for it, on the last stage, if configured.
     """
 
     model: CausalLM
@@ -197,8 +197,8 @@ def load_model(
     """Build this rank's part of a model on `device`, run by `kernels`, and load its weights.
 
     Raises:
-        ConfigError: The directory, its configuration or its weights cannot be used, or it
-            cannot be spread over so many ranks.
+        ConfigError: The directory, its configuration or its weights cannot be used, or it cannot be
+            spread over the ranks.
     """
     directory = Path(config.model.model)
     arch = read_arch(directory)
@@ -249,7 +249,7 @@ def _stage(arch: ModelArch, parallel: ParallelConfig, world: World) -> range:
     """Layers of this rank's pipeline stage.
 
     Raises:
-        ConfigError: There are fewer layers than stages, or --pipeline-layers has another sum.
+        ConfigError: There are fewer layers than stages, or --pipeline-layers has the wrong sum.
     """
     explicit, num_stages = parallel.pipeline_layers, world.pp.size
     if arch.num_layers < num_stages:

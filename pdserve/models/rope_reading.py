@@ -29,7 +29,7 @@ _ROPE_FIELDS = {
 
 
 def rope_section(fields: Fields) -> Fields | None:
-    """Where transformers 5 or 4 says how rotary embedding is scaled; None = nowhere."""
+    """The scaling of rotary embedding, from transformers 5's or 4's field; None = not there."""
     return fields.section("rope_parameters") or fields.section("rope_scaling")
 
 
@@ -40,7 +40,7 @@ def read_rope(fields: Fields, max_positions: int, default_theta: float) -> RopeA
         max_positions: The model's context, tokens.
 
     Raises:
-        ConfigError: A kind or a field is not built.
+        ConfigError: A kind or a field is not supported.
     """
     scaling = rope_section(fields)
     theta = fields.number("rope_theta", default_theta)
@@ -100,5 +100,5 @@ def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
 
 
 def mscale_of(factor: float, mscale: float) -> float:
-    """By how much attention is sharpened over `factor` times the context (YaRN)."""
+    """Factor that sharpens attention over `factor` times the context (YaRN)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,10 +1,9 @@
 """Reads weights and brings them to the layers that own them.
 
-A `WeightSource` names its tensors before any of them is read, so that a model and a
-checkpoint that do not fit are refused at once, with every name. Tensors then stream, one
-at a time, into the layers' `Slot`s; a rank reads of each what its slot's region says, and
-nothing of those that are other ranks'. At no time is more in memory than this rank's weights
-and the one region under way. Knows no architecture.
+A `WeightSource` names its tensors before any of them is read, so that a model and a checkpoint that
+do not match are refused at once, with all names. Tensors then stream, one at a time, into the
+layers' `Slot`s; a rank reads only its slots' regions, and no tensors of other ranks. Memory never
+holds more than this rank's weights and the current region. Knows no architecture.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class Slot:
 
     Attributes:
         shape: As in the checkpoint, whole.
-        load: Copies what it is given; the tensor dies after the call. None: the tensor is
-            another rank's (its layer, its expert), and is not read here.
-        region: What of the tensor this rank owns, and all that `load` is given: one slice per
-            dim, without steps. None is all of it.
+        load: Copies its argument, which is invalid after the call. None: the tensor belongs to
+            another rank (its layer, its expert), and is not read here.
+        region: This rank's part of the tensor, which is passed to `load`: one slice per dim,
+            without steps. None is all of it.
     """
 
     shape: tuple[int, ...]
@@ -61,7 +60,7 @@ class Slot:
     region: tuple[slice, ...] | None = None
 
     def elsewhere(self) -> Slot:
-        """The same tensor, as a rank sees it that does not own any of it."""
+        """The same tensor, as seen by a rank that owns none of it."""
         return Slot(self.shape, None)
 
     @property
@@ -80,31 +79,31 @@ class WeightSource(Protocol):
     """Named tensors, and a digest of all of them together."""
 
     def digesting(self, world: World) -> AbstractContextManager[Callable[[], str]]:
-        """Work out a digest while the caller loads; what is returned waits for it.
+        """Compute a digest while the caller loads; the returned function waits for it.
 
         Equal digests mean equal weights, and every rank of an engine has the same one. All its
-        ranks enter, and ask, at the same time.
+        ranks enter and call at the same time.
 
         Raises:
-            ConfigError: Also by the call: a file cannot be read, or changes meanwhile, or is not
-                the same for all ranks.
+            ConfigError: Also from the call: a file cannot be read, changes meanwhile, or differs
+                between ranks.
         """
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """What most of the weights are stored in."""
+        """The dtype of most of the weights."""
         ...
 
     def check(
         self, slots: Mapping[str, Slot], *, tied_head: bool, unused: tuple[str, ...] = ()
     ) -> None:
-        """Refuse, with every name, what would be left unloaded or is unexpected.
+        """Refuse tensors that are missing or unexpected, with all their names.
 
         Args:
-            slots: What the model has.
-            tied_head: A stored `lm_head.weight` repeats the embedding and is not read.
-            unused: Beginnings of names that may be stored and are not read.
+            slots: The model's slots.
+            tied_head: Whether a stored `lm_head.weight` repeats the embedding and is not read.
+            unused: Prefixes of names that may be stored and are not read.
 
         Raises:
             ConfigError: Names or shapes differ.
@@ -127,7 +126,7 @@ def load_weights(
     unused: tuple[str, ...] = (),
     progress: Callable[[str], None],
 ) -> None:
-    """Stream `source` into `slots`, those of them that are this rank's.
+    """Stream `source` into those of `slots` that are this rank's.
 
     Raises:
         ConfigError: They do not fit, or a file cannot be read.
@@ -149,12 +148,12 @@ def load_weights(
 class Checkpoint:
     """The safetensors files of a model directory, with an index or without.
 
-    Opening reads the files' headers only. Models for embeddings are saved without a head, and with
-    the names that their decoder's tensors have among themselves. FP8 weights are widened (`fp8`).
+    Opening reads the files' headers only. Embedding models are saved without a head, and with
+    tensor names relative to their decoder. FP8 weights are widened (`fp8`).
 
     Raises:
-        ConfigError: No safetensors, a shard named by the index is missing, a file is a
-            Git LFS pointer or is cut short; or it is quantised otherwise than in FP8.
+        ConfigError: No safetensors, a shard named by the index is missing, a file is a Git LFS
+            pointer or is cut short; or it is quantised in a format other than FP8.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -172,7 +171,7 @@ class Checkpoint:
 
     @contextmanager
     def digesting(self, world: World) -> Iterator[Callable[[], str]]:
-        """See `WeightSource`: over every byte of every file, and the files' names."""
+        """See `WeightSource`: covers every byte of every file, and the files' names."""
         files = FileDigest(
             [shard.path for shard in self._shards],
             cache=DigestCache.of_user(),
@@ -184,7 +183,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most elements that are neither in FP8 nor scales of such."""
+        """The dtype of most elements that are neither FP8 nor scales of FP8."""
         counts: dict[str, int] = {}
         scales = set(self._scales.values())
         for shard in self._shards:
@@ -204,7 +203,7 @@ class Checkpoint:
         return any(name in shard.tensors for shard in self._shards)
 
     def integers(self, name: str) -> Tensor | None:
-        """Return a tensor that is no weight, as int64; None if there is none of that name."""
+        """Return a tensor that is not a weight, as int64; None if it does not exist."""
         slot = Slot((), lambda _: None)
         found = [each.to(torch.int64, copy=True) for _, each in self.tensors({name: slot})]
         return found[0] if found else None
@@ -281,7 +280,7 @@ class Checkpoint:
 
     @cached_property
     def _scales(self) -> dict[str, str]:
-        """Names of the scales of FP8 weights, by those of the weights."""
+        """Names of the scales of FP8 weights, by the weights' names."""
         if self._fp8 is None:
             return {}
         stored = {name: each for shard in self._shards for name, each in shard.tensors.items()}
@@ -294,7 +293,7 @@ class Checkpoint:
         }
 
     def _read_scales(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
-        """Return the scales of the weights that are read, by their names."""
+        """Return the scales of the weights to read, by the weights' names."""
         weights = {
             scale: name
             for name, scale in self._scales.items()
@@ -402,13 +401,13 @@ def _shard_paths(directory: Path) -> list[Path]:
 class DummyWeights:
     """Random weights: normal with a given standard deviation, norms one.
 
-    Each tensor depends on the seed and its own name alone: it is drawn whole, then cut, so that
-    the number of ranks changes nothing.
+    Each tensor depends only on the seed and its own name: it is drawn whole, then cut, so that the
+    number of ranks changes nothing.
 
     Args:
         std: Standard deviation.
-        dtype: What the tensors are made in.
-        identity: Goes into the digest with the seed: the model's shape.
+        dtype: Dtype of the tensors.
+        identity: Part of the digest beside the seed: the model's shape.
     """
 
     def __init__(self, *, seed: int, std: float, dtype: torch.dtype, identity: str) -> None:
@@ -418,14 +417,14 @@ class DummyWeights:
         self._identity = identity
 
     def digesting(self, world: World) -> AbstractContextManager[Callable[[], str]]:
-        """See `WeightSource`: over shape, seed, deviation and dtype."""
+        """See `WeightSource`: covers shape, seed, deviation and dtype."""
         text = f"dummy\0{self._identity}\0{self._seed}\0{self._std}\0{_SAME_DTYPE[self._dtype]}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         return nullcontext(lambda: digest)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What was asked for."""
+        """The requested dtype."""
         return self._dtype
 
     def check(

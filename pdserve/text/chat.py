@@ -1,7 +1,7 @@
 """Renders chat messages to one prompt with the model's Jinja template.
 
-The template comes with the model and is not trusted: it runs in Jinja's sandbox. The
-environment is the one Hugging Face's templates are written for. Does not know tokens.
+The template comes with the model and is not trusted: it runs in Jinja's sandbox. The environment is
+the one that Hugging Face's templates expect. Does not know tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 _END_MARK = "PDSERVE_END_OF_FINAL_MESSAGE "
-"""Put behind a message that is to be left open. Its space tells a template that cuts them off."""
+"""Appended to a message that stays open. Its space shows whether a template strips spaces."""
 _REASONING = ("reasoning", "reasoning_content")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class _TemplateRefusalError(Exception):
-    """The template itself refused the messages."""
+    """The template refused the messages."""
 
 
 class _Generation(Extension):
@@ -60,7 +60,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as Hugging Face's filter writes it: without the HTML escapes of Jinja's own."""
+    """JSON as Hugging Face's filter writes it, without the HTML escapes of Jinja's filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -111,15 +111,15 @@ class ChatTemplate:
         """Return the prompt.
 
         Args:
-            messages: OpenAI's: `role`, `content` as a string or a list of text parts, and what the
-                assistant called and thought.
+            messages: OpenAI's messages: `role`, `content` as a string or a list of text parts, and
+                the assistant's calls and reasoning.
             now_s: Unix time for templates that print the date. The same on every engine that
                 renders a request, and shown in UTC: hosts may be in different time zones.
-            tools: OpenAI's, as they came.
-            add_generation_prompt: Whether the prompt ends where the assistant begins.
-            continue_final_message: Whether it ends with the content of the last message, as
-                transformers has it; there is one then.
-            variables: Further names for the template (`chat_template_kwargs`).
+            tools: OpenAI's tools, unchanged.
+            add_generation_prompt: Whether the prompt ends at the start of the assistant's message.
+            continue_final_message: Whether it ends with the content of the last message, as in
+                transformers; then there must be one.
+            variables: Additional variables for the template (`chat_template_kwargs`).
 
         Raises:
             BadRequestError: A message is malformed, or the template refuses them.
@@ -175,16 +175,17 @@ class ChatTemplate:
         return plain
 
     def _knows(self, role: str) -> bool:
-        """Whether a role is OpenAI's, or one that the template speaks of.
+        """Whether a role is one of OpenAI's, or occurs in the template.
 
-        Most templates write any other role into the prompt, and the model has never seen it.
+        Most templates would write any other role into the prompt, where the model has never seen
+        it.
         """
         is_named = role.isidentifier() and any(f"{q}{role}{q}" in self._source for q in "'\"")
         return role in _ROLES or is_named
 
 
 def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
-    """Return an assistant's calls with arguments as templates expect them: objects, not texts."""
+    """Return an assistant's calls with arguments as templates expect them: objects, not strings."""
     if not isinstance(calls, list):
         raise BadRequestError(f"{where} must be a list of tool calls", param="messages")
     parsed = []
@@ -211,13 +212,13 @@ def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
 
 
 def content_of(message: Mapping[str, Any], where: str) -> str:
-    """Return a message's text; its parts are joined as templates for text expect them.
+    """Return a message's text, with its parts joined as text templates expect.
 
     Args:
-        where: What the message is called in an error.
+        where: Name of the message in an error.
 
     Raises:
-        BadRequestError: It has anything else but text.
+        BadRequestError: It has something other than text.
     """
     content = message.get("content")
     if isinstance(content, list):
@@ -235,10 +236,10 @@ def content_of(message: Mapping[str, Any], where: str) -> str:
 
 
 def _left_open(prompt: str) -> str:
-    """Cut a prompt off where its last message's content ends.
+    """Cut a prompt off at the end of its last message's content.
 
     Raises:
-        BadRequestError: The template does not show it.
+        BadRequestError: The template leaves it out.
     """
     end = prompt.rfind(_END_MARK.rstrip())
     if end < 0:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Detokenizer(Protocol):
-    """One text in the making."""
+    """One text under construction."""
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is now certain. O(1) amortised."""
@@ -27,7 +27,7 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Detokenizer:
-    """Return the detokenizer for this vocabulary's way of spelling."""
+    """Return the detokenizer for this vocabulary's spelling."""
     kind = ByteLevelDetokenizer if tokenizer.is_byte_level else WindowDetokenizer
     return kind(tokenizer, skip_special_tokens=skip_special_tokens)
 
@@ -56,12 +56,12 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other vocabulary: decodes the tokens with the ones before them as context.
+    """For every other vocabulary: decodes tokens with the ones before them as context.
 
-    A token's text may depend on whether it stands first (its leading space is dropped), so
-    tokens are decoded behind the last ones that had text, and that text is cut off. Byte
-    tokens (`<0xE4>`) are held back until their run ends, because the decoder replaces a
-    whole run by U+FFFD if any of it is not UTF-8.
+    A token's text may depend on whether it is first (its leading space is dropped), so tokens are
+    decoded after the last ones that had text, and that text is cut off. Byte tokens (`<0xE4>`) are
+    held back until their run ends, because the decoder replaces a whole run by U+FFFD if any of it
+    is not UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:

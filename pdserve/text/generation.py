@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Defaults of sampling fields, as vLLM takes them from a model.
+    """Defaults of sampling fields, as vLLM reads them from a model.
 
     Attributes:
         max_new_tokens: Upper limit of every request's output, or None.
@@ -40,9 +40,9 @@ def load_generation_defaults(
     """Read a model's defaults.
 
     Args:
-        directory: The model's.
+        directory: The model's directory.
         source: auto (its generation_config.json), or none or vllm (only the end ids).
-        eos_token_id: The tokenizer's.
+        eos_token_id: The tokenizer's end-of-sequence id.
 
     Raises:
         ConfigError: The file is malformed, or a value has the wrong type.

@@ -1,8 +1,8 @@
 """Compiles grammars for a model's tokenizer with llguidance.
 
-Servers compile to refuse what cannot be compiled, workers to know which tokens may follow. Both
-have the same tokenizer, limits and version, so what the one takes the other takes. Knows neither
-requests nor logits.
+Servers compile to refuse invalid grammars, workers to know which tokens may follow. Both have the
+same tokenizer, limits and version, so they accept the same grammars. Knows neither requests nor
+logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 MAX_GRAMMAR_BYTES: Final = 1 << 18
 MAX_RULES: Final = 1000
-"""Of a grammar in Lark, which has one on a line: long chains of them cost more than they say."""
+"""Limit for the rules of a Lark grammar, one per line, because long chains of them are costly."""
 _MAX_MESSAGE_CHARS: Final = 400
 _STACK_BYTES: Final = 256 << 20
 # Defaults are 2,000 items, 250,000 states and 1,000,000 of fuel: the first refuses objects of some
@@ -45,7 +45,7 @@ _LIMITS: Final = LLParserLimits(
 class GrammarCompiler:
     """A model's tokenizer as llguidance needs it. Thread-safe.
 
-    To make one takes up to a second (a vocabulary of 131,072).
+    Creating it takes up to a second (for a vocabulary of 131,072).
 
     Raises:
         ConfigError: The model names no token that ends an output, or llguidance cannot use its
@@ -69,12 +69,13 @@ class GrammarCompiler:
             raise ConfigError(f"llguidance cannot use the model's tokenizer: {error}") from error
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Return a matcher of `grammar` at its beginning, where it allows something.
+        """Return a matcher at the beginning of `grammar`, which allows at least one token.
 
-        Takes milliseconds, a grammar at the limits tenths of a second. Call it in `DeepThreads`.
+        Takes milliseconds, or tenths of a second for a grammar at the limits. Call it in
+        `DeepThreads`.
 
         Raises:
-            BadRequestError: It is no grammar, or beyond the limits.
+            BadRequestError: It is not a valid grammar, or exceeds the limits.
         """
         num_bytes = len(grammar.encode())
         if num_bytes > MAX_GRAMMAR_BYTES:
@@ -92,20 +93,20 @@ class GrammarCompiler:
 
 
 def in_short(said: str) -> str:
-    """What llguidance says of an error, without the grammar that it repeats."""
+    """Return llguidance's error message without the grammar that it repeats."""
     line = " ".join(part for part in said.splitlines() if part and " | " not in part)
     return line.strip(" ^")[:_MAX_MESSAGE_CHARS]
 
 
 class DeepThreads:
-    """Threads in which llguidance may recurse as deep as the largest grammar is.
+    """Threads with enough stack for llguidance to recurse through the largest grammar.
 
-    It follows rules and references on the stack: of the text that is taken, a part would overflow
-    the 8 MiB that threads have otherwise, and end the process. Memory that is not used is not
-    taken.
+    It follows rules and references on the stack, so some accepted grammars would overflow the usual
+    8 MiB of a thread and end the process. Unused stack takes no memory.
 
     Args:
-        is_last: They have a core only while no other thread wants it, where that can be said.
+        is_last: Whether they run only while no other thread wants the core, if the system allows
+            it.
     """
 
     def __init__(self, name: str, *, num_threads: int, is_last: bool = False) -> None:
@@ -120,11 +121,11 @@ class DeepThreads:
             threading.stack_size(before)
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Have something done; in order, where there is one thread."""
+        """Submit a task; with one thread, tasks run in order."""
         self._work.put(work)
 
     def close(self) -> None:
-        """End the threads, each behind what is submitted by now. May be called twice."""
+        """End the threads after all submitted tasks. May be called twice."""
         for _ in range(self._num_threads):
             self._work.put(None)
 

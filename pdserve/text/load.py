@@ -26,13 +26,13 @@ class Text:
     """A model's text side.
 
     Attributes:
-        vocab_size: Ids the model takes: every prompt token id is below it.
+        vocab_size: Number of ids that the model accepts: every prompt token id is below it.
         pooling: How a text becomes a vector.
         chat_template: None if the model has none.
-        tool_template: Another one for chats that offer tools, if there is one.
+        tool_template: Another template for chats that offer tools, if there is one.
         answers: How it writes reasoning and tool calls.
-        digest: Equal where the same request becomes the same tokens, under the same rules, and
-            its tokens the same answer.
+        digest: Equal if the same request becomes the same tokens, under the same rules, and its
+            tokens become the same answer.
     """
 
     tokenizer: Tokenizer
@@ -84,7 +84,7 @@ def _digest(
     templates: tuple[str | None, ...],
     model: ModelConfig,
 ) -> str:
-    """See `Text.digest`; grammars are compiled alike by one release of llguidance."""
+    """See `Text.digest`; one release of llguidance compiles grammars alike."""
     parsers = (model.tool_call_parser, model.reasoning_parser)
     said = (tokenizer.as_json(), defaults, templates, parsers, llguidance.__version__)
     return hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:32]

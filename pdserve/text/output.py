@@ -1,8 +1,7 @@
 """Turns one choice's tokens into what a client sees: text, tool calls, reasoning.
 
-A pure state machine: two processors that are fed the same tokens give out the same text,
-which is what lets one engine send the first token and another one the rest. Does not know
-HTTP, engines or time.
+A pure state machine: two processors that read the same tokens give out the same text, so one engine
+can send the first token and another one the rest. Does not know HTTP, engines or time.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CallDelta:
-    """What one tool call gained.
+    """What was added to one tool call.
 
     Attributes:
-        index: Its place among those of its choice that were begun.
+        index: Its index among the calls begun in its choice.
         begins: Its name, in its first delta.
         arguments: A part of the text of a JSON object.
-        is_whole: It has ended with this, and is a call. One that never gets whole is none.
+        is_whole: Whether it ends here and is a call. A call that is never whole does not count.
     """
 
     index: int
@@ -48,16 +47,16 @@ class CallDelta:
 
 @dataclass(slots=True)
 class TextDelta:
-    """What some tokens added.
+    """What some tokens added to the answer.
 
     Attributes:
-        text: Content that may be shown now; later tokens cannot change it.
-        offsets: For each token that counts (those after a stop string do not), the number
-            of characters decoded before it.
+        text: Content that can be shown now; later tokens cannot change it.
+        offsets: For each token that counts (those after a stop string do not), the number of
+            characters decoded before it.
         finish_reason: STOP when a stop string ended the text; else the engine's own.
         stop_reason: The stop string that ended it, if one did.
-        reasoning: The same as `text`, of the reasoning.
-        calls: What tool calls gained, in their order.
+        reasoning: The same as `text`, for the reasoning.
+        calls: What was added to tool calls, in order.
     """
 
     text: str = ""
@@ -68,7 +67,7 @@ class TextDelta:
     calls: list[CallDelta] = field(default_factory=list)
 
     def call(self, index: int) -> CallDelta:
-        """Return what a call gained, to be added to."""
+        """Return what was added to a call, which the caller may extend."""
         found = next((call for call in self.calls if call.index == index), None)
         if found is None:
             found = CallDelta(index)
@@ -80,19 +79,19 @@ class OutputProcessor:
     """Detokenizes one choice and ends it at its stop strings.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         stop: Stop strings; none may be empty.
-        include_stop_str_in_output: Also shows the stop string or stop token that ended it.
-        skip_special_tokens: Special tokens have no text.
-        min_tokens: A stop string must end after so many tokens.
-        machine: Takes the text apart; without one all of it is content. Stop strings are looked
-            for in content only.
+        include_stop_str_in_output: Whether to show the stop string or stop token that ended it.
+        skip_special_tokens: Whether special tokens have no text.
+        min_tokens: Minimum number of tokens before the end of a stop string.
+        machine: Splits the text; without one all of it is content. Stop strings are searched only
+            in content.
 
     Attributes:
         num_tokens: Tokens so far that count.
-        num_reasoning_tokens: Those of them that stand inside of the reasoning.
-        reads_reasoning, reads_calls: Whether they are looked for.
-        num_calls: Tool calls so far that are whole.
+        num_reasoning_tokens: Those of them inside the reasoning.
+        reads_reasoning, reads_calls: Whether it looks for reasoning and calls.
+        num_calls: Complete tool calls so far.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class OutputProcessor:
         return delta
 
     def _read(self, token_id: int, delta: TextDelta) -> bool:
-        """Give out what a token makes certain; tell whether it ends the answer."""
+        """Give out what a token makes certain; return whether it ends the answer."""
         machine = self._machine
         if machine is None:
             return self._show(self._detokenizer.push(token_id), delta)
@@ -158,7 +157,7 @@ class OutputProcessor:
         return self._release(pieces, delta)
 
     def _read_rest(self, delta: TextDelta, *, is_cut: bool) -> bool:
-        """Give out what was held back; tell whether the answer ends before the end of it."""
+        """Give out the held text; return whether the answer ends before its end."""
         text = self._detokenizer.flush()
         if self._machine is None:
             return self._show(text, delta)
@@ -166,7 +165,7 @@ class OutputProcessor:
         return self._release(pieces, delta)
 
     def _release(self, pieces: Sequence[Piece], delta: TextDelta) -> bool:
-        """Give pieces out; tell whether one ends the answer, whatever the engine says."""
+        """Give out pieces; return whether one ends the answer, whatever the engine says."""
         for piece in pieces:
             match piece:
                 case Reasoning(text):
@@ -190,7 +189,7 @@ class OutputProcessor:
         return False
 
     def _show(self, text: str, delta: TextDelta) -> bool:
-        """Give content out; tell whether a stop string in it ends the answer."""
+        """Give out content; return whether a stop string in it ends the answer."""
         if not text:
             return False
         self._num_chars += len(text)

@@ -1,6 +1,6 @@
 """Reads how a model pools a text into one vector, from sentence-transformers' files.
 
-A directory without them is a model for text like any other: its last token stands for all.
+A directory without them is an ordinary text model, whose last token represents the text.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _KINDS = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN, "mean": Poolin
 
 
 class PoolingStyle(msgspec.Struct, frozen=True):
-    """What becomes of a text's hidden states.
+    """How a text's hidden states become a vector.
 
     Attributes:
-        pooling: None if it is a way that is not served.
-        is_normalized: Vectors have length 1.
-        refusal: Why there is no pooling.
+        pooling: None if the method is not supported.
+        is_normalized: Whether vectors have length 1.
+        refusal: Why the method is not supported.
     """
 
     pooling: Pooling | None = Pooling.LAST
@@ -70,7 +70,7 @@ def _modules(path: Path) -> list[dict[str, Any]]:
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """Return the modes that a pooling module has switched on, in either form of its file."""
+    """Return the modes that a pooling module enables, in either form of its file."""
     if isinstance(mode := config.get("pooling_mode"), str):
         return [mode]
     return [

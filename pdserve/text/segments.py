@@ -1,11 +1,11 @@
-"""Tokenizes a text piece by piece and caches long pieces, so that a turn costs what it adds.
+"""Tokenizes a text piece by piece and caches long pieces, so that a turn costs only its new text.
 
 A tokenizer cuts its added tokens (`<|im_start|>` ...) out of the text before it looks at anything
-else, and what is between two of them becomes tokens by itself, whatever stands beside it. So the
-tokens of a conversation are those of its messages, and those of all but the last are known from the
-turn before. Where the cuts are is asked of a tokenizer that has the same added tokens and nothing
-else; where a piece is not by itself, no text is cut. A piece is known as a whole or not at all, so
-that nobody finds out word by word what others have sent.
+else, and tokenizes the text between two of them independently of its neighbours. So the tokens of a
+conversation are those of its messages, and all but the last message are known from the turn before.
+A tokenizer with the same added tokens and nothing else finds the cuts; if pieces are not
+independent, the text is not cut. A piece is cached as a whole, so that no client can find out word
+by word what others have sent.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 MIN_CHARS: Final = 256
-"""Of a piece that is remembered: a shorter one is tokenized in less than 0.1 ms."""
+"""Minimum length of a cached piece; a shorter one is tokenized in less than 0.1 ms."""
 _KEPT_CHARS: Final = 16 << 20
-"""Of all pieces that are remembered: with their tokens 32 to 80 MB."""
+"""Total length of the cached pieces, which take 32 to 80 MB with their tokens."""
 _PIECE: Final = "\0"
 _NEIGHBOURS: Final = (("a b", "c d"), (" a \n", "\n\n c"), ("b ", " d"), ("", "e"))
 _NUM_TRIED: Final = 4
 
 
 class SegmentedEncoder:
-    """The pieces of one tokenizer. Any thread.
+    """The pieces of one tokenizer. Thread-safe.
 
     Args:
-        added: The tokens that are cut out of a text, by their ids.
-        encode: Returns the ids of a text, without those that a template puts around it.
+        added: The added tokens that are cut out of a text, by their ids.
+        encode: Returns the ids of a text, without those that a post-processor adds around it.
     """
 
     def __init__(self, added: Mapping[int, AddedToken], encode: Callable[[str], list[int]]) -> None:
@@ -76,7 +76,7 @@ class SegmentedEncoder:
         return self._remembered(piece)
 
     def _remembered(self, piece: str) -> list[int]:
-        """Return the ids of a piece that may have come before."""
+        """Return the ids of a piece, from the cache if possible."""
         with self._lock:
             if (known := self._known.get(piece)) is not None:
                 self._known.move_to_end(piece)
@@ -94,7 +94,7 @@ class SegmentedEncoder:
 def segmented(
     backend: tokenizers.Tokenizer, described: Mapping[str, Any], encode: Callable[[str], list[int]]
 ) -> SegmentedEncoder | None:
-    """Return the encoder for a tokenizer; None if its texts have no pieces that are by themselves.
+    """Return the encoder for a tokenizer; None if its pieces are not independent.
 
     Args:
         described: The parsed `tokenizer.json`.

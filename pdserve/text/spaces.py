@@ -11,14 +11,14 @@ _SPACES: Final = r" |\r?\n[ \t]{0,64}"
 
 
 def with_bounded_spaces(schema: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Return a JSON schema whose texts have no more white space than people write.
+    """Return a JSON schema whose output has no more white space than people write.
 
-    That is one space, or a new line and what indents it: a model that is not sure how to go on
-    would else write new lines until its last token.
+    That is one space, or a new line and its indentation; otherwise a model that is unsure how to
+    continue would write new lines until its last token.
 
     Args:
-        options: llguidance's, which go before those of the schema itself (`x-guidance`); either
-            may say otherwise (`whitespace_pattern`, `whitespace_flexible`).
+        options: llguidance's options, which override those of the schema itself (`x-guidance`);
+            both may change the white space (`whitespace_pattern`, `whitespace_flexible`).
     """
     given = schema.get("x-guidance")
     own = (given if isinstance(given, dict) else {}) | options

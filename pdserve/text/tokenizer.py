@@ -1,7 +1,7 @@
 """A model's tokenizer, read from its Hugging Face directory.
 
-Knows `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json`, and how
-tokens map to bytes. Does not know chat templates' meaning, requests or streams.
+Knows `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json`, and how tokens map to
+bytes. Does not know the meaning of chat templates, nor requests or streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 _LONG_IDS = 1 << 12
 _MAX_COMPOSED = 4
-"""So many characters NFC makes one of, at most (Unicode 15: U+1F82 is one of those)."""
+"""Maximum number of characters that NFC joins into one (Unicode 15; for example U+1F82)."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -57,12 +57,12 @@ class Tokenizer:
         backend: The parsed `tokenizer.json`.
         config: The parsed `tokenizer_config.json`, merged over `special_tokens_map.json`.
         chat_template: The model's own Jinja source, if it has one.
-        tool_template: Another one, for chats that offer tools.
+        tool_template: Another template for chats that offer tools.
 
     Attributes:
-        added_tokens: The texts of tokens that no text is cut within, special or not, by their ids.
-        max_chars_per_token: A text of so many characters, and one more, has two tokens at least;
-            None where tokens may swallow any length of text.
+        added_tokens: The texts of tokens that are never split, special or not, by their ids.
+        max_chars_per_token: A text with more characters than this has at least two tokens; None if
+            tokens can have any length.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`; releases the GIL meanwhile.
 
-        O(len(text)), but little for what is remembered of another one (`segments`).
+        O(len(text)), but fast for cached pieces (`segments`).
         """
         adds = add_special_tokens and self._adds_tokens
         try:
@@ -144,7 +144,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; ids outside the vocabulary have none.
 
-        Releases the GIL while it works on many.
+        Releases the GIL while it decodes many.
         """
         text: str
         if len(token_ids) < _LONG_IDS:
@@ -173,7 +173,7 @@ class Tokenizer:
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what one token stands for in the middle of a text; not always whole UTF-8."""
+        """Return the bytes of one token in the middle of a text; they may not be whole UTF-8."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._spell(token_id)
@@ -214,10 +214,10 @@ def _token_content(value: object) -> str | None:
 
 
 def _part_types(part: dict[str, Any] | None, parts_name: str) -> list[str]:
-    """Names of the parts of a decoder, normalizer or pre-tokenizer, in order.
+    """Return the names of the parts of a decoder, normalizer or pre-tokenizer, in order.
 
     Args:
-        parts_name: What a sequence calls its parts.
+        parts_name: Name of a sequence's list of parts.
     """
     if part is None:
         return []
@@ -229,8 +229,8 @@ def _part_types(part: dict[str, Any] | None, parts_name: str) -> list[str]:
 def _max_chars_per_token(described: dict[str, Any], vocabulary: Mapping[str, int]) -> int | None:
     """See `Tokenizer.max_chars_per_token`.
 
-    Known where no character is lost on the way to the tokens: each byte is one, nothing is
-    removed between them, and none strips the spaces beside it.
+    Known if no character is lost on the way to the tokens: each byte is in a token, nothing is
+    removed between tokens, and no token strips the spaces beside it.
 
     Args:
         described: The parsed `tokenizer.json`.

@@ -28,7 +28,7 @@ class GroupedQueryAttention:
         arch: Whole model.
         layer: Index of this layer, for its window.
         cos_sin: `[max_positions, head_dim]` fp32, shared by all layers.
-        in_features: What the projections read, if that is not the norm's result alone.
+        in_features: Input size of the projections, if they read more than the norm's result.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GroupedQueryAttention:
         self._window = arch.windows[layer]
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded; `prefix` is the layer's."""
+        """Yield how to load each parameter; `prefix` is that of the layer."""
         yield f"{prefix}input_layernorm.weight", self._norm.slot()
         yield from self._qkv.slots(f"{prefix}self_attn.")
         yield from self._out.slots(f"{prefix}self_attn.")
@@ -112,7 +112,7 @@ class GroupedQueryAttention:
         return stream.sum(half.after_norm(normed, kv_layer, step))
 
     def norm(self, x: Tensor) -> Tensor:
-        """Return the norm of `x`, `[T, hidden_size]`, of which `after_norm` may read more."""
+        """Return the norm of `x`, `[T, hidden_size]`; `after_norm` may take a wider input."""
         return self._half.norm(None, x)
 
     def after_norm(self, normed: Tensor, step: StepInputs, kv_layer: Tensor) -> Tensor:

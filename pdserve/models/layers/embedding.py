@@ -1,4 +1,4 @@
-"""Token embedding and output head over a vocabulary that the TP group shares by rows."""
+"""Token embedding and output head over a vocabulary split by rows over the TP group."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def vocab_rows(vocab_size: int, tp: Group) -> range:
-    """Ids whose rows are this rank's: `ceil(vocab_size / ranks)` from `index` times that on.
+    """Ids of this rank's rows: `ceil(vocab_size / ranks)` of them, from `index` times that on.
 
-    The last ranks have fewer where it does not divide, or none; nothing is padded.
+    If it does not divide, the last ranks have fewer or none; nothing is padded.
     """
     each = -(-vocab_size // tp.size)
     return range(min(tp.index * each, vocab_size), min((tp.index + 1) * each, vocab_size))
@@ -32,11 +32,11 @@ def vocab_rows(vocab_size: int, tp: Group) -> range:
 class Embedding:
     """Rows of a table by token id, and logits over the same vocabulary.
 
-    The embedding is on the first pipeline stage, the head on the last. A rank that has both,
-    tied, keeps them once, in the layout of the head.
+    The embedding is on the first pipeline stage, the head on the last. A rank that has both, tied,
+    stores them once, in the layout of the head.
 
     Attributes:
-        rows: Token ids whose rows this rank has, of the embedding and of the head.
+        rows: Token ids whose rows of embedding and head this rank has.
     """
 
     def __init__(self, arch: ModelArch, placement: Placement) -> None:
@@ -55,7 +55,7 @@ class Embedding:
             self._table = placement.empty(0, arch.hidden_size)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded, by name; a tied head has no name of its own."""
+        """Yield how to load each parameter, by name; a tied head has no own name."""
         tied_head = self._is_tied and self._head is not None
         yield (
             f"{prefix}embed_tokens.weight",
@@ -67,7 +67,7 @@ class Embedding:
             yield "lm_head.weight", self._slot(None if self._head is None else self._load_head)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Look tokens up, wherever their rows are.
+        """Look up tokens, whichever ranks have their rows.
 
         Args:
             token_ids: `[T]` int64.

@@ -1,8 +1,8 @@
-"""Linear layers, some of them merged of several matrices, and their parts over a TP group.
+"""Linear layers, some merged from several matrices, and their parts over a TP group.
 
-Each layer is one `PackedLinear` of this rank's sizes; how a part of a matrix of the checkpoint
-reaches its place in it is said by the slots. What a `RowParallel` returns is this rank's term of
-a sum that its caller takes.
+Each layer is one `PackedLinear` of this rank's sizes; slots describe how a part of a checkpoint
+matrix reaches its place in it. A `RowParallel` returns this rank's term of a sum that its caller
+computes.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a rank has of one matrix: `rows` of the `num_rows` in the checkpoint."""
+    """A rank's part of one matrix: `rows` of the `num_rows` in the checkpoint."""
 
     num_rows: int
     rows: range
 
 
 class Linear:
-    """`x @ weight.T + bias`, its rows stacked from one or several matrices; whole on every rank.
+    """`x @ weight.T + bias`, with rows stacked from one or more matrices; whole on every rank.
 
     Matrices that read the same input (q, k and v; gate and up) are merged, so that a step
     passes over the input once. Each goes from the checkpoint straight to its rows.
 
     Args:
         in_features: Columns in the checkpoint.
-        parts: Of each matrix, by its name in the checkpoint and in stacking order: its rows,
-            and which of them are this rank's unless all are.
+        parts: For each matrix, by its name in the checkpoint and in stacking order: its rows, and
+            which of them are this rank's, unless all are.
         columns: This rank's columns; None: all.
         bias: Whether every part has one.
-        adds_bias: Whether it is this rank that adds it.
+        adds_bias: Whether this rank adds it.
         out_dtype: Dtype of the results; None means the placement's.
 
     Attributes:
@@ -86,7 +86,7 @@ class Linear:
         )
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each part is loaded, by its full name (`prefix` + part + field)."""
+        """Yield how to load each part, by its full name (`prefix` + part + field)."""
         first = 0
         for name, part in self._parts.items():
             yield f"{prefix}{name}.weight", self._weight_slot(first, part)
@@ -110,9 +110,9 @@ class Linear:
 
 
 class ColumnParallel(Linear):
-    """A linear layer, each of whose parts is cut by rows over the TP group.
+    """A linear layer whose parts are each split by rows over the TP group.
 
-    The name is the field's, of `x @ A`, where outputs are columns of A.
+    The name is the usual one for `x @ A`, where outputs are columns of A.
 
     Args:
         parts: Rows of each matrix of the checkpoint; all must divide by the group's size.
@@ -133,13 +133,13 @@ class ColumnParallel(Linear):
 
 
 class QKV(Linear):
-    """The merged projections of attention, cut by heads over the TP group.
+    """The merged projections of attention, split by heads over the TP group.
 
-    A rank has the key and value heads that its query heads read: where there are more ranks
-    than those, several ranks have the same one.
+    A rank has the key and value heads that its query heads read; if there are more ranks than such
+    heads, several ranks have the same one.
 
     Raises:
-        ConfigError: The heads do not divide so.
+        ConfigError: The heads cannot be divided like this.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class QKV(Linear):
 
 
 class RowParallel(Linear):
-    """A linear layer cut by columns over the TP group; its bias is the first rank's to add.
+    """A linear layer split by columns over the TP group; the first rank adds its bias.
 
     Args:
         in_features: Columns in the checkpoint; they must divide by the group's size.
@@ -198,7 +198,7 @@ def kv_heads_of(num_kv_heads: int, placement: Placement) -> range:
     """Key and value heads of this TP rank.
 
     Raises:
-        ConfigError: Neither of heads and ranks divides by the other.
+        ConfigError: Neither number, of heads and ranks, divides the other.
     """
     tp = placement.world.tp
     if num_kv_heads % tp.size and tp.size % num_kv_heads:

@@ -1,10 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1) over a paged cache of latents.
 
-All heads share what is cached of a token: a latent, and a rotated key beside it. Keys and values
-are made from the latent by a matrix per head, and those matrices are absorbed: the one for keys
-into the query, the one for values into the output. So attention runs in the latent's space, and
-the cache is read once for all heads. Heads are cut over the TP group; the latent is whole on
-every rank.
+All heads share the cached part of a token: a latent, and a rotated key beside it. A matrix per head
+makes keys and values from the latent, and those matrices are absorbed: the one for keys into the
+query, the one for values into the output. So attention runs in the latent's space, and the cache is
+read once for all heads. Heads are split over the TP group; the latent is whole on every rank.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ class LatentAttention:
     are not rotated and P that are; value heads of V.
 
     Args:
-        arch: Whole model; it has latent attention.
+        arch: The whole model, which has latent attention.
         layer: Index of this layer; all are alike.
         cos_sin: `[max_positions, P]` fp32, shared by all layers.
 
     Raises:
-        ConfigError: The heads do not divide by the TP group.
+        ConfigError: The TP group's size does not divide the heads.
     """
 
     _absorb: PackedHeads
-    """`[T, H, N] -> [T, H, R]`, queries into the latent's space; there once it is loaded."""
+    """`[T, H, N] -> [T, H, R]`, queries into the latent's space; set once loaded."""
 
     _expand: PackedHeads
-    """`[T, H, R] -> [T, H, V]`, values out of it; likewise."""
+    """`[T, H, R] -> [T, H, V]`, values out of that space; set once loaded."""
 
     def __init__(self, arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> None:
         mla = arch.mla
@@ -96,7 +95,7 @@ class LatentAttention:
         return Rows(self._all_heads * head_dim, range(first, end))
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded; `prefix` is the layer's."""
+        """Yield how to load each parameter; `prefix` is that of the layer."""
         mla = self._mla
         yield f"{prefix}input_layernorm.weight", self._norm.slot()
         prefix += "self_attn."
@@ -119,13 +118,13 @@ class LatentAttention:
         yield from self._out.slots(prefix)
 
     def _halves_apart(self, slot: Slot, kept: int) -> Slot:
-        """Bring the two elements of each rotated pair as far apart as the kernels want them.
+        """Move the two elements of each rotated pair as far apart as the kernels expect.
 
-        A pair is a neighbourhood in the checkpoint, and half a head in the kernels. Queries and
-        keys are reordered alike, so that no score changes.
+        In the checkpoint the elements of a pair are adjacent; in the kernels they are half a head
+        apart. Queries and keys are reordered alike, so no score changes.
 
         Args:
-            slot: Of rows that are heads, each of `kept` elements and those that are rotated.
+            slot: Slot whose rows are heads, each of `kept` elements and then the rotated ones.
         """
         if not self._mla.interleaved_rope or slot.load is None:
             return slot

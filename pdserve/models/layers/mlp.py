@@ -37,7 +37,7 @@ class GatedMLP:
         self._kernels = placement.kernels
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded; `prefix` is the layer's."""
+        """Yield how to load each parameter; `prefix` is that of the layer."""
         yield f"{prefix}post_attention_layernorm.weight", self._norm.slot()
         yield from self._gate_up.slots(f"{prefix}mlp.")
         yield from self._down.slots(f"{prefix}mlp.")

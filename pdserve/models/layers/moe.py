@@ -1,7 +1,7 @@
 """Mixture of experts with the norm before it: router, shared experts, routed experts.
 
-Written as for one device: where the experts are, how tokens reach them, and every sum over ranks
-is the business of the placement's `ExpertParallel`.
+It is written as for one device: the placement's `ExpertParallel` handles where experts are, how
+tokens reach them, and every sum over ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MoE:
     """`shared(norm(x)) + sum of weight * expert(norm(x))` over the experts that a router chooses.
 
     Args:
-        arch: Whole model; it has experts.
+        arch: The whole model, which has experts.
         layer: Index of this layer in the whole model.
         placement: With `experts` set.
     """
@@ -59,7 +59,7 @@ class MoE:
         self._add_rms_norm = placement.kernels.add_rms_norm
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded; `prefix` is the layer's."""
+        """Yield how to load each parameter; `prefix` is that of the layer."""
         yield f"{prefix}post_attention_layernorm.weight", self._norm.slot()
         yield from self._router.slots(f"{prefix}mlp.")
         if self._shared is not None:
@@ -86,7 +86,7 @@ class MoE:
 
 
 class ExpertRouter:
-    """Which experts each token goes to, the same on every rank. Logits and scores are fp32."""
+    """Chooses the experts of each token, the same on every rank. Logits and scores are fp32."""
 
     def __init__(self, moe: MoeArch, hidden_size: int, placement: Placement) -> None:
         self._gate = Linear(
@@ -109,7 +109,7 @@ class ExpertRouter:
         )
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded."""
+        """Yield how to load each parameter."""
         yield from self._gate.slots(prefix)
         if self._bias is not None:
             yield f"{prefix}gate.e_score_correction_bias", self._bias.slot()
@@ -121,7 +121,7 @@ class ExpertRouter:
 
 
 class SharedExperts:
-    """Experts that every token goes to, as one gated MLP, cut over the TP group."""
+    """The experts of every token, as one gated MLP split over the TP group."""
 
     def __init__(self, hidden_size: int, inner: int, placement: Placement) -> None:
         self._gate_up = ColumnParallel(
@@ -131,7 +131,7 @@ class SharedExperts:
         self._silu_and_mul = placement.kernels.silu_and_mul
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each parameter is loaded."""
+        """Yield how to load each parameter."""
         yield from self._gate_up.slots(prefix)
         yield from self._down.slots(prefix)
 
@@ -141,13 +141,13 @@ class SharedExperts:
 
 
 class RoutedExperts:
-    """This rank's experts of one layer, and how the checkpoint's reach them.
+    """This rank's experts of one layer, and how to load them.
 
     Args:
-        local: Logical id of each expert that lies here, by local index; one may lie here twice.
+        local: Logical id of each expert on this rank, by local index; an expert may occur twice.
 
     Raises:
-        ConfigError: Experts are sliced over the TP group, and do not divide.
+        ConfigError: Experts are sliced over the TP group and do not divide.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class RoutedExperts:
 
     @cached_property
     def packed(self) -> PackedExperts:
-        """The experts that lie here; usable once every one of them is loaded."""
+        """The experts on this rank; usable once all of them are loaded."""
         return self._placement.kernels.experts(
             self._num_local,
             self._whole[1],
@@ -179,7 +179,7 @@ class RoutedExperts:
         )
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
-        """Yield how each expert is loaded; those that lie elsewhere are not."""
+        """Yield how to load each expert; experts on other ranks are not loaded."""
         inner, hidden_size = self._whole
         mine, everything = slice(self._inner.start, self._inner.stop), slice(None)
         for expert in range(self._num_experts):

@@ -22,7 +22,7 @@ class RMSNorm:
         self._add_rms_norm = placement.kernels.add_rms_norm
 
     def slot(self) -> Slot:
-        """How the weight is loaded."""
+        """How to load the weight."""
         return self._weight.slot()
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where a layer's parameters live, in what dtype, and which part of each is this rank's."""
+"""The device and dtype of a layer's parameters, and this rank's part of each."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one rank's parameters live, and which part of each is its own.
+    """The device and dtype of one rank's parameters, and its part of each.
 
-    A layer is written for one device; what it takes from here is the size and index of a
-    group to slice by, and the group's sums.
+    A layer is written for one device; it gets from here the size and index of the group to slice
+    by, and the group's sums.
 
     Attributes:
-        kernels: What runs on `device`; a layer takes from here what it calls.
-        sequence_parallel: Norms and residuals hold a share of the step's tokens per TP rank,
-            if the step has many.
+        kernels: The kernels for `device` that layers call.
+        sequence_parallel: Whether each TP rank holds only a share of the tokens in norms and
+            residuals, if a step has many.
         experts: How tokens reach experts; None for a model without any.
     """
 
@@ -42,7 +42,7 @@ class Placement:
 
     @property
     def stream(self) -> ResidualStream:
-        """The residual stream of this rank's TP group; a layer takes it once."""
+        """The residual stream of this rank's TP group; a layer calls this once."""
         split_from = SPLIT_FROM if self.sequence_parallel else None
         return ResidualStream(self.world.tp, split_from=split_from)
 
@@ -50,7 +50,7 @@ class Placement:
         """This TP rank's part of `size` rows, columns or heads, in equal runs.
 
         Args:
-            field: Where the size comes from, for the error.
+            field: Name of the size's source, for the error.
 
         Raises:
             ConfigError: They do not divide.
@@ -72,7 +72,7 @@ class Placement:
 
 
 class Parameter:
-    """One tensor that is used as it is stored, whole on every rank.
+    """A tensor that is used as it is stored, whole on every rank.
 
     Attributes:
         value: `shape`, allocated when it is loaded.
@@ -85,7 +85,7 @@ class Parameter:
         self._placement = placement
 
     def slot(self) -> Slot:
-        """How it is loaded."""
+        """How to load it."""
         return Slot(self._shape, self._load)
 
     def _load(self, tensor: Tensor) -> None:

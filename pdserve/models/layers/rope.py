@@ -12,10 +12,10 @@ from pdserve.models.arch import RopeArch, RopeKind
 
 
 def cos_sin_table(rope: RopeArch, head_dim: int, max_positions: int) -> Tensor:
-    """Make the table that `rope_and_cache` reads.
+    """Return the table that `rope_and_cache` reads.
 
-    Frequencies and angles are taken in fp32 by the formulas of transformers, in their
-    order, so that the table is equal to the last bit to what checkpoints were tested with.
+    Frequencies and angles are computed in fp32 by the formulas of transformers, in their order, so
+    that the table equals, to the last bit, the one with which checkpoints were tested.
 
     Returns:
         `[max_positions, head_dim]` fp32: the first half cosines, the second half sines.

@@ -1,10 +1,10 @@
 """The residual stream over the ranks of a TP group: whole on each, or a share of rows on each.
 
-Half layers read it through a norm and add a sum over the group to it. Whole, that sum is one
-all_reduce. With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) each rank norms
-and keeps its own rows: the sum is a reduce_scatter, and an all_gather follows the norm, which
-moves as many bytes and holds a share of the activations. That is twice as many meetings, so a
-step of few tokens stays whole. Knows no layer.
+Half layers read it through a norm and add a sum over the group to it. If it is whole, that sum is
+one all_reduce. With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) each rank norms
+and keeps its own rows: the sum is a reduce_scatter, and an all_gather follows the norm. This moves
+the same number of bytes and holds only a share of the activations, but needs twice as many
+collectives, so a step of few tokens stays whole. Knows no layer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ SPLIT_FROM = 129
 
 
 class ResidualStream:
-    """What half layers do at their two ends. T tokens, D the hidden size.
+    """The two ends of half layers. T is the number of tokens, D the hidden size.
 
-    Split, rank i holds R = ceil(T / ranks) rows from `i * R` on; rows past the last token are
-    zero, and stay zero, since nothing but norms sees them. A token's result is the same to the
-    last bit either way.
+    If it is split, rank i holds R = ceil(T / ranks) rows from `i * R` on; rows past the last token
+    are zero and stay zero, because only norms see them. A token's result is the same to the last
+    bit either way.
 
     Args:
-        split_from: Tokens of a step from which on it is split; None: never.
+        split_from: Minimum tokens of a step at which it is split; None: never.
 
     Attributes:
-        is_alone: Whether this rank is the whole group: then every function returns its input.
+        is_alone: Whether this rank is the whole group; then every function returns its input.
     """
 
     def __init__(self, tp: Group, *, split_from: int | None) -> None:
@@ -45,7 +45,7 @@ class ResidualStream:
         self._split_from = math.inf if split_from is None or self.is_alone else split_from
 
     def is_split(self, num_tokens: int) -> bool:
-        """Whether this rank holds a share of the rows in a step of so many tokens."""
+        """Whether this rank holds only a share of the rows in a step of `num_tokens` tokens."""
         return num_tokens >= self._split_from
 
     def num_rows(self, num_tokens: int) -> int:
@@ -53,20 +53,20 @@ class ResidualStream:
         return -(-num_tokens // self._tp.size) if self.is_split(num_tokens) else num_tokens
 
     def gather(self, rows: Tensor, num_tokens: int) -> Tensor:
-        """From this rank's rows, normed, to all rows.
+        """Gather all rows from each rank's normed rows.
 
         Args:
             rows: `[num_rows(T), D]`.
 
         Returns:
-            `[T, D]`, contiguous; the input itself where the stream is whole.
+            `[T, D]`, contiguous; the input itself if the stream is whole.
         """
         if self.is_alone or num_tokens == 0 or not self.is_split(num_tokens):
             return rows
         return self._tp.all_gather(rows)[:num_tokens]
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Sum what each rank of the group has computed of every row.
+        """Sum the group's partial results for every row.
 
         Args:
             partial: `[T, D]`.
@@ -81,13 +81,13 @@ class ResidualStream:
         return self._tp.reduce_scatter(self._padded(partial))
 
     def share(self, whole: Tensor) -> Tensor:
-        """This rank's rows of what every rank of the group has whole.
+        """Return this rank's rows of a tensor that every rank of the group has whole.
 
         Args:
             whole: `[T, D]`, equal on every rank.
 
         Returns:
-            `[num_rows(T), D]`; the input itself where the stream is whole.
+            `[num_rows(T), D]`; the input itself if the stream is whole.
         """
         if self.is_alone or not self.is_split(len(whole)):
             return whole

@@ -1,9 +1,9 @@
 """Follows tool calls as they are generated: what is certain before a call is complete.
 
-A follower reads a call's text as it comes and gives out the name and the beginning of the
-arguments. What it gives out, the whole call has too, or the text is no call: `CallTelling` keeps
-account of that. The last brace of the arguments is told with the call's end, so that nobody ever
-has complete arguments of a call that was cut off.
+A follower reads a call's text as it comes and reports the name and the beginning of the arguments.
+The whole call contains everything reported, or the text is not a call; `CallTelling` ensures this.
+The last brace of the arguments is reported with the call's end, so that no client ever has complete
+arguments of a call that was cut off.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdserve.text.answer.pieces import ToolCall, Tools
 
 MAX_HELD_CHARS: Final = 1024
-"""What has not become certain within that is not followed any more: its call comes whole."""
+"""Maximum held text; a call whose next part needs more is no longer followed but comes whole."""
 _QUOTES = re.compile(r'["\\]')
 _STRUCTURE = re.compile(r'["{}\[\]]')
 
@@ -38,7 +38,7 @@ class CallFollower(Protocol):
     """Follows the text between a call's opening and its end."""
 
     def push(self, text: str) -> Sequence[CallPiece]:
-        """Add text; return what became certain by it: of no call that it ends."""
+        """Add text; return what became certain by it, except for a call that it ends."""
         ...
 
 
@@ -49,17 +49,17 @@ class NewFollower(Protocol):
         """Return one.
 
         Args:
-            opening: The marker that opened the calls; empty where the format needs none.
-            tools: Those that were offered.
+            opening: The marker that opened the calls; empty if the format needs none.
+            tools: The offered tools.
         """
         ...
 
 
 class CallTelling:
-    """What was told of the calls in one text, and what is left to tell when they are known.
+    """Tracks what was reported of the calls in one text, and what remains to be reported.
 
     Args:
-        is_parallel: Further calls than the first are told, too.
+        is_parallel: Whether calls after the first are reported too.
     """
 
     def __init__(self, *, is_parallel: bool) -> None:
@@ -67,7 +67,7 @@ class CallTelling:
         self._told: list[tuple[CallBegins, list[str]]] = []
 
     def tell(self, pieces: Sequence[CallPiece]) -> list[CallPiece]:
-        """Return those of a follower's pieces that are told: none of a call that was not begun."""
+        """Return the follower's pieces to report: none of a call that was not begun."""
         kept: list[CallPiece] = []
         for piece in pieces:
             match piece:
@@ -82,10 +82,10 @@ class CallTelling:
         return kept
 
     def settle(self, calls: Sequence[ToolCall]) -> list[CallPiece]:
-        """Return what is left to tell of the calls that the text was.
+        """Return what remains to be reported of the calls in the text.
 
         Raises:
-            MalformedCallError: What was told is not theirs, as of objects that have a key twice.
+            MalformedCallError: What was reported does not match, as with objects that repeat a key.
         """
         if len(self._told) > len(calls):
             raise MalformedCallError
@@ -105,7 +105,7 @@ class CallTelling:
         return [*left, CallEnds()] if calls else []
 
     def drop(self) -> list[CallPiece]:
-        """Return the end of the calls that were begun, if any were, and are none."""
+        """Return the end of calls that were begun but are not calls, if any."""
         has_begun = bool(self._told)
         self._told = []
         return [CallEnds(is_whole=False)] if has_begun else []
@@ -119,7 +119,7 @@ class ObjectEnd:
         self._is_in_string = self._is_escaped = False
 
     def find(self, text: str) -> int | None:
-        """Return where in more of the text the last brace stands; None if it is not in there."""
+        """Return the place of the last brace in more text; None if it is not there."""
         at = 0
         while at < len(text):
             if self._is_escaped:
@@ -145,13 +145,13 @@ class ObjectEnd:
 
 
 class ObjectFollower:
-    """Follows calls whose arguments stand there as a JSON object, in their own spelling.
+    """Follows calls whose arguments are a JSON object, keeping its spelling.
 
     Args:
-        heads: What stands before the arguments' first brace, in one of these ways, with the groups
-            `name` (or `quoted`, in JSON) and, where the model names its calls, `id`.
-        next_head: What stands between the last brace of a call and the first one of the next.
-        names: Only calls of these are followed; all of them where there is None.
+        heads: Patterns for the text before the arguments' first brace, with the groups `name` (or
+            `quoted`, in JSON) and, if the model names its calls, `id`.
+        next_head: Pattern between the last brace of a call and the first one of the next.
+        names: Only calls of these are followed; None follows all.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class ObjectFollower:
         return text[end:]
 
     def _read_head(self, pieces: list[CallPiece]) -> str:
-        """Look for the head in what is held; return what stands behind it."""
+        """Look for the head in the held text; return the text after it."""
         found = (head.match(self._held, 0, MAX_HELD_CHARS) for head in self._heads)
         head = next(filter(None, found), None)
         if head is None:
@@ -212,7 +212,7 @@ class ObjectFollower:
 
 
 def _name_in(head: re.Match[str]) -> str:
-    """The name of the called tool; empty where there is none."""
+    """The name of the called tool; empty if there is none."""
     groups = head.groupdict()
     if (quoted := groups.get("quoted")) is None:
         return (groups["name"] or "").strip()

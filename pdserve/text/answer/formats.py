@@ -13,36 +13,36 @@ if TYPE_CHECKING:
 
 
 class AnswerReader(Protocol):
-    """Takes one answer apart, as it arrives. See `machine`."""
+    """Splits one answer as it arrives. See `machine`."""
 
     @property
     def vocabulary(self) -> Mapping[int, str]:
-        """Markers that are tokens of their own, by their ids."""
+        """Markers that are single tokens, by their ids."""
         ...
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether reasoning is looked for."""
+        """Whether it looks for reasoning."""
         ...
 
     @property
     def reads_calls(self) -> bool:
-        """Whether calls are looked for."""
+        """Whether it looks for calls."""
         ...
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text that comes next is reasoning, as far as is known."""
+        """Whether the next text is reasoning, as far as is known."""
         ...
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call has begun and not ended."""
+        """Whether a call has begun but not ended."""
         ...
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may follow any more."""
+        """Whether nothing more may follow."""
         ...
 
     def push(self, text: str, *, is_marker: bool = False) -> list[Piece]:
@@ -55,20 +55,20 @@ class AnswerReader(Protocol):
 
 
 class ParseCalls(Protocol):
-    """Reads what stands between an opening and a closing marker."""
+    """Reads the text between an opening and a closing marker."""
 
     def __call__(self, opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
         """Return the calls in `body`.
 
         Args:
-            opening: The marker that opened them; empty where the format needs none.
-            body: The text behind it, as far as the closing marker.
-            tools: Those that were offered.
-            is_last: Nothing follows: small omissions at the end are forgiven.
+            opening: The marker that opened them; empty if the format needs none.
+            body: The text after it, up to the closing marker.
+            tools: The offered tools.
+            is_last: Whether nothing follows, so that small omissions at the end are forgiven.
 
         Raises:
-            UnfinishedCallError: The closing marker was a part of a value.
-            MalformedCallError: They are none.
+            UnfinishedCallError: The closing marker was part of a value.
+            MalformedCallError: They are not calls.
         """
         ...
 
@@ -78,12 +78,13 @@ class Writing:
     """How calls are written: texts in which `{name}` and `{key}` stand for a tool and a parameter.
 
     Attributes:
-        opening, closing: Around all calls.
-        begin, end: Around the arguments of one.
-        between: Between two calls; None where there is never more than one.
-        parameter: Around each value; None where arguments are one JSON object. `{is_string}` is
-            true or false, and `{type}` the value's JSON type.
-        excluded: What a text between parameters' tags may not have: it would end it.
+        opening, closing: Texts around all calls.
+        begin, end: Texts around the arguments of one call.
+        between: Text between two calls; None if there is never more than one.
+        parameter: Texts around each value; None if the arguments are one JSON object. `{is_string}`
+            is true or false, and `{type}` the value's JSON type.
+        excluded: Texts that must not occur between parameters' tags, because they would end the
+            value.
     """
 
     begin: str
@@ -96,11 +97,11 @@ class Writing:
 
     @property
     def trigger(self) -> str:
-        """What begins calls, and nothing else, as far as the tool's name."""
+        """Text that only calls begin with, up to the tool's name."""
         return (self.opening + self.begin).partition("{name}")[0]
 
     def after(self, beginning: str) -> Writing:
-        """Return what is left to write behind the beginning of the trigger."""
+        """Return what follows the part of the trigger that is already written."""
         rest = len(beginning) - len(self.opening)
         if rest < 0:
             return replace(self, opening=self.opening[len(beginning) :])
@@ -113,15 +114,15 @@ class CallFormat:
 
     Attributes:
         openings: Markers that begin a call.
-        closings: Markers that end one. An opening may be among them: it also begins the next.
-        parse: Reads what stands between.
+        closings: Markers that end one. An opening among them also begins the next call.
+        parse: Reads the text between them.
         follow: Reads the same while it is written.
-        sections: Markers around all calls of an answer; text between the calls is noise.
-        fragments: Special tokens that markers are made of, and whose text is therefore needed.
-        may_begin: Whether an answer that begins like this, without an opening, may be a call;
-            None where every call has one.
-        ends_reasoning: An opening also ends the reasoning.
-        writing: How calls are forced; None where that is done in plain JSON.
+        sections: Markers around all calls of an answer; text between the calls is ignored.
+        fragments: Special tokens that are parts of markers, whose text is therefore needed.
+        may_begin: Whether an answer that begins like this, without an opening, may be a call; None
+            if every call has an opening.
+        ends_reasoning: Whether an opening also ends the reasoning.
+        writing: How to force calls; None forces them in plain JSON.
     """
 
     openings: tuple[str, ...]
@@ -136,7 +137,7 @@ class CallFormat:
 
     @property
     def has_closings(self) -> bool:
-        """Whether something but the next call ends a call."""
+        """Whether calls end with something other than the next call."""
         return not set(self.closings) <= set(self.openings)
 
     @property
@@ -155,7 +156,7 @@ class ReasoningFormat:
 
     Attributes:
         pairs: Opening and closing markers.
-        label: What stands behind the opening, and is no reasoning.
+        label: Text after the opening that is not reasoning.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -167,18 +168,18 @@ class ReasoningFormat:
         return tuple(marker for pair in self.pairs for marker in pair)
 
     def is_closed_after(self, prompt: str) -> bool:
-        """Whether `prompt` has ended the reasoning: there is none in the answer."""
+        """Whether `prompt` has ended the reasoning, so that the answer has none."""
         end = prompt.rstrip()
         return any(end.endswith(closing) for _, closing in self.pairs)
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` begins inside of the reasoning."""
+        """Whether an answer to `prompt` begins inside the reasoning."""
         end = prompt.rstrip()
         return any(end.endswith(opening + self.label) for opening, _ in self.pairs)
 
 
 def first_of(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str] | None:
-    """Return where the first of some markers stands, and which: the longest at its place."""
+    """Return the place of the first of some markers, and the longest marker there."""
     found = [
         (at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0
     ]

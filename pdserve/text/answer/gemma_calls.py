@@ -1,4 +1,4 @@
-"""Gemma 4's calls: `call:name{key:value}`, with a token of its own around strings."""
+"""Gemma 4's calls: `call:name{key:value}`, with a special token around strings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PARTIAL_QUOTE = re.compile(rf"(?:{beginnings_of(_QUOTE)})\Z")
 
 
 def _value(text: str, at: int) -> tuple[str, int]:
-    """Return the JSON text of the value at a place, and where it ends."""
+    """Return the JSON text of the value at a place, and its end."""
     at = _after_space(text, at)
     if text.startswith(_QUOTE, at):
         end = text.find(_QUOTE, at + len(_QUOTE))
@@ -53,7 +53,7 @@ def _value(text: str, at: int) -> tuple[str, int]:
 
 
 def _members(text: str, at: int) -> tuple[str, int]:
-    """Return the JSON text of the object or list at a place, and where it ends."""
+    """Return the JSON text of the object or list at a place, and its end."""
     is_object = text[at] == "{"
     end = "}" if is_object else "]"
     members = []
@@ -103,7 +103,7 @@ def _gemma(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[Tool
 
 
 class _Follower:
-    """Follows a call member by member: texts as they come, others when they have ended."""
+    """Follows a call member by member: strings as they come, other values when they have ended."""
 
     def __init__(self) -> None:
         self._has_begun = self._is_lost = self._is_in_value = self._is_text = False
@@ -178,7 +178,7 @@ class _Follower:
         return False
 
     def _tell(self, end: int, pieces: list[CallPiece]) -> bool:
-        """Tell a value that has ended; whether it is one."""
+        """Report a value that has ended; return whether it is valid."""
         try:
             told, at = _value(self._held[:end], 0)
         except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """The answers of gpt-oss: messages in channels, each with a header (OpenAI's harmony format).
 
-`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`: what a
-message is stands in its header, and a call's header names the function. All markers are tokens; in
-letters they are text. Interface and promises are `AnswerMachine`'s.
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`: a
+message's header says what it is, and a call's header names the function. All markers are tokens;
+spelt out in letters they are text. Interface and promises are `AnswerMachine`'s.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _FUNCTIONS = "functions."
 _HEAD = re.compile(r"(?P<name>[^\n]++)\n\s*+(?=\{)")
-"""What a follower of arguments is given: the name, which a header has, on a line of its own."""
+"""Input for a follower of arguments: the name from the header, on its own line."""
 _TURN = START + "assistant"
 _WRITING = Writing(
     begin="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
@@ -56,10 +56,10 @@ class HarmonyMachine:
     """See the module.
 
     Args:
-        prompt: What the answer goes on from: it may end inside of a header or a message.
+        prompt: The text that the answer continues; it may end inside a header or a message.
         vocabulary: Markers by their token ids.
-        use: Which tools were offered, and how they may be called; without any, what is written
-            to a function is content.
+        use: Which tools were offered, and how they may be called; without any, messages to
+            functions are content.
     """
 
     markers: ClassVar[tuple[str, ...]] = (
@@ -95,17 +95,17 @@ class HarmonyMachine:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text that comes next is reasoning, as far as is known."""
+        """Whether the next text is reasoning, as far as is known."""
         return self._kind is _Kind.REASONING
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call has begun and not ended."""
+        """Whether a call has begun but not ended."""
         return self._kind is _Kind.CALL
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may follow any more."""
+        """Whether nothing more may follow."""
         return self._num_calls > 0 and not self._use.is_parallel
 
     def push(self, text: str, *, is_marker: bool = False) -> list[Piece]:
@@ -125,7 +125,7 @@ class HarmonyMachine:
         return self._pass(text)
 
     def finish(self, *, is_cut: bool) -> list[Piece]:
-        """End the text; a call that is not whole is dropped if the token limit cut it off."""
+        """End the text; an incomplete call is dropped if the token limit cut it off."""
         if self._kind is _Kind.CALL:
             return list(self._telling.drop()) if is_cut else self._end("")
         header, self._text = "".join(self._text), []
@@ -145,7 +145,7 @@ class HarmonyMachine:
         return []
 
     def _follow(self, text: str) -> list[Piece]:
-        """Return what more text makes certain of the call, if it is one that counts."""
+        """Return what more text makes certain of the call, if the call counts."""
         return list(self._telling.tell(self._follower.push(text))) if not self.is_over else []
 
     def _begin(self, header: str) -> None:
@@ -187,10 +187,10 @@ def harmony_grammar(tokens: Mapping[str, int], use: ToolUse) -> str:
     """Return the grammar of an answer that calls a tool as its schema says, at most one.
 
     Args:
-        tokens: Ids of tokens that no text is cut within, by their texts.
+        tokens: Ids of tokens that are never split, by their texts.
 
     Raises:
-        ValueError: A tool cannot stand in it.
+        ValueError: A tool cannot be expressed in it.
     """
     check_tools(use.tools, with_keys=False)
     writer = GrammarWriter(tokens)

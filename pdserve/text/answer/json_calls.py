@@ -47,7 +47,7 @@ _KEYS = ("name", "parameters", "arguments", "type", "function", "id")
 
 
 class _Call(msgspec.Struct):
-    """A call as JSON; which of the names stands for the arguments depends on the model."""
+    """A call as JSON; the name for the arguments depends on the model."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
@@ -68,14 +68,14 @@ def is_in_string(text: str) -> bool:
 
 
 def refusal_of(text: str) -> MalformedCallError | UnfinishedCallError:
-    """Return why a text that is no JSON is no call: it has not ended, or cannot be one."""
+    """Return why text that is not JSON is not a call: it is incomplete, or malformed."""
     if is_in_string(text):
         return UnfinishedCallError()
     return MalformedCallError()
 
 
 def _object(raw: msgspec.Raw) -> str:
-    """Return the text of a JSON object; a string that holds one stands for it.
+    """Return the text of a JSON object, which may be inside a string.
 
     Raises:
         MalformedCallError: It is something else.
@@ -148,7 +148,7 @@ def _hermes(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[Too
 
 
 def _llama(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
-    """One object, or several with semicolons between; without the opening, of known tools only."""
+    """One object, or several with semicolons between; without the opening only of known tools."""
     calls = []
     rest = body.strip()
     while rest:
@@ -164,7 +164,7 @@ def _llama(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[Tool
 
 
 def may_begin_llama(text: str) -> bool:
-    """Whether a text may be a Llama call: an object whose first key is one of a call's."""
+    """Whether a text may be a Llama call: an object whose first key can be a call's."""
     squeezed = "".join(text.split())
     return any(
         squeezed.startswith('{"' + key + '"') or ('{"' + key + '"').startswith(squeezed)
@@ -178,7 +178,7 @@ def may_begin_list(text: str) -> bool:
 
 
 def _mistral(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
-    """`name[ARGS]{...}`, with an id between where the model gives one; in V3 a list of objects."""
+    """`name[ARGS]{...}`, with an id between if the model gives one; in V3 a list of objects."""
     if named := _V11.match(body):
         return [ToolCall(named[1], object_text(body[named.end() :]))]
     text = body.strip()
@@ -291,4 +291,4 @@ JSON_LIST = CallFormat(
         opening="[", begin='{"name": "{name}", "arguments": ', end="}", between=", ", closing="]"
     ),
 )
-"""For models whose own format is not known, or has no grammar: only where calls are forced."""
+"""For models whose own format is unknown or has no grammar; only for forced calls."""

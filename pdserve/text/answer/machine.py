@@ -1,13 +1,12 @@
 """Splits one answer's text, as it arrives, into content, reasoning and tool calls.
 
-A pure state machine. What it has given out, and what it gives out at the end, does not depend on
-how the text is cut into pieces: two machines that read the same tokens give the same pieces. A
-call is given out while it is written, but for the end of its arguments: it is a call when it is
-whole. One that was cut off by the token limit is none, because a client would run what the model
-never asked for.
+A pure state machine. Its output does not depend on how the text is cut into pieces: two machines
+that read the same tokens give the same output. A call is given out while it is written, except for
+the end of its arguments, which comes when the call is complete. A call that the token limit cut off
+does not count, because a client would run something that the model never asked for.
 
-Markers that are tokens of the vocabulary are known by their ids alone, so that their letters in a
-text are text; other markers are found in the text. Does not know tokens' bytes, stops or HTTP.
+Markers that are tokens of the vocabulary are recognized only by their ids, so their spelling in a
+text is text; other markers are found in the text. Does not know tokens' bytes, stops or HTTP.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from pdserve.text.answer.pieces import CallPiece, ToolCall, ToolUse
 
 _MAX_BEGINNING_CHARS = 128
-"""By then it is clear whether a text without an opening marker may be a call."""
+"""After this many characters it is clear whether a text without an opening marker may be a call."""
 
 
 class _State(Enum):
@@ -44,12 +43,12 @@ class _State(Enum):
 
 
 class _Flow:
-    """Text of one kind. Holds back what may be the white space at its end.
+    """Text of one kind. Holds back white space that may be at its end.
 
     Attributes:
-        has_text: Some of it was given out.
-        drops_leading: White space at its beginning is none of it.
-        label: What its beginning may be, and is none of it.
+        has_text: Whether some of it was given out.
+        drops_leading: Whether to drop white space at its beginning.
+        label: Text to drop if it begins with it.
     """
 
     def __init__(self, *, drops_leading: bool, label: str = "") -> None:
@@ -59,7 +58,7 @@ class _Flow:
         self._held = ""
 
     def add(self, text: str) -> str:
-        """Add text; return what is certain not to be at the end."""
+        """Add text; return what is certainly not at the end."""
         text = self._held + text
         if not self.has_text and self.drops_leading:
             text = text.lstrip()
@@ -74,7 +73,7 @@ class _Flow:
         return kept
 
     def end(self) -> str:
-        """Return what was held back."""
+        """Return the held text."""
         held, self._held = self._held, ""
         return "" if self.label and not self.has_text else held
 
@@ -83,11 +82,11 @@ class AnswerMachine:
     """See the module.
 
     Args:
-        calls: How the model writes calls; None if they are not looked for.
-        reasoning: How it marks reasoning; None if that is not looked for.
+        calls: How the model writes calls; None does not look for any.
+        reasoning: How it marks reasoning; None does not look for any.
         use: Which tools were offered, and how they may be called.
-        vocabulary: Markers that are tokens of their own, by their ids.
-        in_reasoning: The prompt has opened the reasoning already.
+        vocabulary: Markers that are single tokens, by their ids.
+        in_reasoning: Whether the prompt has opened the reasoning.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class AnswerMachine:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text that comes next is reasoning, as far as is known."""
+        """Whether the next text is reasoning, as far as is known."""
         return self._state is _State.REASONING
 
     @property
@@ -134,19 +133,19 @@ class AnswerMachine:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may follow any more."""
+        """Whether nothing more may follow."""
         return self._has_calls and not self._use.is_parallel
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call has begun and not ended."""
+        """Whether a call has begun but not ended."""
         return self._state is _State.CALL
 
     def push(self, text: str, *, is_marker: bool = False) -> list[Piece]:
         """Add text; return what became certain by it.
 
         Args:
-            is_marker: The text is that of a token in `vocabulary`.
+            is_marker: Whether the text is that of a token in `vocabulary`.
         """
         if is_marker and text in self._watched()[0]:
             self._meet(text)
@@ -158,7 +157,7 @@ class AnswerMachine:
         """End the text; return what was held back.
 
         Args:
-            is_cut: The model had not ended it: a call that is not whole is dropped.
+            is_cut: Whether the model had not ended it; then an incomplete call is dropped.
         """
         match self._state:
             case _State.CALL:
@@ -178,7 +177,7 @@ class AnswerMachine:
         return pieces
 
     def _watched(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The markers that mean something now, and those of them that are found in the text."""
+        """The markers that are valid now, and those of them that are found in the text."""
         may_think = not self._content.has_text and not self._has_calls
         key = self._state, may_think, self._section_end
         known = self._watches.get(key)
@@ -209,7 +208,7 @@ class AnswerMachine:
         return found
 
     def _read(self, text: str) -> None:
-        """Take text, and what is behind each marker in it."""
+        """Read text, and the text after each marker in it."""
         while text:
             if self._call is not None:
                 text = self._read_call(self._call, text)
@@ -240,7 +239,7 @@ class AnswerMachine:
                 self._pass(marker)
 
     def _pass(self, text: str) -> None:
-        """Take text that is no marker."""
+        """Read text that is not a marker."""
         match self._state:
             case _State.REASONING:
                 self._say(Reasoning, self._thought.add(text))
@@ -254,7 +253,7 @@ class AnswerMachine:
             self._pieces.append(kind(text))
 
     def _meet(self, marker: str) -> None:
-        """Do what a watched marker asks for."""
+        """Handle a watched marker."""
         if self._call is not None:
             body = self._call.text
             self._tell(self._call.follow(len(body)))
@@ -285,7 +284,7 @@ class AnswerMachine:
             self._thought.label = reasoning.label
 
     def _leave_section(self) -> None:
-        """Go on behind a section; where it had no call, what it had is shown."""
+        """Continue after a section; if it had no call, show its text."""
         self._state, self._section_end = _State.CONTENT, ""
         noise, self._noise, self._held = self._noise + self._held, "", ""
         if not self._has_calls and noise.strip():
@@ -297,7 +296,7 @@ class AnswerMachine:
         self._call = OpenCall(self._calls, marker, self._use.tools)
 
     def _read_call(self, call: OpenCall, text: str) -> str:
-        """Take text of an open call; return what is behind its end."""
+        """Read text of an open call; return the text after its end."""
         _, written = self._watched()
         call.add(text, written)
         if not call.opening and call.num_parts <= _MAX_BEGINNING_CHARS:
@@ -316,17 +315,17 @@ class AnswerMachine:
         return ""
 
     def _tell(self, pieces: Sequence[CallPiece]) -> None:
-        """Give out what more text of the call makes certain of it."""
+        """Give out what more text makes certain of the call."""
         self._pieces += self._telling.tell(pieces)
 
     def _may_still_be_call(self, text: str) -> bool:
-        """Whether what has no opening may be a call."""
+        """Whether text without an opening may be a call."""
         assert self._calls is not None
         assert self._calls.may_begin is not None
         return self._calls.may_begin(text.lstrip()[:_MAX_BEGINNING_CHARS])
 
     def _close(self, call: OpenCall, body: str, marker: str) -> bool:
-        """End a call at a closing marker; tell whether it was the end."""
+        """End a call at a closing marker; return whether it was the end."""
         assert self._calls is not None
         try:
             self._give(self._calls.parse(call.opening, body, self._use.tools, is_last=False))
@@ -365,15 +364,15 @@ class AnswerMachine:
         self._call = None
 
     def _give(self, calls: list[ToolCall]) -> None:
-        """Give out what is left of calls.
+        """Give out the rest of the calls.
 
         Raises:
-            MalformedCallError: They are not those that were begun.
+            MalformedCallError: They do not match what was given out.
         """
         self._pieces += self._telling.settle(calls)
         self._has_calls = self._has_calls or bool(calls)
 
     def _give_up(self, text: str) -> None:
-        """Show what is no call after all."""
+        """Show text that is not a call after all."""
         self._pieces += self._telling.drop()
         self._pass(text)

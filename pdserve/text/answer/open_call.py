@@ -1,7 +1,7 @@
-"""The text of a tool call that has begun: which of it was searched for its end, which was followed.
+"""The text of a tool call that has begun, and how much of it was searched for its end and followed.
 
 Each character is searched and followed once, however the text is cut. Does not know what ends a
-call: it says where a closing marker stands, and is asked again if that was none.
+call: it returns the place of a closing marker, and is asked again if the call did not end there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class OpenCall:
 
     Args:
         calls: How the model writes calls.
-        opening: The marker that opened it; empty where the format needs none.
-        tools: Those that were offered.
+        opening: The marker that opened it; empty if the format needs none.
+        tools: The offered tools.
 
     Attributes:
         opening: As given.
-        num_parts: How many pieces of text it has come in.
+        num_parts: Number of pieces in which its text came.
     """
 
     def __init__(self, calls: CallFormat, opening: str, tools: Tools) -> None:
@@ -44,7 +44,7 @@ class OpenCall:
 
     @property
     def text(self) -> str:
-        """All of it, behind the opening."""
+        """All of its text after the opening."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
@@ -53,7 +53,7 @@ class OpenCall:
         """Add text.
 
         Args:
-            written: The closing markers that are found in the text.
+            written: Closing markers that are found in the text.
         """
         self._append(text)
         window = self._tail + text
@@ -61,7 +61,7 @@ class OpenCall:
         self._may_close = first_of(window, written) is not None
 
     def take(self, marker: str) -> None:
-        """Add a marker that has ended nothing, with all text before it."""
+        """Add a marker that did not end the call, with all text before it."""
         self._append(marker)
         self._num_searched = len(self.text)
 
@@ -71,7 +71,7 @@ class OpenCall:
         self._unfollowed += text
 
     def next_closing(self, written: Sequence[str]) -> tuple[int, str] | None:
-        """Return where the next closing marker stands in the text, and which one it is."""
+        """Return the place of the next closing marker in the text, and the marker."""
         if not self._may_close:
             return None
         found = first_of(self.text, written, self._num_searched)
@@ -82,7 +82,7 @@ class OpenCall:
         return found
 
     def num_certain(self, written: Sequence[str]) -> int:
-        """Return up to where the text does not end in what may be a closing."""
+        """Return the length of the text without an end that may begin a closing marker."""
         text = self._unfollowed
         for closing in self._closings:  # that was none may yet be one, at the end of all
             text = text.rstrip().removesuffix(closing) if text.rstrip().endswith(closing) else text

@@ -36,7 +36,7 @@ TOKEN_MACHINES: Final[Mapping[str, TokenMachine]] = {
     "openai": HarmonyMachine,
     "openai_gptoss": HarmonyMachine,
 }
-"""Formats whose calls and reasoning are read together, by tokens alone."""
+"""Formats whose calls and reasoning are read together, only by tokens."""
 _THINK = ReasoningFormat(pairs=(("<think>", "</think>"),))
 _GEMMA = ReasoningFormat(pairs=(("<|channel>", "<channel|>"),), label="thought")
 _MISTRAL = ReasoningFormat(pairs=(("[THINK]", "[/THINK]"), ("<think>", "</think>")))
@@ -83,7 +83,7 @@ _TOOL_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("<tool_call>", "arguments"), "hermes"),
     (("<|start_header_id|>", '{"name": function name, "parameters"'), "llama3_json"),
 )
-"""What stands in the chat template of a model that writes calls in a format."""
+"""Text in the chat template of a model that writes calls in a format."""
 _REASONING_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("<|open|>", "<|sep|>"), "kimi_k3"),
     (("[THINK]",), "mistral"),
@@ -94,12 +94,12 @@ _REASONING_SIGNS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
 
 
 def tool_parser_of(template: str) -> str:
-    """Return the name of the format that a chat template teaches; empty where that is not sure."""
+    """Return the name of the format that a chat template uses; empty if that is uncertain."""
     return _named_by(template, _TOOL_SIGNS)
 
 
 def reasoning_parser_of(template: str) -> str:
-    """Return the same of reasoning."""
+    """Return the same for reasoning."""
     return _named_by(template, _REASONING_SIGNS)
 
 

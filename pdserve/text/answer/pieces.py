@@ -17,10 +17,9 @@ class ToolUse:
     """Which tools an answer may call, and how.
 
     Attributes:
-        is_forced: It has to call one; else it may also have text, or nothing else.
-        is_parallel: It may have several calls; else the first one ends it.
-        loose: Tools whose arguments are not held against their schemas, where the format has a
-            choice.
+        is_forced: Whether it must call one; otherwise it may also be only text.
+        is_parallel: Whether it may have several calls; otherwise the first one ends it.
+        loose: Tools whose arguments need not follow their schemas, if the format has a choice.
     """
 
     tools: Tools
@@ -45,7 +44,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """A call of a tool begins: its arguments come next, or behind them another call of its list.
+    """A tool call begins. Its arguments come next, and then maybe another call of its list.
 
     Attributes:
         call_id: The model's own name for the call, where its format has one.
@@ -57,7 +56,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A part of the arguments of the call that was begun last.
+    """A part of the arguments of the call that began last.
 
     Together the parts are the text of a JSON object, which is complete when the call is, or when
     the next one of its list begins.
@@ -68,10 +67,10 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnds:
-    """The calls that were begun end.
+    """The end of the calls that were begun.
 
     Attributes:
-        is_whole: They are calls. If not, they were cut off, or were none after all.
+        is_whole: Whether they are calls. If not, they were cut off, or were not calls after all.
     """
 
     is_whole: bool = True
@@ -83,7 +82,7 @@ Piece = Content | Reasoning | CallPiece
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole call of a tool.
+    """A complete tool call.
 
     Attributes:
         arguments: The text of a JSON object.
@@ -96,8 +95,8 @@ class ToolCall:
 
 
 class UnfinishedCallError(ValueError):
-    """What looked like the end of a call stands inside one of its values."""
+    """Apparently the end of a call, but inside one of its values."""
 
 
 class MalformedCallError(ValueError):
-    """The text is no call, whatever follows."""
+    """The text is not a call, whatever follows."""

@@ -78,10 +78,10 @@ def _values(node: ast.Call) -> dict[str, Any]:
 
 
 class _Follower:
-    """Follows calls argument by argument: each is told when it has ended.
+    """Follows calls argument by argument: each is reported when it has ended.
 
     Args:
-        names: Only calls of these are followed; all of them where there is None.
+        names: Only calls of these are followed; None follows all.
     """
 
     def __init__(self, names: frozenset[str] | None) -> None:
@@ -119,7 +119,7 @@ class _Follower:
         return True
 
     def _read_arguments(self, pieces: list[CallPiece]) -> bool:
-        """Look for the end of an argument; tell whether there is one."""
+        """Look for the end of an argument; return whether there is one."""
         while found := self._structure.search(self._held, self._num_read):
             sign, self._num_read = found[0], found.end()
             if self._quote:
@@ -141,7 +141,7 @@ class _Follower:
         return _IN_STRING[self._quote] if self._quote else _STRUCTURE
 
     def _tell(self, text: str, sign: str, pieces: list[CallPiece]) -> bool:
-        """Tell an argument that has ended; whether what comes next is followed, too."""
+        """Report an argument that has ended; return whether to follow the next one too."""
         self._held, self._num_read = self._held[self._num_read :], 0
         self._is_in_call = sign == ","
         try:

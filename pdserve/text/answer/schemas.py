@@ -7,7 +7,7 @@ _TYPES = ("object", "array", "number", "boolean", "null")
 
 
 def types_of(schema: object, depth: int = 0) -> set[str]:
-    """Return the JSON types that a schema names, itself or in its alternatives."""
+    """Return the JSON types that a schema or its alternatives name."""
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return set()
     given = schema.get("type")
@@ -21,16 +21,16 @@ def types_of(schema: object, depth: int = 0) -> set[str]:
 
 
 def type_of(schema: object) -> str:
-    """Return one of the types that a schema of values that are no texts names; all numbers are."""
+    """Return the JSON type of a schema's values that are not strings; integers are numbers."""
     types = types_of(schema)
     types |= {"number"} if "integer" in types else set()
     return next((each for each in _TYPES if each in types), _TYPES[0])
 
 
 def is_text(schema: object) -> bool:
-    """Whether values may be texts: where values stand unquoted, these do.
+    """Whether values may be strings; in formats with unquoted values, they then are.
 
-    Without a type they are texts, unless the schema says elsewhere what they are.
+    Without a type they are strings, unless the schema describes them in another way.
     """
     types = types_of(schema)
     return "string" in types or (not types and not (isinstance(schema, dict) and "$ref" in schema))

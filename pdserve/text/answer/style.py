@@ -37,11 +37,11 @@ class AnswerStyle:
 
     Attributes:
         calls: None if calls are not parsed by markers.
-        reasoning: None if reasoning is not.
-        token_machine: Reads both, where that is not done by markers.
-        vocabulary: Markers, and parts of markers, that are tokens of their own, by their ids.
-        tokens: Ids of all tokens that no text is cut within, by their texts.
-        may_choose: The model may be asked to choose tools by itself.
+        reasoning: None if reasoning is not parsed by markers.
+        token_machine: Reads both, if they are not read by markers.
+        vocabulary: Markers and parts of markers that are single tokens, by their ids.
+        tokens: Ids of all tokens that are never split, by their texts.
+        may_choose: Whether the model may choose tools by itself.
     """
 
     calls: CallFormat | None = None
@@ -53,28 +53,28 @@ class AnswerStyle:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether it is known how calls are written."""
+        """Whether the format of calls is known."""
         return self.token_machine is not None or self.calls is not None
 
     @property
     def forcing(self) -> AnswerStyle:
-        """The style of answers that have to call a tool: plain JSON where there is no other way."""
+        """The style of answers that must call a tool: plain JSON if there is no other way."""
         has_grammar = self.calls is not None and self.calls.writing is not None
         if self.token_machine is not None or has_grammar:
             return self
         return replace(self, calls=JSON_LIST)
 
     def thought_end(self, prompt: str) -> tuple[int, ...] | None:
-        """Return the token that ends the reasoning which `prompt` has begun, if there is one."""
+        """Return the token that ends the reasoning begun in `prompt`, if there is one."""
         if self.reasoning is None or not self.reasoning.is_open_after(prompt):
             return None
         token_id = self.tokens.get(self.reasoning.pairs[0][1])
         return None if token_id is None else (token_id,)
 
     def thought_before(self, prompt: str) -> str | None:
-        """Return the grammar of `@answer` behind a reasoning that an answer may begin with.
+        """Return the grammar of `@answer` after the optional reasoning of an answer.
 
-        None where `prompt` has begun or ended it, or where its markers are no tokens.
+        None if `prompt` has begun or ended it, or if its markers are not tokens.
         """
         if self.token_machine is XtmlMachine:
             return xtml_before(prompt, self.tokens)
@@ -90,7 +90,7 @@ class AnswerStyle:
         """Return the grammar of an answer to `prompt` that calls tools as their schemas say.
 
         Raises:
-            BadRequestError: There is none.
+            BadRequestError: There is no such grammar.
         """
         try:
             if self.token_machine is HarmonyMachine:
@@ -106,7 +106,7 @@ class AnswerStyle:
             raise BadRequestError("tools: a schema is nested too deeply", param="tools") from error
 
     def machine(self, prompt: str, use: ToolUse) -> AnswerReader | None:
-        """Return what takes an answer to `prompt` apart; None if all of it is content."""
+        """Return the machine that splits an answer to `prompt`; None if all of it is content."""
         if self.token_machine is not None:
             return self.token_machine(prompt, vocabulary=self.vocabulary, use=use)
         calls = self.calls if use.tools else None
@@ -122,10 +122,10 @@ class AnswerStyle:
 
 
 def style_of(model: ModelConfig, tokenizer: Tokenizer, template: str) -> AnswerStyle:
-    """Return a model's style: what the settings name, or else what its chat template teaches.
+    """Return a model's style: the one named by settings, or else by its chat template.
 
     Raises:
-        ConfigError: A setting names no parser, or one whose markers the tokenizer lacks.
+        ConfigError: A setting names an unknown parser, or one whose markers the tokenizer lacks.
     """
     call_parser = _name(
         "tool-call-parser", model.tool_call_parser, tool_parser_of(template), TOOL_PARSERS
@@ -171,10 +171,10 @@ def style_of(model: ModelConfig, tokenizer: Tokenizer, template: str) -> AnswerS
 
 
 def _name(flag: str, name: str, found: str, parsers: Collection[str]) -> str:
-    """Return a parser's name, or that of the one that was found where it is auto.
+    """Return a parser's name; for auto, the name that was found.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is no parser of that name.
     """
     if name == _AUTO:
         return found

@@ -1,7 +1,7 @@
 """Formats that write each argument between tags: DeepSeek V3.2 and V4, Qwen3-Coder, GLM.
 
-Values stand there unquoted, so what type one has is said by its tag or by the tool's schema, and
-a closing tag ends a value only where something may follow that can follow a value.
+Values are unquoted, so the tag or the tool's schema gives their type, and a closing tag ends a
+value only if the text after it can follow a value.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _values(
 
     Raises:
         UnfinishedCallError: The last value has no end.
-        MalformedCallError: Something else stands between the arguments.
+        MalformedCallError: There is other text between the arguments.
     """
     at = _after_space(text, 0)
     while at < len(text):
@@ -79,7 +79,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _arguments(values: Mapping[str, str]) -> str:
-    """Return the object whose members have these names and JSON texts."""
+    """Return the object with these member names and JSON texts."""
     members = (f"{msgspec.json.encode(name).decode()}: {text}" for name, text in values.items())
     return "{" + ", ".join(members) + "}"
 
@@ -89,7 +89,7 @@ def _quoted(text: str) -> str:
 
 
 def _is_only_text(schema: object) -> bool:
-    """Whether values are texts, and nothing else."""
+    """Whether values are strings and nothing else."""
     return is_text(schema) and types_of(schema) <= {"string"}
 
 
@@ -178,7 +178,7 @@ def _follow_typed(
     closing: re.Pattern[str],
     partial: re.Pattern[str],
 ) -> TagFollower:
-    """Return a follower of values whose types are said by the tool's schema."""
+    """Return a follower of values whose types the tool's schema gives."""
 
     def schema_of(name: str, tag: re.Match[str]) -> object:
         return _properties(tools, name).get(tag[1].strip())

@@ -1,7 +1,7 @@
 """Makes grammars for answers with tool calls, in the model's own format.
 
-One parser reads what was forced and what was chosen. The text is llguidance's (Lark with token ids
-and inline JSON schemas), the same for the same request and model, because every engine of a request
+The same parser reads forced and chosen calls. The text is llguidance's (Lark with token ids and
+inline JSON schemas), and depends only on request and model, because every engine of a request
 compiles it. Knows no request.
 """
 
@@ -49,7 +49,7 @@ class GrammarWriter:
         return name
 
     def literal(self, text: str) -> str:
-        """Return what stands for a text: tokens by their ids, and quoted strings."""
+        """Return the grammar of a text: tokens by their ids, and quoted strings."""
         texts = sorted((each for each in self.tokens if each in text), key=len, reverse=True)
         if not texts:
             return json.dumps(text) if text else ""
@@ -61,7 +61,7 @@ class GrammarWriter:
         )
 
     def free(self, name: str, excluded: Iterable[str]) -> str:
-        """Add a terminal for any text that has none of some texts in it; return its name."""
+        """Add a terminal for any text that contains none of some texts; return its name."""
         without = "".join(f" & ~/{_ANY}{_regex(each)}{_ANY}/" for each in excluded)
         return self.rule(name, f"/{_ANY}/{without}")
 
@@ -69,7 +69,7 @@ class GrammarWriter:
         """Add rules for one call or, in parallel, some of them; return the name of the first.
 
         Args:
-            prefix: Of the rules' names.
+            prefix: Prefix of the rules' names.
         """
         for index, (name, schema) in enumerate(use.tools.items()):
             is_loose = name in use.loose and writing.parameter is None
@@ -93,7 +93,7 @@ class GrammarWriter:
         self.rule(rule, " ".join(part for part in parts if part))
 
     def _parameters(self, rule: str, writing: Writing, schema: Mapping[str, Any]) -> str:
-        """Add rules for the parameters of a tool, in their order; return what stands for them."""
+        """Add rules for the parameters of a tool, in order; return a reference to them."""
         assert writing.parameter is not None
         begin, end = writing.parameter
         required = schema.get("required")
@@ -124,10 +124,10 @@ class GrammarWriter:
         return self.free(name, writing.excluded)
 
     def thought(self, reasoning: ReasoningFormat, *, is_open: bool) -> str:
-        """Add rules for reasoning; return what stands for it.
+        """Add rules for reasoning; return a reference to it.
 
         Args:
-            is_open: The prompt has opened it; else there may be none.
+            is_open: Whether the prompt has opened it; otherwise it is optional.
         """
         opening, closing = reasoning.pairs[0]
         if closing in self.tokens:
@@ -138,12 +138,12 @@ class GrammarWriter:
         return end if is_open else f"({self.literal(opening)} {end})?"
 
     def lazy(self, name: str, closing: str) -> str:
-        """Add a rule for text up to the first time that another text stands there."""
+        """Add a rule for text up to the first occurrence of another text."""
         self._rules.append(f"{name}[lazy]: /{_ANY}/ {json.dumps(closing)}")
         return name
 
     def among_text(self, calls: CallFormat, writing: Writing, use: ToolUse) -> str:
-        """Add rules for text with calls in it, from where what begins them stands there."""
+        """Add rules for text with calls, each of which starts at its trigger."""
         trigger = writing.trigger
         openings = (*dict(calls.sections), *calls.openings)
         marker = next((each for each in openings if trigger.startswith(each)), "")
@@ -183,7 +183,7 @@ def calls_grammar(
         tokens: Ids of tokens that no text is cut within, by their texts.
 
     Raises:
-        ValueError: The format has no grammar for that, or a tool cannot stand in it.
+        ValueError: The format has no grammar for that, or cannot express a tool.
     """
     writing = calls.writing
     if writing is None:
@@ -198,10 +198,10 @@ def calls_grammar(
 
 
 def check_tools(tools: Tools, *, with_keys: bool) -> None:
-    """Refuse what could not be told from the format around it.
+    """Refuse tools that could not be distinguished from the format around them.
 
     Raises:
-        ValueError: A name or a schema.
+        ValueError: A name or a schema cannot be used.
     """
     for name, schema in tools.items():
         if not _NAME.fullmatch(name):
@@ -218,7 +218,7 @@ def check_tools(tools: Tools, *, with_keys: bool) -> None:
 
 
 def _regex(text: str) -> str:
-    """A text inside of a regular expression between slashes."""
+    """Return a text for a regular expression between slashes."""
     return "".join(each if each.isalnum() else f"\\x{{{ord(each):x}}}" for each in text)
 
 
