@@ -1,10 +1,9 @@
 """Reads one streamed answer of OpenAI's API: which events carry tokens, and when they arrived.
 
-An event brings a token if it has text, token ids, reasoning or a tool call; or no text but no
-other reason to be there either (half a character is held back, a token without text). An event
-that only names the role, or only says how the answer ended, brings none - unless the server's
-own count says that one token is still missing: then the end was a token (end of text). Knows no
-connection.
+An event carries a token if it has text, token ids, reasoning or a tool call, or if it has no text
+and no other purpose (half a character is held back, or a token has no text). An event with only the
+role, or only the finish reason, carries none - unless one token is missing from the server's own
+count: then the end was a token (end of text). Knows no connection.
 """
 
 from __future__ import annotations
@@ -59,18 +58,18 @@ _decode: Final = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """One answer while it comes.
+    """One answer while it arrives.
 
     Attributes:
-        chunk_s, chunk_tokens: When each chunk with tokens had come, and how many it had as far
-            as the server says, else 1.
-        text: All that was generated.
-        token_ids: Likewise, if the server tells them.
-        finish_reason: As the server says.
-        usage: Tokens of prompt and output by the server's count, if it tells.
-        num_cached_tokens: Those of the prompt that a cache had, likewise.
-        error: What the server says went wrong, or what is wrong with its answer.
-        is_done: `[DONE]` has come.
+        chunk_s, chunk_tokens: When each chunk with tokens arrived, and its number of tokens by the
+            server's count, else 1.
+        text: All generated text.
+        token_ids: Its token ids, if the server reports them.
+        finish_reason: As the server reported it.
+        usage: Tokens of prompt and output by the server's count, if reported.
+        num_cached_tokens: Cached tokens of the prompt, likewise.
+        error: The error that the server reported, or the fault in its answer.
+        is_done: Whether `[DONE]` has arrived.
     """
 
     def __init__(self) -> None:
@@ -92,7 +91,7 @@ class Answer:
         return "".join(self._texts)
 
     def feed(self, data: bytes, at_s: float) -> None:
-        """Take bytes of the body that had come at `at_s`."""
+        """Read bytes of the body that arrived by `at_s`."""
         for event in self._parser.feed(data):
             if event == b"[DONE]":
                 self.is_done = True
@@ -100,7 +99,7 @@ class Answer:
                 self._take(event, at_s)
 
     def finish(self) -> None:
-        """The answer has ended; `error` says what it lacks, if it does."""
+        """End the answer; `error` then names anything that is missing."""
         if not self.error and not self.is_done and not self.finish_reason:
             self.error = "the answer broke off: neither a finish reason nor [DONE] came"
         if self._bare_end_s is not None and not self.error:
@@ -154,7 +153,7 @@ class Answer:
 
 
 def error_of(status: int, body: bytes) -> str:
-    """Return what the body of an answer with another status than 200 says."""
+    """Return the message in the body of an answer whose status is not 200."""
     try:
         content = msgspec.json.decode(body)
     except msgspec.DecodeError:

@@ -1,8 +1,8 @@
 """When requests are due: drawn before the run, never shifted while it runs.
 
 The same rules as `vllm bench serve`: gaps are gamma distributed with shape `burstiness` (1 is
-Poisson, infinity is constant), and are scaled so that the last request is due after
-`num / rate` seconds; a rate that ramps up is followed from request to request instead.
+Poisson, infinity is constant), and are scaled so that the last request is due after `num / rate`
+seconds; a ramp changes the rate from request to request instead.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pdserve.errors import ConfigError
 
 
 class ArrivalLaw(msgspec.Struct, frozen=True, kw_only=True):
-    """A law of arrivals.
+    """An arrival process.
 
     Attributes:
         rate: Requests per second; infinity makes all of them due at once (with
             `Options.max_concurrency` a closed loop).
         burstiness: Shape of the gamma distribution of gaps; below 1 burstier than Poisson,
             infinity constant.
-        ramp: Takes the place of `rate` if set, from `ramp_start_rps` to `ramp_end_rps`.
+        ramp: Replaces `rate` if set, from `ramp_start_rps` to `ramp_end_rps`.
     """
 
     rate: float = math.inf
@@ -91,8 +91,8 @@ class ArrivalLaw(msgspec.Struct, frozen=True, kw_only=True):
 def schedule(plan: Sequence[Planned], arrivals: ArrivalLaw, seed: int) -> list[Planned]:
     """Return the plan with a due time for every request that has none.
 
-    Requests of a timed data set keep theirs; one that follows another (`after`) is due by that
-    one's end. Equal arguments draw equal times.
+    Requests of a timed data set keep theirs; a request that follows another (`after`) is due after
+    the other's end. Equal arguments draw equal times.
     """
     open_ones = [each for each in plan if each.at_s is None and each.after is None]
     times = iter(due_times(len(open_ones), arrivals, seed))
@@ -122,7 +122,7 @@ def due_times(num: int, arrivals: ArrivalLaw, seed: int) -> list[float]:
 
 
 def _rates(num: int, arrivals: ArrivalLaw) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """The rate in force at each request."""
+    """Return the rate at each request."""
     start, end = arrivals.ramp_start_rps, arrivals.ramp_end_rps
     if arrivals.ramp is None or start is None or end is None:
         return np.full(num, arrivals.rate)
@@ -135,18 +135,19 @@ def _rates(num: int, arrivals: ArrivalLaw) -> np.ndarray[tuple[int], np.dtype[np
 
 
 def cancel_some(plan: Sequence[Planned], share: float, seed: int) -> list[Planned]:
-    """Return the plan with hang-ups drawn for a share of its requests.
+    """Return the plan with random cancellations for a share of its requests.
 
-    A client hangs up after a number of tokens that is drawn from none to all but one. Requests
-    that another one follows are spared: a conversation goes on. Equal arguments draw equal ones.
+    A client cancels after a random number of tokens, from none to all but one. Requests that
+    another one follows are not cancelled, so that conversations continue. Equal arguments give
+    equal results.
 
     Args:
-        plan: What is planned.
-        share: Of all requests, 0 to 1.
-        seed: Of the draws.
+        plan: The planned requests.
+        share: Share of all requests, 0 to 1.
+        seed: Seed of the random choices.
 
     Raises:
-        ConfigError: `share` is no share.
+        ConfigError: `share` is not in that range.
     """
     if not 0 <= share <= 1:
         raise ConfigError(

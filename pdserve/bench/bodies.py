@@ -14,12 +14,12 @@ _encoder = msgspec.json.Encoder()
 
 
 class Asking(msgspec.Struct, frozen=True, kw_only=True):
-    """What all requests of a run have in common.
+    """The settings that all requests of a run share.
 
     Attributes:
-        ignore_eos: Ask for exactly `max_tokens` tokens.
+        ignore_eos: Whether to ask for exactly `max_tokens` tokens.
         temperature: None leaves it to the server.
-        extra_body: Further fields, which win over ours.
+        extra_body: Additional fields, which override ours.
     """
 
     target: Target
@@ -31,9 +31,9 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
         """Return the JSON of a request.
 
         Args:
-            prompt: In the form of `adapt`.
-            max_tokens: Tokens that are asked for.
-            tell_ids: Ask for the ids of the tokens (vLLM's and our `return_token_ids`).
+            prompt: The prompt as returned by `adapt`.
+            max_tokens: Output tokens to ask for.
+            tell_ids: Whether to ask for token ids (vLLM's and our `return_token_ids`).
         """
         fields: dict[str, Any] = {"model": self.target.model} if self.target.model else {}
         match self.target.endpoint:
@@ -52,10 +52,10 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def adapt(prompt: Prompt, endpoint: ApiEndpoint) -> Prompt:
-    """Return a prompt in the form its endpoint takes.
+    """Return a prompt in the form that its endpoint accepts.
 
     Raises:
-        ConfigError: The endpoint cannot take it.
+        ConfigError: The endpoint does not accept it.
     """
     if endpoint is ApiEndpoint.CHAT:
         if isinstance(prompt, str):
@@ -77,19 +77,19 @@ def adapt(prompt: Prompt, endpoint: ApiEndpoint) -> Prompt:
 
 
 def needs_ids(planned: Planned) -> bool:
-    """Whether what follows this request is made of its answer's token ids."""
+    """Whether the request after this one needs its answer's token ids."""
     prompt = planned.prompt
     return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], int)
 
 
 def follow(before: Prompt, text: str, token_ids: list[int], prompt: Prompt) -> Prompt:
-    """Return the prompt of a conversation's next turn: all that was said, and then `prompt`.
+    """Return the prompt of a conversation's next turn: everything said so far, and then `prompt`.
 
     Args:
-        before: The turn before, with all that stood before it.
+        before: The full prompt of the previous turn.
         text: Its answer.
         token_ids: The same; needed if the prompts are token ids.
-        prompt: What is said now; of the same form as `before`.
+        prompt: The new turn, in the same form as `before`.
 
     Raises:
         ValueError: The forms differ, or token ids are needed and there are none.
@@ -108,7 +108,7 @@ def follow(before: Prompt, text: str, token_ids: list[int], prompt: Prompt) -> P
 
 
 def unlike(prompt: Prompt) -> Prompt:
-    """Return a prompt as long as this one that no cache takes for its beginning: backwards."""
+    """Return this prompt backwards: equally long, but without a common prefix for caches."""
     if isinstance(prompt, str):
         return " ".join(reversed(prompt.split(" ")))
     items = list(prompt)

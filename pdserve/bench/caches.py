@@ -13,9 +13,9 @@ _PATH: Final = "/reset_prefix_cache"
 
 
 async def reset_prefix_caches(target: Target) -> str | None:
-    """Ask for it; return None if it was done, else why not, in words.
+    """Reset the cache; return None on success, else the reason in words.
 
-    pdserve's engines and its proxy do it, and vLLM where VLLM_SERVER_DEV_MODE=1 is set.
+    pdserve's engines and its proxy support it, and vLLM with VLLM_SERVER_DEV_MODE=1.
     """
     url = target.base_url.rstrip("/") + _PATH
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)

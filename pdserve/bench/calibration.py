@@ -1,12 +1,12 @@
 """Measures an endpoint's speed and sets the pace of `pd-interference` accordingly.
 
-What users leave open (`auto`) follows from three times of the endpoint: how long a burst's prompt
-and a steady user's prompt take to their first token when they are alone, and the gap between
-tokens when all steady users are answered at once. Bursts then keep one prefill engine half busy,
-and each steady user is being answered four fifths of the time.
+Values that users leave open (`auto`) follow from three times of the endpoint: the TTFT of a burst's
+prompt and of a steady user's prompt when each is alone, and the gap between tokens when all steady
+users are answered at once. Bursts then keep one prefill engine busy half the time, and each steady
+user receives an answer four fifths of the time.
 
-The endpoint should be one engine as a P/D deployment has it, or be such a deployment. Prompts are
-others than those of the run: no prefix cache knows one of it afterwards. Knows no deployment.
+The endpoint should be one engine of a P/D deployment, or such a deployment. Its prompts differ from
+those of the run, so no prefix cache contains prompts of the run afterwards. Knows no deployment.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pdserve.errors import PeerError
 
 _NUM_ALONE: Final = 3
 _NUM_TOKENS: Final = 64
-"""Of each answer whose gaps are measured."""
+"""Tokens of each answer whose gaps are measured."""
 _NUM_ROUNDS: Final = 2
 
 _ANSWER_S: Final = 1.0
 _OUTPUT_LEN: Final = (64, 512)
-"""Least and most tokens of a steady answer: it shall last for some steps, and end."""
+"""Minimum and maximum tokens of a steady answer: it should last some steps, and end."""
 _ANSWERED_SHARE: Final = 0.8
 _PREFILL_LOAD: Final = 0.5
 _LEAST_BURST_LOAD: Final = 0.1
@@ -42,11 +42,11 @@ _APART: Final = (0.118, 0.21, 0.29, 0.382, 0.618, 0.71, 0.79, 0.882)
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast an endpoint is, in seconds.
+    """An endpoint's speed, in seconds.
 
     Attributes:
-        burst_ttft_s, steady_ttft_s: From a prompt of the group to its first token, alone.
-        itl_s: Between tokens, with all steady users answered at once.
+        burst_ttft_s, steady_ttft_s: TTFT of a prompt of the group, alone.
+        itl_s: Gap between tokens, with all steady users answered at once.
     """
 
     burst_ttft_s: float
@@ -58,10 +58,10 @@ class Calibrated(msgspec.Struct, frozen=True, kw_only=True):
     """A data set whose pace is known.
 
     Attributes:
-        dataset: With numbers for all that was left open.
-        words: What was measured.
-        flags: That make the same data set again, without measuring.
-        notes: What has to be known before the figures are believed.
+        dataset: The data set with numbers for all values that were left open.
+        words: The measurements in words.
+        flags: Flags that make the same data set again without measuring.
+        notes: Notes needed to interpret the figures.
     """
 
     dataset: DatasetConfig
@@ -81,13 +81,13 @@ async def calibrate(
     target: Target,
     options: Options,
 ) -> Calibrated:
-    """Measure the endpoint, and fill in what is left open.
+    """Measure the endpoint, and fill in the values left open.
 
     Args:
-        dataset: `is_needed` says so of it.
+        dataset: A data set for which `is_needed` is true.
         prompts: Writes prompts for this endpoint.
-        target: Whom to ask; it names a model.
-        options: Of the run that follows; how many requests are in flight is chosen here.
+        target: The endpoint, with a model.
+        options: Options of the run that follows, except the number of requests in flight.
 
     Raises:
         ConfigError: A prompt and its output exceed the model's context.
@@ -109,12 +109,12 @@ async def calibrate(
 
 
 def pace_by(dataset: DatasetConfig, speed: Speed, *, max_model_len: int | None) -> DatasetConfig:
-    """The data set with numbers for what was left open; numbers that were given stay.
+    """Return the data set with numbers for values left open; given numbers stay.
 
     Args:
-        dataset: Of `pd-interference`.
-        speed: Of one engine.
-        max_model_len: Tokens of prompt and output together; None if nobody knows.
+        dataset: A `pd-interference` data set.
+        speed: Speed of one engine.
+        max_model_len: Maximum tokens of prompt and output together; None if unknown.
     """
     own = dataset.interference
     num = own.steady_output_len
@@ -147,7 +147,7 @@ def pace_by(dataset: DatasetConfig, speed: Speed, *, max_model_len: int | None) 
 
 
 def flags_of(own: InterferenceConfig) -> tuple[str, ...]:
-    """The words that make the same pace again."""
+    """Return the flags that set the same pace again."""
     pace = own.pace
     assert pace is not None
     return (
@@ -158,16 +158,16 @@ def flags_of(own: InterferenceConfig) -> tuple[str, ...]:
 
 
 def _rounded(value_s: float) -> float:
-    """To four digits, so that a flag says it exactly."""
+    """Round to four digits, so that a flag gives it exactly."""
     return float(f"{value_s:.4g}")
 
 
 def _apart(burst_s: float, slot_s: float) -> float:
-    """A period near `burst_s` whose bursts come at ever other moments between two steady requests.
+    """Return a period near `burst_s` whose bursts fall at varying points between steady requests.
 
-    Where one period is nearly a multiple of the other (or twice, thrice it), bursts would always
-    meet the steady answers at the same places. So the longer one is moved to the nearest of
-    `_APART` shorter ones more than a whole number: by an eighth of the shorter one at most.
+    If one period is nearly a multiple of the other (or of its half or third), bursts would always
+    meet the steady answers at the same points. So the longer one is moved to a whole number of
+    shorter ones plus the nearest of `_APART`: by at most an eighth of the shorter one.
     """
     long_s, short_s = max(burst_s, slot_s), min(burst_s, slot_s)
     whole = int(long_s / short_s)
@@ -239,9 +239,9 @@ async def _measure(
 
 
 def usual_gap_s(answers: Sequence[Outcome]) -> float:
-    """Seconds from chunk to chunk, the median answer's mean; 0 if no time passes between chunks.
+    """Return the median answer's mean seconds from chunk to chunk; 0 if no time passes.
 
-    Not the median gap: where the client is busy it reads several tokens at once, at one moment.
+    Not the median gap, because a busy client reads several tokens at once.
     """
     return statistics.median(
         [statistics.fmean(answer.itl_s) for answer in answers if answer.itl_s] or [0.0]
@@ -257,7 +257,7 @@ _REMEDY: Final = (
 async def _play(
     requests: Sequence[Planned], target: Target, options: Options, num_at_once: int
 ) -> list[Outcome]:
-    """What became of the requests, `num_at_once` of them in flight.
+    """Return the outcomes of the requests, sent with `num_at_once` of them in flight.
 
     Raises:
         PeerError: One failed.

@@ -1,10 +1,10 @@
-"""Sends requests when they are due, and records what came back and when.
+"""Sends requests when they are due, and records their answers with times.
 
-Due times are absolute: a client that is late sends at once, and shifts nothing. A request waits
-for its due time, for the end of the one it follows, and for a place if places are limited;
-`Outcome.scheduled_s` is when the last of these was over, so what lies between it and `sent_s` is
-the client's own doing. A connection is there before the request that needs it is due. Knows no
-other client, no data set and no figure.
+Due times are absolute: a late client sends at once and shifts nothing. A request waits for its due
+time, for the end of the one it follows, and for a place if places are limited;
+`Outcome.scheduled_s` is the end of the last of these waits, so the time from it to `sent_s` is the
+client's own delay. Connections are made before their requests are due. Knows no other client, no
+data set and no figure.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pdserve.bench.http import Address, Connections, HttpError, Reply
 from pdserve.bench.records import Outcome, Planned, Prompt
 
 _CANCEL_BEFORE_FIRST_S: Final = 0.002
-"""A request that is given up while it waits for its first token has been sent that long before."""
+"""Time after which a request is cancelled if it is to be cancelled before its first token."""
 _AHEAD_S: Final = 0.25
-"""A connection is made so long before the request that needs it is due."""
+"""Time before a request is due at which its connection is made."""
 _CONNECT_TIMEOUT_S: Final = 10.0
 
 
@@ -33,10 +33,10 @@ class Sending(msgspec.Struct, frozen=True, kw_only=True):
     """How a client sends.
 
     Attributes:
-        max_concurrency: Requests in flight at most; None sets no limit.
-        request_timeout_s: For one request, from when it is sent.
-        keep_text: Keep what was generated in the outcomes.
-        id_prefix: Of the requests' ids; their index follows.
+        max_concurrency: Maximum requests in flight; None sets no limit.
+        request_timeout_s: Limit for one request, from the time it is sent.
+        keep_text: Whether to keep generated text in the outcomes.
+        id_prefix: Prefix of the requests' ids, before their index.
     """
 
     max_concurrency: int | None = None
@@ -49,9 +49,9 @@ class Client:
     """One process's share of a run.
 
     Args:
-        asking: What all requests have in common.
-        sending: How.
-        on_outcome: Told each request's outcome when it is over.
+        asking: The settings that all requests share.
+        sending: How to send them.
+        on_outcome: Receives each request's outcome when it is over.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Client:
         self.num_in_flight = 0
 
     async def connect(self, plan: Sequence[Planned]) -> None:
-        """Make the connections that `plan` needs as soon as it begins."""
+        """Make the connections that `plan` needs at its beginning."""
         openings = (each for each in plan if each.after is None)
         self._connections.want(
             self._places(sum((each.at_s or 0.0) < _AHEAD_S for each in openings))
@@ -83,8 +83,8 @@ class Client:
         """Send all of `plan`; returns when the last answer has ended.
 
         Args:
-            plan: A request and the one it follows are both in it.
-            start_s: The moment that due times count from (`time.monotonic`).
+            plan: The requests; those that follow others come with them.
+            start_s: The start of due times (`time.monotonic`).
 
         Raises:
             ConfigError: A prompt does not fit the endpoint.
@@ -125,7 +125,7 @@ class Client:
         loop.call_at(at_s, self._become_due, planned, prompt, due_s)
 
     def _come_near(self) -> None:
-        """One request more is due soon."""
+        """Prepare for one more request that is due soon."""
         self._soon += 1
         self._connections.want(self._places(self._soon))
 
@@ -141,7 +141,7 @@ class Client:
         self._fill(0.0)
 
     def _fill(self, freed_s: float) -> None:
-        """Begin what waits, as far as there are places; the last one became free at `freed_s`."""
+        """Send waiting requests while there are places; the last place became free at `freed_s`."""
         while self._due and self._free:
             self._free -= 1
             planned, prompt, due_s = self._due.popleft()
@@ -171,7 +171,7 @@ class Client:
         self._end(outcome)
 
     def _continue(self, planned: Planned, before: Prompt, outcome: Outcome, answer: Answer) -> None:
-        """Have the next turn of a conversation be due after the user's pause."""
+        """Schedule the next turn of a conversation after the user's pause."""
         due_s = max(outcome.end_s + planned.delay_s, planned.at_s or 0.0)
         why = ""
         if outcome.is_good:
@@ -274,11 +274,11 @@ class Client:
 
 
 class _HungUpError(Exception):
-    """The plan has this request given up now."""
+    """Cancel this request, as planned."""
 
 
 class _Life:
-    """A request from its sending to its end; its answer begins anew if it is sent again.
+    """A request from its sending to its end; sending it again restarts its answer.
 
     Args:
         hang_up_after: Chunks with tokens after which it is given up.
@@ -290,14 +290,14 @@ class _Life:
         self._is_given_up = False
 
     def make_reply(self) -> _Streamed:
-        """Return what hears of the answer."""
+        """Return the receiver of the answer."""
         self.reply = _Streamed(self._hang_up_after)
         if self._is_given_up:
             self.reply.hang_up()
         return self.reply
 
     def hang_up(self) -> None:
-        """Give it up, whatever has come."""
+        """Cancel it, whatever has arrived."""
         self._is_given_up = True
         if self.reply is not None:
             self.reply.hang_up()
@@ -334,6 +334,6 @@ class _Streamed(Reply):
             self.hang_up()
 
     def hang_up(self) -> None:
-        """Hear no more of it."""
+        """Ignore the rest of it."""
         if not self.done.done():
             self.done.set_exception(_HungUpError())

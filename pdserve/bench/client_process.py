@@ -1,7 +1,7 @@
 """A client process: `python -m pdserve.bench.client_process PARENT_PID`, a `ClientJob` on stdin.
 
-It does nothing but send and read: figures are made, and progress is drawn, by the process that
-started it. It ends with that one. Knows no other client.
+It only sends and reads; the process that started it computes figures and draws progress. It ends
+with that process. Knows no other client.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def _work(job: ClientJob, priority: Priority) -> None:
 
 
 class _Pipe(asyncio.BaseProtocol):
-    """The standard output; closed once all was taken."""
+    """The standard output; closed after all is written."""
 
     def __init__(self) -> None:
         self.closed = asyncio.Event()
@@ -110,7 +110,7 @@ async def _run(
     priority: Priority,
     say: Callable[[Says], None],
 ) -> None:
-    """Carry out the plan; `ended` is where `client` puts what is over."""
+    """Carry out the plan; `client` adds finished requests to `ended`."""
     lags: list[float] = []
 
     def news() -> None:
@@ -133,7 +133,7 @@ async def _run(
 
 
 async def _watch(start_s: float, lags: list[float], news: Callable[[], None]) -> None:
-    """Look every 20 ms how late this process's timers are; tell the news now and then."""
+    """Check every 20 ms how late this process's timers are; send news now and then."""
     loop = asyncio.get_running_loop()
     shift_s = loop.time() - time.monotonic()
     due_s = max(time.monotonic(), start_s)

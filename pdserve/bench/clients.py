@@ -1,4 +1,4 @@
-"""Manages the benchmark's client processes: start, messages, and a certain end.
+"""Manages the benchmark's client processes: start, messages and guaranteed end.
 
 Knows neither a plan nor a figure.
 """
@@ -37,7 +37,7 @@ class ClientProcess:
         self._in, self._out = process.stdin, process.stdout
 
     async def tell(self, message: Told) -> None:
-        """Send a message; that the client has ended is told by `hear`."""
+        """Send a message; if the client has ended, `hear` raises."""
         self._in.write(frame(message))
         with contextlib.suppress(ConnectionError):
             await self._in.drain()
@@ -47,7 +47,7 @@ class ClientProcess:
 
         Raises:
             ConfigError: The client cannot do its job.
-            RuntimeError: It ended.
+            RuntimeError: It has ended.
         """
         try:
             head = await self._out.readexactly(LENGTH_BYTES)

@@ -1,4 +1,4 @@
-"""Prints a run's figures: the block of `vllm bench serve` line by line, then pdserve's own."""
+"""Formats a run's figures: the block of `vllm bench serve` line by line, then pdserve's own."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def block(
     """Return the block that `vllm bench serve` prints.
 
     Args:
-        figures: Of `figures.figures`.
-        request_rate, max_concurrency: As they were asked for.
-        metrics: Which latencies are shown: keys of `METRICS`.
-        percentiles: Which of theirs; `figures` must have them.
+        figures: The result of `figures.figures`.
+        request_rate, max_concurrency: The configured values.
+        metrics: Latencies to show: keys of `METRICS`.
+        percentiles: Percentiles to show, which `figures` must have.
     """
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
     lines.append(_count("Successful requests:", figures["completed"]))
@@ -66,7 +66,7 @@ def block(
 
 
 def further(figures: Mapping[str, Any]) -> str:
-    """Return what vLLM's block has no lines for: groups, stages, errors, the client's health."""
+    """Return the lines that vLLM's block lacks: groups, stages, errors, the client's health."""
     own = figures["pdserve"]
     parts = [
         _groups(own["groups"]),
@@ -86,7 +86,7 @@ def further(figures: Mapping[str, Any]) -> str:
 
 
 def verdict(figures: Mapping[str, Any], width: int = 100) -> str:
-    """Return whether the figures may be believed, in words that cannot be overlooked."""
+    """Return whether the figures are valid, in words that cannot be overlooked."""
     own = figures["pdserve"]
     lines: list[str] = []
     for note in own["notes"]:

@@ -1,8 +1,8 @@
-"""Measures how many cores a run used: by the client, by the server's parts, by other programs.
+"""Measures how many cores a run used: by client, server parts and other programs.
 
-On a machine that engines share with what brings their tokens to the client, and maybe with other
-programs or, under a hypervisor, with other machines, that says what stands in whose way. From
-Linux's /proc, by two readings; knows no request and no figure.
+Engines may share a machine with the proxy and the client, with other programs and, under a
+hypervisor, with other machines; this shows how much each of them uses. It compares two readings of
+Linux's /proc; knows no request and no figure.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CLIENT: Final = "client"
 
 _PROC: Final = Path("/proc")
 _LEAST_S: Final = 1.0
-"""Between two readings: their ticks are of 10 ms, one by one for each process."""
+"""Minimum time between two readings, because each process's ticks are 10 ms."""
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _HTTP_PORT: Final = {"http": 80, "https": 443}
 
 
 class _Process(NamedTuple):
-    """What it has used, and those of its children that have ended, since it was started."""
+    """CPU time since its start, including its children that have ended."""
 
     cpu_s: float
     parent: int
@@ -45,7 +45,7 @@ class _Process(NamedTuple):
 
 
 class _Core(NamedTuple):
-    """What it has done since the machine's start; `busy_s` is without the hypervisor's part."""
+    """Times since the machine's start; `busy_s` excludes the hypervisor's part."""
 
     busy_s: float
     stolen_s: float
@@ -60,12 +60,12 @@ class CpuReading(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """What a run's cores are looked at for.
+    """The processes and cores to measure in a run.
 
     Attributes:
-        processes: The server's, by pid: `SERVERS`, `PROXY` or `STORE`. Whatever one has started
-            is the same part, but of an API server its engine.
-        cores: Those that it shares with the client.
+        processes: The server's processes by pid: `SERVERS`, `PROXY` or `STORE`. Their children are
+            the same part, except that those of an API server are its engine.
+        cores: The cores that it shares with the client.
     """
 
     processes: Mapping[int, str]
@@ -78,14 +78,14 @@ def read_cpu(proc: Path = _PROC) -> CpuReading:
 
 
 def used_cores(before: CpuReading, after: CpuReading, watched: Watched) -> CoresUsed | None:
-    """Cores that were busy on average between two readings.
+    """Return the average number of busy cores between two readings.
 
     Args:
         before, after: The first and the second reading.
-        watched: This process and what it has started are the client, unless told otherwise here.
+        watched: The server's processes; this process and its other children are the client.
 
     Returns:
-        None if the readings are too near one another, or there are none.
+        None if the readings are too close together, or there are none.
     """
     elapsed_s = after.at_s - before.at_s
     cores = [core for core in watched.cores if core in before.cores and core in after.cores]
@@ -119,7 +119,7 @@ def used_cores(before: CpuReading, after: CpuReading, watched: Watched) -> Cores
 
 
 def _by_part(reading: CpuReading, roots: Mapping[int, str]) -> dict[str | None, float]:
-    """Seconds so far by part; None is what other programs have used."""
+    """Seconds so far by part; None is the part of other programs."""
     totals: dict[str | None, float] = dict.fromkeys(roots.values(), 0.0)
     for pid, process in reading.processes.items():
         part = _part_of(pid, roots, reading)
@@ -128,7 +128,7 @@ def _by_part(reading: CpuReading, roots: Mapping[int, str]) -> dict[str | None, 
 
 
 def _part_of(pid: int, roots: Mapping[int, str], reading: CpuReading) -> str | None:
-    """What a process is by the nearest of its ancestors that is known; None = of other programs."""
+    """Return a process's part by its nearest known ancestor; None = other programs."""
     for at in _line(pid, reading):
         if at in roots:
             return ENGINES if roots[at] == SERVERS and at != pid else roots[at]
@@ -139,16 +139,16 @@ def _part_of(pid: int, roots: Mapping[int, str], reading: CpuReading) -> str | N
 
 
 def serving(base_url: str, engine_urls: Collection[str], reading: CpuReading) -> Watched | None:
-    """Find the server's processes: who listens there, and whom that one is connected with.
+    """Find the server's processes: the listener, and the processes connected to it.
 
     Args:
-        base_url: What the client asks.
-        engine_urls: Of those behind it, if it is a proxy and tells.
-        reading: Says who has started whom.
+        base_url: URL that the client uses.
+        engine_urls: URLs of the engines behind it, if it is a proxy and reports them.
+        reading: A reading, which has each process's parent.
 
     Returns:
-        None if some of the server is on another machine, or cannot be seen: in another container,
-        or another user's.
+        None if part of the server is on another machine, or invisible because it is in another
+        container or belongs to another user.
     """
     try:
         sockets = _Sockets()
@@ -175,7 +175,7 @@ def serving(base_url: str, engine_urls: Collection[str], reading: CpuReading) ->
 
 
 class _Sockets:
-    """The TCP sockets of this machine, and whose they are."""
+    """The TCP sockets of this machine and their owners."""
 
     def __init__(self) -> None:
         self._listeners: dict[_Place, int | None] = {}
@@ -187,7 +187,7 @@ class _Sockets:
                 self._ends[_place(each.laddr), _place(each.raddr)] = each.pid
 
     def listener(self, url: str) -> int | None:
-        """Who listens at a URL; None if nobody does on this machine, or nobody who can be seen."""
+        """Return the process that listens at a URL; None if none is visible on this machine."""
         parts = urlsplit(url)
         port = parts.port or _HTTP_PORT.get(parts.scheme, 80)
         own = {each.address for those in psutil.net_if_addrs().values() for each in those}
@@ -202,7 +202,7 @@ class _Sockets:
         return next(filter(None, listening), None)
 
     def asked_by(self, pids: Collection[int]) -> Iterator[int | None]:
-        """Who is at the other end of connections that these have made; None = not seen."""
+        """Return the processes at the other end of these connections; None = not visible."""
         for (here, there), pid in self._ends.items():
             if pid in pids and not any(at in self._listeners for at in _places(here)):
                 taken = self._ends.get((there, here))
@@ -215,7 +215,7 @@ def _place(address: Any) -> _Place:
 
 
 def _places(place: _Place) -> list[_Place]:
-    """Where a listener may be bound who is reached there."""
+    """Return the addresses to which a listener reached there may be bound."""
     host, port = place
     return [(host, port), ("0.0.0.0", port), ("::", port)]
 

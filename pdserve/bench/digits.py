@@ -6,9 +6,9 @@ import math
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure with `digits` significant digits, never in powers: 0.123, 1.23, 12.3, 1,230.
+    """Format a figure with `digits` significant digits and no exponent: 0.123, 12.3, 1,230.
 
-    None and what is no number become a dash.
+    None and values that are not numbers become a dash.
     """
     if value is None or not math.isfinite(value):
         return "–"

@@ -20,20 +20,20 @@ AnswerT = TypeVar("AnswerT")
 
 _AGAIN_S: Final = 0.2
 _FINAL_STATUSES: Final = (400, 401, 403, 404, 405, 413, 422)
-"""Answers that waiting does not change."""
+"""Statuses that waiting does not change."""
 
 
 class _NotYetError(Exception):
-    """It does not answer, which may change."""
+    """It does not answer yet."""
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model that an endpoint serves, as `/v1/models` has it.
+    """A model that an endpoint serves, from `/v1/models`.
 
     Attributes:
         model: Its name.
-        root: Its directory on the server's machine; empty if the endpoint does not say.
-        max_model_len: Tokens of prompt and output together; None if it does not say.
+        root: Its directory on the server's machine; empty if unknown.
+        max_model_len: Maximum tokens of prompt and output together; None if unknown.
     """
 
     model: str
@@ -52,10 +52,10 @@ class _Models(msgspec.Struct):
 
 
 async def ask_served(target: Target, timeout_s: float = 0.0) -> ServedModel:
-    """Return the model that requests to `target` are for: the one it names, else the first.
+    """Return the model for requests to `target`: the one it names, else the first.
 
     Raises:
-        PeerError: The endpoint does not answer within `timeout_s`, or names no such model.
+        PeerError: The endpoint does not answer within `timeout_s`, or does not serve such a model.
     """
     url = f"{target.base_url.rstrip('/')}/v1/models"
 
@@ -85,7 +85,7 @@ async def ask_served(target: Target, timeout_s: float = 0.0) -> ServedModel:
 async def until_answers(
     session: aiohttp.ClientSession, asking: Asking, plan: Sequence[Planned], timeout_s: float
 ) -> None:
-    """Return once the endpoint has answered a request of one token and no prompt of the plan.
+    """Return once the endpoint has answered a request for one token, not of the plan.
 
     Raises:
         PeerError: It refuses the request, or does not answer within `timeout_s`.

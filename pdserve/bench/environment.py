@@ -1,4 +1,4 @@
-"""Describes the machine and the versions that figures were measured with."""
+"""Describes the machine and the versions with which figures are measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pdserve
 
 
 def describe() -> dict[str, object]:
-    """Return CPU, cores, memory, load, versions, commit and date, as JSON has them."""
+    """Return CPU, cores, memory, load, versions, commit and date, as JSON values."""
     return {
         "cpu": _cpu(),
         "cores": num_cores(),
@@ -30,7 +30,7 @@ def describe() -> dict[str, object]:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -53,7 +53,7 @@ def _memory_bytes() -> int:
 
 
 def _git_commit() -> str | None:
-    """The commit of the tree that pdserve runs from, with a plus if files differ from it."""
+    """Return the commit that pdserve runs from, with a plus if files differ from it."""
     tree = Path(pdserve.__file__).parents[1]
     if not (tree / ".git").exists():
         return None

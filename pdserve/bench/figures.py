@@ -1,8 +1,8 @@
 """The figures of a run, under vLLM's JSON keys and definitions, plus those only pdserve has.
 
-TTFT, TPOT and E2EL are of answered requests, ITL of the gaps between their chunks, all pooled.
-Requests that failed or were given up on purpose are counted and give no figure. Rates are per
-second of the whole run, from its start to the last answer's end. Knows no console and no file.
+TTFT, TPOT and E2EL cover answered requests, ITL the pooled gaps between their chunks. Requests that
+failed or were cancelled on purpose are only counted. Rates are per second of the whole run, from
+its start to the last answer's end. Knows no console and no file.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def figures(
     """Return a run's figures.
 
     Args:
-        run: What was seen.
+        run: The observed run.
         goodput: Objectives; `request_goodput` is None without any, as in vLLM.
-        percentiles: Further ones than `ALWAYS`.
-        environment: Of `environment.describe`, for the record.
+        percentiles: Percentiles in addition to `ALWAYS`.
+        environment: The result of `environment.describe`, for the record.
 
     Returns:
         vLLM's keys (`mean_ttft_ms`, `p99_itl_ms`, `request_throughput` ...), and under
@@ -125,7 +125,7 @@ def details(run: Run) -> dict[str, Any]:
 
 
 def percentile_word(percent: float) -> str:
-    """Return a percentile as keys have it: `p99`, `p99.9`."""
+    """Return a percentile as used in keys: `p99`, `p99.9`."""
     return f"p{percent:g}"
 
 
@@ -154,7 +154,7 @@ def _latencies(good: Sequence[Outcome], percentiles: Sequence[float]) -> dict[st
 def _groups(
     run: Run, goodput: Sequence[Slo], percentiles: Sequence[float]
 ) -> dict[str, dict[str, Any]]:
-    """The figures of each group, where the data set has several."""
+    """The figures of each group, if the data set has several."""
     names = sorted({each.group for each in run.outcomes})
     if len(names) < 2:
         return {}
@@ -179,7 +179,7 @@ def _groups(
 
 
 def _prompts(good: Sequence[Outcome]) -> dict[str, float] | None:
-    """How much of the prompts was computed, of those whose server says what a cache had."""
+    """Computed tokens of the prompts, over requests whose cached tokens are known."""
     told = [each for each in good if each.num_cached_tokens is not None]
     if not told:
         return None
@@ -195,7 +195,7 @@ def _prompts(good: Sequence[Outcome]) -> dict[str, float] | None:
 
 
 def _stages(good: Sequence[Outcome]) -> dict[str, Any] | None:
-    """Where the time to the first and to the second token went, as far as the server tells."""
+    """The stages up to the first and the second token, as far as the server reports them."""
     told = [each for each in good if each.stages]
     if not told:
         return None
@@ -224,7 +224,7 @@ def _spread(ms: Sequence[float]) -> dict[str, float]:
 
 
 def _max_in_flight(outcomes: Sequence[Outcome]) -> int:
-    """The most requests at one moment: what `max_concurrent_requests`, by the second, is not."""
+    """The most requests at one moment; `max_concurrent_requests` counts by the second."""
     sent = [each for each in outcomes if each.status]
     # An end and a beginning at one moment do not overlap.
     edges = sorted([(each.sent_s, 1) for each in sent] + [(each.end_s, -1) for each in sent])

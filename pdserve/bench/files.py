@@ -1,8 +1,7 @@
 """A saved run: figures as in vLLM's JSON, and under `run` everything that was observed.
 
-One file, one JSON object. The figures stand at its top level, so that scripts made for
-`vllm bench serve --save-result` read it; `run` is absent from a file that was saved without
-details.
+A file is one JSON object. The figures are at its top level, so that scripts for `vllm bench serve
+--save-result` can read it; a file saved without details has no `run`.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def save(run: Run | None, figures: Mapping[str, Any], path: Path) -> None:
 
     Args:
         run: None leaves out the details; `load` then refuses the file.
-        figures: Of `figures.figures`.
-        path: Its directory is made if it is missing; an existing file is replaced.
+        figures: The result of `figures.figures`.
+        path: Its directory is created if missing; an existing file is replaced.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -39,10 +38,10 @@ def save(run: Run | None, figures: Mapping[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> tuple[Run, dict[str, Any]]:
-    """Read what `save` wrote: the run and its figures.
+    """Read a file of `save`: the run and its figures.
 
     Raises:
-        ConfigError: The file is missing, is no saved run, or was saved without details.
+        ConfigError: The file is missing, is not a saved run, or was saved without details.
     """
     try:
         content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

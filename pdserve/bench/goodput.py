@@ -18,7 +18,7 @@ from pdserve.errors import ConfigError
 
 
 class SloMetric(enum.Enum):
-    """What can be limited, per request."""
+    """Figures of a request that can be limited."""
 
     TTFT = "ttft"
     TPOT = "tpot"
@@ -60,7 +60,7 @@ def parse_goodput(words: Sequence[str], *, flag: str = "goodput") -> tuple[Slo, 
         flag: Named in errors.
 
     Raises:
-        ConfigError: A word is no objective, or a figure is limited twice.
+        ConfigError: A word is not an objective, or a figure is limited twice.
     """
     found: dict[SloMetric, Slo] = {}
     for word in words:

@@ -9,14 +9,14 @@ _STEP: Final = math.log(1.02)
 
 
 class Histogram:
-    """Durations in buckets that are 2 % wide; a percentile is exact to 1 %."""
+    """Durations in buckets 2 % wide; a percentile is accurate to 1 %."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._num = 0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Add one."""
         bucket = math.floor(math.log(max(seconds, 1e-6)) / _STEP)
         self._counts[bucket] = self._counts.get(bucket, 0) + 1
         self._num += 1

@@ -1,13 +1,13 @@
 """HTTP/1.1 for measurements: reports when bytes arrived, which a general client does not.
 
-Every read is stamped before anything is parsed, and is handed on in the same call: no task has
-to wake up in between, and what a chunk costs the client is a fraction of what a general client
-takes. On a machine that the servers share, that time would be theirs.
+Every read is timestamped before parsing, and passed on in the same call: no task has to wake up in
+between, and a chunk costs a fraction of a general client's time. On a machine shared with the
+servers, that time would be taken from them.
 
 Connections are made before they are needed and kept for further requests: setting one up takes
-longer than all else that a client does, and none of it is the server's answer. Only what an
-OpenAI-compatible server answers is understood: content length, chunks, or until the end of the
-connection (RFC 9112, section 6.3); no redirects, no compression. Knows no events and no JSON.
+longer than everything else a client does, and is not part of the server's answer. Only answers of
+OpenAI-compatible servers are supported: content length, chunks, or until the end of the connection
+(RFC 9112, section 6.3); no redirects, no compression. Knows no events and no JSON.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pdserve.errors import ConfigError
 
 _MAX_HEAD_BYTES: Final = 64 << 10
 _STALE_S: Final = 0.5
-"""A request whose idle connection was being closed hears of it within a round trip; a server
-that hangs up later than this had taken the request."""
+"""A request on an idle connection that was being closed fails within a round trip; a server that
+hangs up later than this had accepted the request."""
 
 
 class HttpError(Exception):
@@ -34,10 +34,10 @@ class HttpError(Exception):
 
 
 class Address:
-    """Where requests of a client go.
+    """The server of a client's requests.
 
     Raises:
-        ConfigError: The URL is none of http or https.
+        ConfigError: The URL is neither http nor https.
     """
 
     def __init__(self, url: str) -> None:
@@ -70,12 +70,12 @@ class _Part(enum.Enum):
 
 
 class Reply:
-    """One answer while it comes.
+    """One answer while it arrives.
 
     Attributes:
-        status: 0 until its head has come.
+        status: 0 until its head has arrived.
         headers: By lower-case name.
-        done: Set with its end, or with the `HttpError` that it ended in.
+        done: Set at its end, or to the `HttpError` that ended it.
     """
 
     def __init__(self, done: asyncio.Future[None]) -> None:
@@ -84,10 +84,10 @@ class Reply:
         self.done = done
 
     def on_head(self) -> None:
-        """Its status and headers are known."""
+        """Called when its status and headers are known."""
 
     def on_body(self, data: bytes, at_s: float) -> None:
-        """Bytes of its body had come by `at_s` (`time.monotonic`)."""
+        """Called with bytes of its body that arrived by `at_s` (`time.monotonic`)."""
 
 
 class _Connection(asyncio.Protocol):
@@ -107,7 +107,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def send(self, request: bytes, reply: Reply) -> None:
-        """Write a request; `reply` hears of its answer."""
+        """Write a request; `reply` receives its answer."""
         assert self._transport is not None
         assert self._part is _Part.IDLE
         self._reply, self._part = reply, _Part.HEAD
@@ -285,9 +285,9 @@ class Connections:
         return head.encode("latin-1") + body
 
     def want(self, number: int) -> None:
-        """Begin to make what is missing to so many idle connections.
+        """Start making connections until there are `number` idle ones.
 
-        One that cannot be made is no error here: the request that needs it tries again.
+        A failed connection is not an error here, because the request that needs it tries again.
         """
         for _ in range(number - len(self._idle) - len(self._coming)):
             task = asyncio.get_running_loop().create_task(self._make_idle())
@@ -331,7 +331,7 @@ class Connections:
             return reply
 
     def close(self) -> None:
-        """Close all that are idle or still being made."""
+        """Close all connections that are idle or still being made."""
         for task in self._coming:
             task.cancel()
         for connection in list(self._idle):

@@ -20,18 +20,18 @@ _LENGTH: Final = struct.Struct(">I")
 
 
 class Sent(Planned, frozen=True, kw_only=True, omit_defaults=True):
-    """A planned request on its way; a reader cannot tell the forms of a prompt by their type."""
+    """A planned request in a message, where the prompt's form must be explicit."""
 
     prompt: Any
 
 
 def to_send(plan: Iterable[Planned]) -> list[Sent]:
-    """Return a plan in the form that travels."""
+    """Return a plan in the form for messages."""
     return [Sent(**msgspec.structs.asdict(each)) for each in plan]
 
 
 class ClientJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One process's share; the first thing it is told."""
+    """One process's share of a run; its first message."""
 
     asking: Asking
     sending: Sending
@@ -40,7 +40,7 @@ class ClientJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class BeginJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """When the run starts (`time.monotonic`, which all processes of a machine share)."""
+    """The start of the run (`time.monotonic`, which all processes of a machine share)."""
 
     start_s: float
 
@@ -49,25 +49,25 @@ class JobReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The client has warmed up.
 
     Attributes:
-        warmup_errors: What went wrong in it.
+        warmup_errors: Errors of the warm-up.
     """
 
     warmup_errors: list[str]
 
 
 class JobNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What has ended since the last news."""
+    """Requests that have ended since the last news."""
 
     outcomes: list[Outcome]
     num_in_flight: int
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All is over.
+    """The end of a client's job.
 
     Attributes:
-        loop_lags_s: How late this process's own timer was, each time.
-        cpu_share: Of one core, over the run.
+        loop_lags_s: Delays of this process's own timer.
+        cpu_share: CPU time over the run, as a share of one core.
         priority: How this process was scheduled.
     """
 

@@ -1,6 +1,6 @@
-"""Turns settings into what a run needs: the target, the arrival process, the plan.
+"""Turns settings into the parts of a run: target, arrival process and plan.
 
-What `bench serve` does once, a sweep and a comparison do for many rates and endpoints.
+`bench serve` uses it once; a sweep and a comparison for many rates and endpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOKENIZER_FILE = "tokenizer.json"
 
 
 def target_of(config: TargetConfig, environ: Mapping[str, str]) -> Target:
-    """Return whom the settings mean."""
+    """Return the target that the settings describe."""
     is_chat = config.path.endswith("/chat/completions")
     keys = config.api_keys or (environ.get("OPENAI_API_KEY", ""),)
     return Target(
@@ -43,10 +43,10 @@ def target_of(config: TargetConfig, environ: Mapping[str, str]) -> Target:
 
 
 def arrivals_of(config: TrafficConfig) -> ArrivalLaw:
-    """Return the law of arrivals that the settings mean.
+    """Return the arrival process that the settings describe.
 
     Raises:
-        ConfigError: There is no such law.
+        ConfigError: There is no such process.
     """
     return ArrivalLaw(
         rate=config.request_rate,
@@ -58,14 +58,14 @@ def arrivals_of(config: TrafficConfig) -> ArrivalLaw:
 
 
 def traffic_of(config: TrafficConfig, dataset: DatasetConfig) -> TrafficConfig:
-    """Return the traffic with what it leaves open decided by the data set."""
+    """Return the traffic settings with open values decided by the data set."""
     if config.ignore_eos is not None:
         return config
     return msgspec.structs.replace(config, ignore_eos=dataset.name.has_exact_lengths)
 
 
 def options_of(config: TrafficConfig, *, keep_text: bool = False) -> Options:
-    """Return how the settings want a plan carried out."""
+    """Return the options of a run from the settings."""
     return Options(
         max_concurrency=config.max_concurrency,
         num_processes=config.num_client_processes or 0,
@@ -83,8 +83,8 @@ def tokenizer_of(given: str, served: ServedModel) -> Tokenizer | None:
     """Return the tokenizer of a served model, if it is on this machine.
 
     Args:
-        given: A directory, or `boxed`; empty takes what the endpoint says.
-        served: What the endpoint says; only a directory of this machine helps.
+        given: A directory, or `boxed`; empty uses the endpoint's.
+        served: What the endpoint reports; only a directory on this machine helps.
 
     Raises:
         ConfigError: `given` is neither, or its files cannot be used.
@@ -108,12 +108,12 @@ def tokenizer_of(given: str, served: ServedModel) -> Tokenizer | None:
 
 
 def prompts_of(target: Target, served: ServedModel, *, tokenizer: str = "") -> PromptMaker:
-    """Return who writes prompts for an endpoint.
+    """Return the prompt maker for an endpoint.
 
     Args:
-        target: Whom they are for.
-        served: What it serves.
-        tokenizer: As `tokenizer_of` takes it.
+        target: The endpoint.
+        served: The model that it serves.
+        tokenizer: See `tokenizer_of`.
 
     Raises:
         ConfigError: `tokenizer` cannot be used.
@@ -134,7 +134,7 @@ def plan_of(
     tokenizer: str = "",
     cancel_share: float = 0.0,
 ) -> tuple[RequestPlan, list[Planned]]:
-    """Return a data set's plan, and its requests with due times and hang-ups.
+    """Return a data set's plan, and its requests with due times and cancellations.
 
     Raises:
         ConfigError: The data set does not fit the model or the endpoint, or its times and the
@@ -152,7 +152,7 @@ def plan_of(
 
 
 def arrivals_in_words(dataset: DatasetConfig, traffic: TrafficConfig) -> str:
-    """Return arrivals as results have them."""
+    """Return arrivals as in results."""
     words = "the data set's own" if dataset.name.has_own_times else str(arrivals_of(traffic))
     if traffic.max_concurrency is not None:
         words += f" concurrency={traffic.max_concurrency}"
@@ -162,7 +162,7 @@ def arrivals_in_words(dataset: DatasetConfig, traffic: TrafficConfig) -> str:
 
 
 def sampling_in_words(traffic: TrafficConfig) -> str:
-    """Return what requests say of sampling; what they do not say is the server's to choose."""
+    """Return the sampling settings of requests; the server chooses the others."""
     left = traffic.temperature is None
     words = "temperature left to the server" if left else f"temperature {traffic.temperature:g}"
     return f"{words}, ends of text ignored" if traffic.ignore_eos else words

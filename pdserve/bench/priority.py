@@ -1,7 +1,8 @@
 """Raises a process's scheduling priority, so that it runs as soon as it has work.
 
-A client that waits for a core notes times too late. On a machine that the servers share, it goes
-before them where the system lets it; what it takes from them is its CPU share, which is told.
+A client that waits for a core records times too late. On a machine shared with the servers, it
+takes precedence over them if the system allows it; the cost to them is its CPU share, which is
+reported.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Priority(enum.Enum):
     """How a process is scheduled.
 
     REAL_TIME: before all usual processes (SCHED_RR; root, or RLIMIT_RTPRIO). RAISED: with more
-    weight than they have. USUAL: as they are.
+    weight than usual processes. USUAL: like them.
     """
 
     REAL_TIME = "real-time"
@@ -26,7 +27,7 @@ class Priority(enum.Enum):
 
 
 def raise_priority() -> Priority:
-    """Take the best that this process may have, and return which that is."""
+    """Set the best priority that this process may have, and return it."""
     if hasattr(os, "sched_setscheduler"):
         try:
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

@@ -19,7 +19,7 @@ class ProgressLine:
 
     Args:
         out: Usually stderr.
-        width: Of the terminal, in columns.
+        width: Width of the terminal, in columns.
     """
 
     def __init__(self, out: TextIO, *, width: int = 100) -> None:
@@ -30,7 +30,7 @@ class ProgressLine:
         self._is_drawn = False
 
     def __call__(self, progress: RunProgress) -> None:
-        """Draw how far a run is."""
+        """Draw the progress of a run."""
         self.draw(shown(progress), progress.elapsed_s)
 
     def draw(self, text: str, elapsed_s: float) -> None:
@@ -46,7 +46,7 @@ class ProgressLine:
         self._out.flush()
 
     def end(self) -> None:
-        """Take the line away: what comes next begins on an empty one."""
+        """Clear the line, so that the next output begins on an empty one."""
         if self._is_drawn:
             self._out.write(_CLEAR)
             self._out.flush()
@@ -73,7 +73,7 @@ def shown(progress: RunProgress) -> str:
 
 
 def _left_s(progress: RunProgress) -> int | None:
-    """Seconds to the end: by the schedule, or if that is over by what was done so far."""
+    """Seconds to the end: by the schedule, or after its end by the progress so far."""
     if progress.done == progress.total:
         return None
     by_schedule_s = progress.last_due_s - progress.elapsed_s

@@ -1,8 +1,8 @@
 """Planned requests and their outcomes: the values that all parts of the benchmark share.
 
-A data set makes `Planned` requests, arrivals say when each is due, the client sends them and
-writes an `Outcome` for each; figures, tables and pictures are made of a `Run`. All times inside
-a run are seconds since its start. Knows no endpoint, no clock and no figure.
+A data set makes `Planned` requests, arrivals set their due times, the client sends them and writes
+an `Outcome` for each; figures, tables and plots are made from a `Run`. All times inside a run are
+seconds since its start. Knows no endpoint, no clock and no figure.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         index: Its place in the run; unique.
         prompt: Text, token ids, or chat messages.
-        max_tokens: Tokens that are asked for.
-        num_prompt_tokens: If the data set knows.
+        max_tokens: Output tokens to ask for.
+        num_prompt_tokens: Prompt tokens, if the data set knows.
         at_s: When it is due; None before arrivals were drawn. With `after`: never before this.
-        group: What the data set calls its kind ("steady" and "burst" of `pd-interference`);
-            figures are made for each group, too.
-        after: The request whose prompt and answer stand before this prompt (a turn of a
-            conversation); it is due `delay_s` after that one's end.
+        group: The data set's name for its kind ("steady" and "burst" of `pd-interference`); each
+            group also has its own figures.
+        after: The request whose prompt and answer come before this prompt (a turn of a
+            conversation); this one is due `delay_s` after the other's end.
         delay_s: The user's pause between two turns.
-        cancel_after_s: When the client hangs up, counted from when it was sent.
-        cancel_after_tokens: After how many chunks with tokens it does; 0 while it waits for
-            the first one.
+        cancel_after_s: When the client cancels it, counted from its sending.
+        cancel_after_tokens: Number of chunks with tokens after which it does; 0 cancels before the
+            first one.
     """
 
     index: int
@@ -48,30 +48,30 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What became of one request, as its client saw it.
+    """The outcome of one request, as its client saw it.
 
     Attributes:
         request_id: Sent as `X-Request-Id`.
-        scheduled_s: When it was due: by the schedule, by the end of the turn before it, and by a
-            free place where places are limited, whichever came last. The difference to `sent_s`
-            is the client's own lag.
+        scheduled_s: When it was due: by the schedule, by the end of the previous turn, and by a
+            free place if places are limited, whichever came last. The difference to `sent_s` is the
+            client's own lag.
         sent_s: When the request was about to be written.
-        chunk_s: When each chunk with at least one token had come, in order.
-        chunk_tokens: Tokens of each such chunk, as far as the server says; else 1.
-        end_s: When the answer had ended, or the error had come.
+        chunk_s: When each chunk with at least one token arrived, in order.
+        chunk_tokens: Tokens of each such chunk as the server reports them, else 1.
+        end_s: When the answer ended or the error came.
         num_prompt_tokens, num_output_tokens: By the server's own count (`usage`), else by the
             data set's and the chunks'.
-        num_cached_tokens: Those of the prompt that a cache had, by the server's count (`usage`);
-            None if it does not say. The others were computed.
+        num_cached_tokens: Cached prompt tokens by the server's count (`usage`); None if not
+            reported. The others were computed.
         status: HTTP status; 0 if none came.
         error: Why it failed; empty if it did not.
-        is_cancelled: The client hung up on purpose; such a request is no failure.
-        finish_reason: As the server said.
-        text: What was generated, if the run keeps it.
-        stages: Milliseconds by term of its way to the first token, by the server's own account,
-            in order of time; they add up to its TTFT. Empty where the server tells none.
+        is_cancelled: Whether the client cancelled it on purpose, which is not a failure.
+        finish_reason: As the server reported it.
+        text: Generated text, if the run keeps it.
+        stages: Milliseconds of each stage up to the first token, as the server reports them, in
+            order of time; they add up to its TTFT. Empty if the server reports none.
         second_stages: The same from the first to the second token.
-        kv_mode: How its KV travelled ("push", "pull"), if it did and the server tells.
+        kv_mode: How its KV was transferred ("push", "pull"), if it was and the server reports it.
     """
 
     index: int
@@ -96,12 +96,12 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_good(self) -> bool:
-        """It was answered to its end, with at least one token."""
+        """Whether it was answered to the end, with at least one token."""
         return not self.error and not self.is_cancelled and bool(self.chunk_s)
 
     @property
     def ttft_s(self) -> float:
-        """From when it was sent to the first chunk with a token.
+        """Seconds from its sending to the first chunk with a token.
 
         Raises:
             IndexError: No token came.
@@ -110,7 +110,7 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def e2el_s(self) -> float:
-        """From when it was sent to the last chunk with a token."""
+        """Seconds from its sending to the last chunk with a token."""
         return self.chunk_s[-1] - self.sent_s
 
     @property
@@ -127,19 +127,19 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 TOLD: Final = 0.005
-"""Of a core: less is shown as nothing."""
+"""Share of a core below which nothing is shown."""
 
 
 class CoresUsed(msgspec.Struct, frozen=True, kw_only=True):
-    """Cores that were busy on average in a run whose server is on the client's machine.
+    """Average number of busy cores in a run whose server is on the client's machine.
 
     Attributes:
-        num_cores: That server and client may use.
-        parts: By what the benchmark and the server did with them.
-        others: By other programs, and by the kernel.
-        hypervisor: That other machines had of the same processor (steal).
-        greediest: Id and name of the other program that used most.
-        greediest_cores: How much that was.
+        num_cores: Cores that server and client may use.
+        parts: Busy cores by part of benchmark and server.
+        others: Busy cores of other programs and the kernel.
+        hypervisor: Cores that other machines used of the same processor (steal).
+        greediest: Id and name of the other program that used the most.
+        greediest_cores: The cores that it used.
     """
 
     num_cores: int
@@ -151,7 +151,7 @@ class CoresUsed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> float:
-        """All but idle ones."""
+        """All busy cores."""
         return sum(self.by_name.values())
 
     @property
@@ -162,17 +162,17 @@ class CoresUsed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunHealth(msgspec.Struct, kw_only=True):
-    """Whether the figures may be believed: the client kept up, and nobody took cores.
+    """Whether the figures are valid: the client kept up, and no other program took its cores.
 
     Attributes:
         num_processes: Client processes.
-        send_lag_p50_s, send_lag_p99_s: Between when requests were due and when they were sent.
-        loop_lag_p99_s: How late the client's own timers were.
-        cpu_share: Of one core, the busiest client process.
+        send_lag_p50_s, send_lag_p99_s: Time from when requests were due until they were sent.
+        loop_lag_p99_s: Delay of the client's own timers.
+        cpu_share: CPU time of the busiest client process, as a share of one core.
         priority: How the client processes were scheduled: "real-time", "raised" or "usual".
-        valid: Whether the figures may be believed.
+        valid: Whether the figures are valid.
         why_not: Sentences; empty if `valid`.
-        notes: Sentences on what the figures can still be believed to, though the run is valid.
+        notes: Sentences on the accuracy of the figures of a valid run.
     """
 
     num_processes: int = 1
@@ -190,16 +190,16 @@ class Run(msgspec.Struct, kw_only=True):
     """One run of one plan against one endpoint.
 
     Attributes:
-        label: What tables call it.
-        base_url, model: What was asked.
+        label: Its name in tables.
+        base_url, model: The endpoint and its model.
         dataset, arrivals: In words, with their parameters, as `random in=512 out=64`,
             `poisson rate=4`.
-        seed: Of data set and arrivals.
-        sampling: What requests say of it, in words.
+        seed: Seed of data set and arrivals.
+        sampling: Sampling settings of the requests, in words.
         started_wall_s: Unix time of its start.
-        duration_s: To the last answer's end.
-        outcomes: By `index`.
-        engines: Of a deployment that tells: what `/pdserve/v1/info` or the proxy says.
+        duration_s: Seconds until the last answer's end.
+        outcomes: Outcomes by `index`.
+        engines: The deployment's engines, as `/pdserve/v1/info` or the proxy reports them.
         cores: None if the server's processes are not on this machine, or cannot be seen.
     """
 

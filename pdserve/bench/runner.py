@@ -1,8 +1,8 @@
 """Runs a plan against an endpoint: starts the client processes and collects the outcomes.
 
-The clients (`client`, in processes of their own) do what is timed; this module splits the plan
-among them, begins all of them at one moment, and asks a pdserve deployment where each request's
-time went. Knows no data set and no figure.
+The clients (`client`, in their own processes) do the timed work; this module splits the plan among
+them, starts all of them at once, and asks a pdserve deployment for each request's stages. Knows no
+data set and no figure.
 """
 
 from __future__ import annotations
@@ -34,29 +34,28 @@ from pdserve.errors import ConfigError, PeerError
 _BEGIN_IN_S: Final = 0.05
 _PROGRESS_EVERY_S: Final = 0.2
 _RATE_OF_A_PROCESS: Final = 400.0
-"""Requests per second that one client process is given by itself."""
+"""Requests per second for one client process by default."""
 _PLACES_OF_A_PROCESS: Final = 512
 _ASKING_AGAIN_S: Final = 0.05
 _NUM_ASKED_AGAIN: Final = 10
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a plan is carried out.
+    """Options for carrying out a plan.
 
     Attributes:
-        max_concurrency: Requests in flight at most; None sets no limit. A request that is due
-            waits for a place, and counts as scheduled when it gets one.
-        num_processes: Client processes; 0 chooses by how many requests are due per second.
-        num_warmups: Requests that are sent before the run and not counted. They are the plan's
-            first ones, read backwards: no prefix cache knows a prompt of the run from them.
+        max_concurrency: Maximum requests in flight; None sets no limit. A request that is due waits
+            for a place, and counts as scheduled when it gets one.
+        num_processes: Client processes; 0 chooses by the requests due per second.
+        num_warmups: Uncounted requests before the run. They are the plan's first ones, read
+            backwards, so that no prefix cache can use them for the run.
         request_timeout_s: For one request, from when it is sent.
-        ready_timeout_s: How long the endpoint may take until it answers a request of one
-            token; 0 asks once.
-        ignore_eos: Ask for exactly `max_tokens` tokens (vLLM's and our `ignore_eos`).
+        ready_timeout_s: Time limit until the endpoint answers a request for one token; 0 asks once.
+        ignore_eos: Whether to ask for exactly `max_tokens` tokens (vLLM's and our `ignore_eos`).
         temperature: None leaves it to the server.
-        extra_body: Further fields of every request.
-        keep_text: Keep what was generated in the outcomes.
-        with_stages: Ask a pdserve deployment for the stages of each request.
+        extra_body: Additional fields for every request.
+        keep_text: Whether to keep generated text in the outcomes.
+        with_stages: Whether to ask a pdserve deployment for the stages of each request.
     """
 
     max_concurrency: int | None = None
@@ -72,14 +71,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
         elapsed_s: Since its start.
         total, done, in_flight, failed: Requests; `done` includes failed and cancelled ones.
-        num_output_tokens: Of all requests that have ended.
+        num_output_tokens: Output tokens of all requests that have ended.
         last_due_s: When the last request with a due time is due.
-        ttft_p50_s, itl_p99_s: Over the requests that have ended; None before there is any.
+        ttft_p50_s, itl_p99_s: Over the requests that have ended; None before the first.
     """
 
     elapsed_s: float
@@ -94,7 +93,7 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanOrigin(NamedTuple):
-    """Where a plan comes from, in words, with parameters; see `Run`."""
+    """The origin of a plan, in words, with parameters; see `Run`."""
 
     dataset: str = ""
     arrivals: str = ""
@@ -116,15 +115,15 @@ async def run_plan(
     environ: Mapping[str, str] | None = None,
     watched: Watched | None = None,
 ) -> Run:
-    """Send every request of `plan` when it is due, and return what became of each.
+    """Send every request of `plan` when it is due, and return the outcomes.
 
     Args:
-        plan: Every request has `at_s` or `after` (`arrivals.schedule` sees to it).
-        target: Whom to ask.
-        options: How.
-        origin: Written into the run as it is.
+        plan: The requests, each with `at_s` or `after` (set by `arrivals.schedule`).
+        target: The endpoint.
+        options: How to send them.
+        origin: Copied into the run.
         on_progress: Called about five times a second, in the caller's loop.
-        environ: Of the client processes; None gives them this process's.
+        environ: Environment of the client processes; None is this process's.
         watched: The server's processes; None looks for them at its URLs.
 
     Raises:
@@ -203,7 +202,7 @@ def _check(plan: Sequence[Planned], target: Target) -> None:
 
 
 class _Course:
-    """What is known of a run while it goes on."""
+    """Tracks a run in progress."""
 
     def __init__(
         self, plan: Sequence[Planned], on_progress: Callable[[RunProgress], None] | None
@@ -222,7 +221,7 @@ class _Course:
         self._itl = Histogram()
 
     def begin(self) -> float:
-        """Return when the run begins."""
+        """Return the start of the run."""
         self._cpu_before = read_cpu()
         self._start_s = time.monotonic() + _BEGIN_IN_S
         self.started_wall_s = time.time() + _BEGIN_IN_S
@@ -268,7 +267,7 @@ class _Course:
 
 
 def _share_out(plan: Sequence[Planned], asking: Asking, options: Options) -> list[ClientJob]:
-    """Deal the plan out, in turn by due time; a conversation stays together."""
+    """Distribute the plan in order of due time; a conversation stays together."""
     number = options.num_processes or _num_processes(plan, options.max_concurrency)
     number = min(number, options.max_concurrency or number, len(plan))
     shares: list[list[Planned]] = [[] for _ in range(number)]
@@ -315,7 +314,7 @@ def _part(whole: int | None, number: int, which: int) -> int | None:
 
 
 def _num_processes(plan: Sequence[Planned], max_concurrency: int | None) -> int:
-    """How many client processes a plan needs; at most one for each core."""
+    """Return the number of client processes for a plan; at most one per core."""
     last_s = max(each.at_s or 0.0 for each in plan)
     in_flight = max_concurrency or len(plan)
     if last_s > 0:
@@ -341,7 +340,7 @@ def _warmups(plan: Sequence[Planned], number: int) -> list[Planned]:
 async def _carry_out(
     clients: Sequence[ClientProcess], jobs: Sequence[ClientJob], course: _Course, stages: Stages
 ) -> list[Ended]:
-    """Give each client its job, begin all at one moment, and collect until all have ended."""
+    """Give each client its job, start all at once, and collect until all have ended."""
     for client, job in zip(clients, jobs, strict=True):
         await client.tell(job)
     for client in clients:

@@ -1,11 +1,11 @@
 """Chooses the next load to measure, to find the highest that meets the objectives.
 
-Pure: from what is known of some loads follows the next one. First the loads that were asked for;
-then, if none of them held or none failed, loads further down or up by a factor; then the middle
-between the highest that held and the lowest that failed, until they are near one another.
+Pure: the next load follows from the verdicts so far. First come the requested loads; then, if none
+of them held or none failed, loads lower or higher by a factor; then the middle between the highest
+that held and the lowest that failed, until they are close together.
 
-More load should never be easier. Where a measurement says so all the same, the lowest load that
-failed counts, and the contradiction is told: one lucky run must not become a capacity.
+More load should never be easier. If a measurement says otherwise, the lowest load that failed
+counts, and the contradiction is reported: one lucky run must not become a capacity.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import msgspec
 
 _GROWTH: Final = 2.0
 _SHRINK_LIMIT: Final = 1024.0
-"""A rate is given up so many times below the start."""
+"""The search ends this factor below the start rate."""
 
 
 class LoadAxis(enum.Enum):
-    """What a load is."""
+    """The kind of a load."""
 
     RATE = "rate"
     CONCURRENCY = "concurrency"
 
     @property
     def unit(self) -> str:
-        """Behind a load, for people."""
+        """The unit after a load, for people."""
         return "req/s" if self is LoadAxis.RATE else "at once"
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
-    """How to look.
+    """How to search.
 
     Attributes:
-        loads: To measure in any case, ascending; empty begins at `start`.
-        highest: Where it stops to grow.
-        is_narrowing: Whether to look further than `loads`.
+        loads: Loads to measure in any case, ascending; empty starts at `start`.
+        highest: The highest load that it tries.
+        is_narrowing: Whether to search beyond `loads`.
         tolerance: See `SweepConfig`.
     """
 
@@ -51,10 +51,10 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
 
     def next_load(self, verdicts: Mapping[float, bool]) -> float | None:
-        """The load to measure now, or None if it is over.
+        """Return the next load to measure, or None at the end.
 
         Args:
-            verdicts: Of the loads that were measured: whether each held.
+            verdicts: Whether each measured load held.
         """
         for load in self.loads:
             if load not in verdicts:
@@ -91,7 +91,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bracket(msgspec.Struct, frozen=True):
-    """What is known of the highest load that holds.
+    """The result about the highest load that holds.
 
     Attributes:
         held: The highest that held and has no failed load below it; None if there is none.

@@ -12,14 +12,14 @@ _BOM: Final = b"\xef\xbb\xbf"
 
 
 class EventParser:
-    """Collects bytes, and gives the data of each event that they complete."""
+    """Collects bytes, and returns the data of each complete event."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._is_first = True
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take what was read; returns the data of the events that are complete now, in order.
+        """Add bytes; return the data of newly completed events, in order.
 
         Data of several lines is joined by line feeds. Comments, other fields, and events
         without data are left out.

@@ -1,7 +1,7 @@
-"""Asks a pdserve deployment where each request's time went, while the run goes on.
+"""Asks a pdserve deployment for the stages of each request during the run.
 
-A pdserve proxy and a pdserve engine keep the requests that ended last (`/debug/requests`); what
-they say of ours goes into the outcomes. Any other server is left alone after one question.
+pdserve's proxies and engines keep their last finished requests (`/debug/requests`); their data on
+ours goes into the outcomes. Other servers are asked only once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 from pdserve.bench.records import Outcome
 
 FETCH_EVERY: Final = 1024
-"""Requests that may end before the server is asked again; it keeps 4096."""
+"""Requests that may finish before the server is asked again; it keeps 4096."""
 _NUM_KEPT: Final = 4096
 
 
 class ToldRequest(msgspec.Struct, kw_only=True):
-    """What a server says of one finished request; only what is used here."""
+    """A server's record of one finished request, as far as used here."""
 
     request_id: str
     seq: int = 0
@@ -36,11 +36,11 @@ class _Page(msgspec.Struct, kw_only=True):
 
 
 class Stages:
-    """What one server has told so far.
+    """The records from one server so far.
 
     Attributes:
-        is_told: Whether it tells at all; known after `begin`.
-        by_id: By request id.
+        is_told: Whether it reports stages at all; known after `begin`.
+        by_id: Records by request id.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Stages:
         self.by_id: dict[str, ToldRequest] = {}
 
     async def begin(self) -> None:
-        """Find out whether it tells, and where to begin."""
+        """Find out whether it reports stages, and where to begin."""
         page = await self._ask(1)
         self.is_told = page is not None
         if page is not None and page.finished:
             self._seq = max(each.seq for each in page.finished)
 
     async def fetch(self) -> None:
-        """Take what has ended since the last time."""
+        """Read the requests that ended since the last time."""
         if not self.is_told:
             return
         page = await self._ask(_NUM_KEPT)
@@ -70,11 +70,11 @@ class Stages:
             self._seq = max(self._seq, each.seq)
 
     def lacks(self, outcomes: Sequence[Outcome]) -> bool:
-        """Whether an answered request is not told of yet."""
+        """Whether an answered request has no record yet."""
         return any(each.is_good and each.request_id not in self.by_id for each in outcomes)
 
     def fill_in(self, outcomes: Sequence[Outcome]) -> None:
-        """Put what was told into the outcomes."""
+        """Put the records into the outcomes."""
         for outcome in outcomes:
             told = self.by_id.get(outcome.request_id)
             if told is not None:
@@ -83,7 +83,7 @@ class Stages:
                 outcome.kv_mode = told.kv_mode or ""
 
     async def engines(self) -> list[dict[str, str]]:
-        """Return what the deployment consists of, as far as it says: engines that served."""
+        """Return the engines of the deployment that served, as far as it reports them."""
         seen: dict[tuple[str, str], None] = {}
         for told in self.by_id.values():
             for role, url in (("prefill", told.prefill), ("decode", told.decode)):

@@ -1,13 +1,13 @@
 """Measures an endpoint at several loads, and finds the highest that meets the objectives.
 
-Loads that were asked for are measured in turn, then all of them again, `num_runs` times over: a
-machine that gets slower for a while slows all of them, not one. Loads that the search adds are
-measured `num_runs` times in a row, because each decides about the next. Between two runs engines
-forget their prefixes, so that no run finds what another one left; an endpoint that cannot do that
-is reported. Repeats differ in their seed; all loads of one repeat have the same.
+Requested loads are measured in turn, and all of them `num_runs` times, so that a temporarily slow
+machine affects all of them, not one. Loads that the search adds are measured `num_runs` times in a
+row, because each determines the next. Between two runs engines reset their prefix caches, so that
+no run benefits from another; an endpoint that cannot do that is reported. Repeats have different
+seeds; all loads of one repeat have the same.
 
-A load *holds* if, of all requests of all its runs, the wanted share was answered and kept every
-objective; failed requests count as not kept. Knows neither HTTP nor data sets: `measure` does.
+A load *holds* if the required share of all requests of all its runs was answered and met every
+objective; failed requests count as missed. Knows neither HTTP nor data sets: `measure` does.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ KIND: Final = "sweep"
 
 Figures = Mapping[str, Any]
 Measure = Callable[[float, int], Awaitable[Figures]]
-"""Runs one load once: (load, repeat from 0) to `figures.figures` of the run."""
+"""Runs one load once: maps (load, repeat from 0) to the run's `figures.figures`."""
 
 
 class Point(msgspec.Struct, kw_only=True):
-    """One load and what was seen there.
+    """One load and its results.
 
     Attributes:
         rate: Requests per second, in a sweep over rates.
         concurrency: Requests in flight, in a sweep over those.
         runs: Figures of each run, by repeat.
-        num_requests, num_kept: Over all runs: sent and not given up on purpose; and answered
-            within every objective.
-        attainment: Their share; None without objectives.
-        holds: Whether that is enough; None without objectives.
-        why_not: Why its figures may not be believed; empty if they may.
+        num_requests, num_kept: Over all runs: requests sent and not cancelled on purpose; and those
+            answered within every objective.
+        attainment: The share of the latter; None without objectives.
+        holds: Whether that share is enough; None without objectives.
+        why_not: Why its figures are not valid; empty if they are.
     """
 
     rate: float | None = None
@@ -61,18 +61,18 @@ class Point(msgspec.Struct, kw_only=True):
 
 
 class Sweep(msgspec.Struct, kw_only=True):
-    """A whole sweep, as its file has it.
+    """A whole sweep, as in its file.
 
     Attributes:
-        kind: Tells it from other files.
+        kind: Identifies the file as a sweep.
         slo: Objectives by name, in milliseconds; empty if none were given.
-        share: Of the requests that must keep them.
+        share: Share of the requests that must meet them.
         axis: "rate" or "concurrency".
-        points: By load, ascending.
+        points: Points by load, ascending.
         best_rate, best_concurrency: The highest load that holds with none below it that fails;
             None if there is none, or there are no objectives.
-        is_bracketed: A load above the best was measured and failed, so the limit is known; False
-            if the best is only a lower bound, or even the lowest load failed.
+        is_bracketed: Whether a load above the best was measured and failed, so that the limit is
+            known; False if the best is only a lower bound, or even the lowest load failed.
         statements: Sentences that belong to the result.
     """
 
@@ -111,15 +111,14 @@ async def carry_out(
 ) -> None:
     """Measure until the search is over, and write points, the best and statements into `sweep`.
 
-    An endpoint that ends on the way ends the sweep; what was measured until then stays, with a
-    statement that says so.
+    If the endpoint ends, the sweep ends too; earlier measurements stay, with a statement about it.
 
     Args:
         sweep: Filled while it runs.
-        search: Which loads.
-        measure: Runs one.
-        num_runs: Of each load.
-        on_run: Told after each run: its point, and which repeat it was.
+        search: The loads to measure.
+        measure: Runs one load.
+        num_runs: Runs of each load.
+        on_run: Called after each run with its point and repeat.
     """
     points: dict[float, Point] = {}
 
@@ -162,7 +161,7 @@ def _add(point: Point, figures: dict[str, Any], sweep: Sweep) -> None:
 
 
 def _num_counted(figures: Figures) -> int:
-    """Requests that were to be answered: not those that the client gave up on purpose."""
+    """Number of requests that the client did not cancel on purpose."""
     return int(figures["num_prompts"]) - int(figures["pdserve"]["cancelled"])
 
 
@@ -172,7 +171,7 @@ def _verdicts(points: Mapping[float, Point]) -> dict[float, bool]:
 
 
 def conclude(sweep: Sweep, search: Search) -> None:
-    """Write into `sweep` which load is the best, and what must be said about it."""
+    """Write the best load, and statements about it, into `sweep`."""
     axis, points = search.axis, {point.load: point for point in sweep.points}
     doubtful = [point for point in sweep.points if point.why_not]
     if doubtful:
@@ -236,7 +235,7 @@ def conclude(sweep: Sweep, search: Search) -> None:
 
 
 def _rises(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    """Neighbours of which the higher load has kept clearly more: over two standard errors."""
+    """Neighbours whose higher load did clearly better: by over two standard errors."""
     found = []
     for lower, higher in itertools.pairwise(points):
         one, other = lower.attainment, higher.attainment
@@ -251,7 +250,7 @@ def _rises(points: Sequence[Point]) -> list[tuple[Point, Point]]:
 
 
 def _needed(share: float) -> float:
-    """Requests below which one more or less moves the share over its limit by itself."""
+    """Number of requests below which a single one can move the share over its limit."""
     return 2 / (1 - share) if share < 1 else 1.0
 
 
@@ -295,7 +294,7 @@ def run_line(point: Point, repeat: int) -> str:
 
 
 def summary(sweep: Sweep) -> str:
-    """All loads, medians over their runs, and words."""
+    """All loads, medians over their runs, and statements."""
     lines = [heading(sweep)]
     for point in sweep.points:
         verdict = {True: "  holds", False: "  fails", None: ""}[point.holds]
@@ -316,7 +315,7 @@ def summary(sweep: Sweep) -> str:
 
 
 def _medians(runs: Sequence[Figures]) -> list[str]:
-    """Over the runs that have answers: where none was answered there is no latency."""
+    """Median over the runs with answers, because the others have no latency."""
     answered = [run for run in runs if run["completed"]]
     if not answered:
         return ["-"] * len(COLUMNS)
@@ -346,7 +345,7 @@ def _share(point: Point) -> str:
 
 
 def save(sweep: Sweep, path: Path) -> None:
-    """Write the sweep as one JSON object. Its directory is made if it is missing.
+    """Write the sweep as one JSON object. Its directory is created if missing.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -359,7 +358,7 @@ def save(sweep: Sweep, path: Path) -> None:
 
 
 def is_sweep(content: bytes) -> bool:
-    """Whether a file's content is what `save` writes."""
+    """Whether a file's content was written by `save`."""
     try:
         return bool(msgspec.json.decode(content, type=_AnyFile).kind == KIND)
     except msgspec.MsgspecError:
@@ -371,10 +370,10 @@ class _AnyFile(msgspec.Struct):
 
 
 def load(path: Path) -> Sweep:
-    """Read what `save` wrote.
+    """Read a file of `save`.
 
     Raises:
-        ConfigError: The file cannot be read, or is no sweep.
+        ConfigError: The file cannot be read, or is not a sweep.
     """
     try:
         sweep = msgspec.json.decode(path.read_bytes(), type=Sweep)

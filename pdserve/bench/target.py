@@ -8,14 +8,14 @@ import msgspec
 
 
 class ApiEndpoint(enum.Enum):
-    """Which endpoint of OpenAI's API requests go to."""
+    """The endpoint of OpenAI's API that requests use."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
 
     @property
     def path(self) -> str:
-        """Below the base URL."""
+        """Its path below the base URL."""
         return "/v1/chat/completions" if self is ApiEndpoint.CHAT else "/v1/completions"
 
 
@@ -24,11 +24,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         base_url: Without the API's path: `http://127.0.0.1:8000`.
-        model: What requests say as `model`; empty asks `/v1/models` and takes its first.
+        model: Model that requests name; empty uses the first in `/v1/models`.
         api_key: Sent as a bearer token; empty sends none.
-        label: What tables call it; empty takes the base URL.
-        path: Instead of the endpoint's own path; empty keeps that.
-        further_headers: Of every request, beside the key.
+        label: Its name in tables; empty uses the base URL.
+        path: Replaces the endpoint's own path; empty keeps it.
+        further_headers: Additional headers for every request.
     """
 
     base_url: str
@@ -41,11 +41,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def url(self) -> str:
-        """Where requests are posted."""
+        """The URL for requests."""
         return self.base_url.rstrip("/") + (self.path or self.endpoint.path)
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request says about its sender."""
+        """The headers for authentication and the additional ones."""
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return key | self.further_headers

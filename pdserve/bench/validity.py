@@ -1,9 +1,9 @@
-"""Decides whether a run's figures can be trusted, and explains why in plain words.
+"""Decides whether a run's figures are valid, and explains why not.
 
-A benchmark that runs out of client measures itself. Three things tell: requests that were sent
-late, timers that went off late (the times of chunks are late by as much), and a client process
-that had no time left. And one whose server has to share its cores with programs that are no part
-of the run measures those, too.
+A benchmark with an overloaded client measures itself. There are three signs: requests that were
+sent late, timers that fired late (the times of chunks are late by the same amount), and a client
+process without spare time. If the server shares its cores with programs outside the run, the
+benchmark measures those too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pdserve.bench.priority import Priority
 from pdserve.bench.records import TOLD, CoresUsed, Outcome, RunHealth
 
 MAX_LAG_SHARE: Final = 0.05
-"""Of the median TTFT: how late 99 of 100 requests may be sent, and how late timers may be."""
+"""Share of the median TTFT by which 99 of 100 requests, and timers, may be late."""
 MAX_CPU_SHARE: Final = 0.9
 MAX_STOLEN_SHARE: Final = 0.1
-"""Of the cores: what others may use. The kernel's own work for a run is half of that."""
+"""Share of the cores that others may use. The kernel's own work for a run is half of that."""
 _NOTED_ITL_SHARE: Final = 0.2
 
 
@@ -33,14 +33,14 @@ def judge(
     priority: Priority = Priority.USUAL,
     cores: CoresUsed | None = None,
 ) -> RunHealth:
-    """Judge a run by its client, and by who used the cores.
+    """Judge a run by its client and by the use of cores.
 
     Args:
-        outcomes: Of all client processes.
-        loop_lags_s: How late timers were, of all of them.
-        cpu_shares: Of one core, by process.
-        priority: How they were scheduled.
-        cores: None if nobody knows.
+        outcomes: Outcomes of all client processes.
+        loop_lags_s: Timer delays of all of them.
+        cpu_shares: CPU time of each process, as a share of one core.
+        priority: Their scheduling.
+        cores: Use of the cores; None if unknown.
     """
     sent = [max(0.0, each.sent_s - each.scheduled_s) for each in outcomes if each.status]
     good = [each for each in outcomes if each.is_good]

@@ -1,9 +1,9 @@
-"""The rate-matched bound: what P/D could reach if nothing but the two engines' rates counted.
+"""The rate-matched bound: the throughput of P/D if only the two engines' rates mattered.
 
-`out_tok_s / (num_ctx * gen_rate / ctx_rate + num_gen)` is the output per core when just so
-many prefill cores stand beside the decode cores that neither waits for the other. It knows no
-hand-over, no proxy and no client, and engines cannot be divided: a deployment comes near it
-and does not pass it. The name and the formula are TensorRT-LLM's.
+`out_tok_s / (num_ctx * gen_rate / ctx_rate + num_gen)` is the output per core with exactly enough
+prefill cores for the decode cores that neither side waits for the other. It ignores handoffs, proxy
+and client, and that engines cannot be divided: a deployment can approach but not exceed it. The
+name and the formula are TensorRT-LLM's.
 """
 
 from __future__ import annotations

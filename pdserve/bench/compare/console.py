@@ -1,4 +1,4 @@
-"""Prints the comparison's table as text. Knows no process and no page."""
+"""Formats the comparison's table as text. Knows no process and no page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.bench.digits import number
 
 
 def tables(comparison: Comparison) -> str:
-    """A table for each rate: figures, and below each how many times better than the baseline."""
+    """A table for each rate: each figure, and below it the improvement over the baseline."""
     parts = []
     for rate in comparison.request_rates:
         if rate is not None:

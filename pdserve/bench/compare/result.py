@@ -1,7 +1,7 @@
 """The result of a comparison (deployments, runs, single-engine rates) and its file.
 
-The file keeps every run with its outcomes, so that tables and pictures can be made again of
-it (`pdserve bench plot`). Knows no process and no picture.
+The file keeps every run with its outcomes, so that tables and plots can be made from it again
+(`pdserve bench plot`). Knows no process and no picture.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """One side of the comparison.
 
     Attributes:
-        label: In tables and legends; unique.
-        words: What it is.
-        is_disaggregated: Prefill and decode run on different engines.
-        is_peer: It ran already, on resources that nobody here has counted.
-        num_cores: That its engines share; 0 of a peer.
+        label: Unique name in tables and legends.
+        words: Its description.
+        is_disaggregated: Whether prefill and decode run on different engines.
+        is_peer: Whether it was already running, on unknown resources.
+        num_cores: Cores that its engines share; 0 for a peer.
         num_prefill, num_decode: Engines of a P/D deployment.
-        is_crowded: Some of its engines share a core.
-        commands: That start it, as a person would write them.
-        ready_s: Seconds from its first process to ready, at each start.
+        is_crowded: Whether some of its engines share a core.
+        commands: Commands that start it, as a person would write them.
+        ready_s: Seconds from its first process until it is ready, for each start.
     """
 
     label: str
@@ -52,7 +52,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """One run of one deployment.
 
     Attributes:
-        rate: Requests per second; None if the data set says when requests are due.
+        rate: Requests per second; None if the data set sets the times of its requests.
         repeat: 0, 1, ...; runs of one repeat are near one another in time.
     """
 
@@ -63,10 +63,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine alone does on its share of the cores, with the comparison's requests.
+    """The rates of one engine alone on its share of the cores, with the comparison's requests.
 
     Attributes:
-        num_cores: Of that engine.
+        num_cores: Cores of that engine.
         ctx_rate: Prompts per second, when it does nothing else.
         gen_rate: Answers per second, when all prompts are in its cache.
         out_tok_s: Output tokens per second of the same run.
@@ -79,18 +79,18 @@ class EngineRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, kw_only=True):
-    """All that a report says is derived from this.
+    """A comparison, from which every report is derived.
 
     Attributes:
-        format: Of the file.
+        format: Version of the file format.
         title: One line: model and data set.
-        model: As it was written.
+        model: Model as the user wrote it.
         baseline: Label of the deployment that ratios refer to.
-        deployments: In the order of the table.
-        measured: In the order of time.
-        rates: Of one engine; None if they were not measured.
-        slos: Goodput counts requests that keep all of them.
-        command: That repeats the comparison.
+        deployments: Deployments in the order of the table.
+        measured: Runs in order of time.
+        rates: Rates of one engine; None if not measured.
+        slos: Objectives; goodput counts requests that meet all of them.
+        command: Command that repeats the comparison.
         environment: Hardware, software and date, by name.
         notes: Sentences about what happened while it ran.
     """
@@ -108,7 +108,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     notes: list[str] = []
 
     def deployment(self, label: str) -> Deployment:
-        """The one called `label`."""
+        """Return the deployment with this label."""
         return next(each for each in self.deployments if each.label == label)
 
     def runs(self, label: str, rate: float | None) -> list[Run]:
@@ -117,7 +117,7 @@ class Comparison(msgspec.Struct, kw_only=True):
         return [each.run for each in sorted(found, key=lambda each: each.repeat)]
 
     def why_not(self, label: str, rate: float | None) -> list[str]:
-        """Why runs of a deployment at a rate do not count; empty if all of them do."""
+        """Why runs of a deployment at a rate are not valid; empty if all are."""
         runs = self.runs(label, rate)
         return list(dict.fromkeys(reason for run in runs for reason in run.health.why_not))
 
@@ -129,7 +129,7 @@ class Comparison(msgspec.Struct, kw_only=True):
 
 
 def compact(run: Run) -> Run:
-    """The same run with times rounded to 10 us and without generated text, to be kept in a file."""
+    """Return the run with times rounded to 10 us and without text, for a file."""
     return msgspec.structs.replace(run, outcomes=[_compact(each) for each in run.outcomes])
 
 
@@ -151,14 +151,14 @@ def save(
 ) -> None:
     """Write a comparison as JSON.
 
-    Instead of `chunk_s` a request has `chunk_ticks`: the first chunk's time and then the gaps,
-    in units of 10 us; `chunk_tokens` is left out where every chunk has one. That makes the file a
-    third as large.
+    Instead of `chunk_s` a request has `chunk_ticks`: the first chunk's time and then the gaps, in
+    units of 10 us; `chunk_tokens` is left out if every chunk has one token. The file is then a
+    third of the size.
 
     Args:
-        comparison: Of runs that went through `compact`.
-        path: Its directory is made if it is missing; an existing file is replaced.
-        headline: What the figures say in short, for whoever reads no more; `load` leaves it out.
+        comparison: A comparison of runs returned by `compact`.
+        path: Its directory is created if missing; an existing file is replaced.
+        headline: A summary for readers; `load` ignores it.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -180,15 +180,15 @@ def save(
 
 
 def is_comparison(content: bytes) -> bool:
-    """Whether a file's content is what `save` writes."""
+    """Whether a file's content was written by `save`."""
     return f'"format":"{FORMAT}"'.encode() in content[:200].replace(b" ", b"")
 
 
 def load(path: Path) -> Comparison:
-    """Read what `save` wrote.
+    """Read a file of `save`.
 
     Raises:
-        ConfigError: The file cannot be read or is no comparison.
+        ConfigError: The file cannot be read or is not a comparison.
     """
     try:
         content = msgspec.json.decode(path.read_bytes())
@@ -205,9 +205,9 @@ def load(path: Path) -> Comparison:
 
 
 def of_runs(runs: Sequence[Run], slos: Sequence[Slo]) -> Comparison:
-    """A comparison of runs that were made one by one; equal labels are repeats.
+    """Return a comparison of separate runs; equal labels are repeats.
 
-    The first run's label is the baseline. Runs tell no topology, so nothing is said of cores.
+    The first run's label is the baseline. Runs have no topology, so the cores are unknown.
     """
     labels = list(dict.fromkeys(run.label for run in runs))
     measured = []

@@ -1,8 +1,8 @@
 """The table of a comparison: figures of each deployment over its repeats, and ratios.
 
-A figure is computed for every run by itself; the table shows the median over the repeats, and
-the least and greatest of them say how much it can be trusted. Percentiles are numpy's (linear
-between neighbours), as vLLM's. Knows no text and no picture.
+A figure is computed for every run separately; the table shows the median over the repeats, and the
+lowest and highest show how reliable it is. Percentiles are numpy's (linear between neighbours), as
+in vLLM. Knows no text and no plot.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pdserve.bench.goodput import Slo, is_within
 from pdserve.bench.records import Outcome, Run
 
 _BEHIND: Final = 0.25
-"""Of a schedule's length: who owes answers for longer after its end fell behind."""
+"""Share of a schedule's length: a deployment that answers for longer after its end fell behind."""
 _LEAST_BEHIND_S: Final = 2.0
 
 STEADY: Final = "steady"
-"""Group of `pd-interference` whose gaps between tokens are what disaggregation is for."""
+"""Group of `pd-interference` whose gaps between tokens disaggregation should improve."""
 
 
 class Figure(enum.Enum):
@@ -63,8 +63,8 @@ class Value:
     """A figure over repeats.
 
     Attributes:
-        median: What the table shows.
-        low, high: Over the repeats.
+        median: The value in the table.
+        low, high: Lowest and highest over the repeats.
     """
 
     median: float
@@ -73,17 +73,17 @@ class Value:
 
     @property
     def noise(self) -> float:
-        """From least to greatest, as a share of the median."""
+        """From lowest to highest, as a share of the median."""
         return (self.high - self.low) / self.median if self.median else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times better a deployment is than the baseline; below 1 it is worse.
+    """A deployment's improvement over the baseline, as a factor; below 1 it is worse.
 
     Attributes:
-        median: Of the two medians.
-        low, high: Over the repeats, each against the baseline's of the same repeat.
+        median: Ratio of the two medians.
+        low, high: Over the repeats, each against the same repeat of the baseline.
     """
 
     median: float
@@ -96,11 +96,11 @@ class Row:
     """One deployment at one rate.
 
     Attributes:
-        values: A figure is missing where no request had it.
-        ratios: Against the baseline; empty for the baseline itself.
-        num_requests, num_failed: Over all repeats.
-        why_not: Why runs of it do not count; empty if all of them do.
-        is_behind: In some run the deployment did not keep up with the schedule.
+        values: Figures; one is missing if no request had it.
+        ratios: Ratios to the baseline; empty for the baseline itself.
+        num_requests, num_failed: Totals over all repeats.
+        why_not: Why runs of it are not valid; empty if all are.
+        is_behind: Whether the deployment fell behind the schedule in some run.
     """
 
     label: str
@@ -114,7 +114,7 @@ class Row:
 
     @property
     def is_valid(self) -> bool:
-        """Whether all of its runs count."""
+        """Whether all of its runs are valid."""
         return not self.why_not
 
 
@@ -174,7 +174,7 @@ def _ratios(
 
 
 def better(figure: Figure, value: float, base: float) -> float | None:
-    """How many times better `value` is than `base`; None if one of them is 0."""
+    """Return the improvement of `value` over `base` as a factor; None if one of them is 0."""
     if value <= 0 or base <= 0:
         return None
     return base / value if figure.less_is_better else value / base
@@ -183,7 +183,7 @@ def better(figure: Figure, value: float, base: float) -> float | None:
 def figures_of(run: Run, slos: Sequence[Slo]) -> dict[Figure, float]:
     """The figures of one run.
 
-    TTFT and rates are of all requests; ITL and TPOT of the steady group where there is one.
+    TTFT and rates cover all requests; ITL and TPOT only the steady group if there is one.
     """
     good = [one for one in run.outcomes if one.is_good]
     figures: dict[Figure, float] = {}
@@ -225,7 +225,7 @@ def steady(run: Run) -> list[Outcome]:
 
 
 def others(run: Run) -> list[Outcome]:
-    """Requests of the other groups, if there is a steady one: whose prompts interfere."""
+    """Requests of the other groups, whose prompts interfere; none without a steady group."""
     if not has_steady(run):
         return []
     return [one for one in run.outcomes if one.group != STEADY and one.is_good]
@@ -237,9 +237,9 @@ def has_steady(run: Run) -> bool:
 
 
 def fell_behind(run: Run) -> bool:
-    """Whether answers were still owed long after the last request was due.
+    """Whether answers were still missing long after the last request was due.
 
-    Long is a quarter of the schedule, and what a request of the slowest group takes at best.
+    Long is a quarter of the schedule plus the best time of a request of the slowest group.
     """
     good = [one for one in run.outcomes if one.is_good]
     if not good:
@@ -252,7 +252,7 @@ def fell_behind(run: Run) -> bool:
 
 
 def typical(runs: Sequence[Run]) -> Run:
-    """The run that pictures of single requests show: the one with the median ITL p99."""
+    """The run for plots of single requests: the one with the median ITL p99."""
 
     def height(run: Run) -> float:
         return figures_of(run, ()).get(Figure.ITL_P99, 0.0)
@@ -265,14 +265,14 @@ def _has_failed(outcome: Outcome) -> bool:
 
 
 _PREFILL: Final = "prefill"
-"""The stage in which the prompt is computed, by a pdserve server's account."""
+"""The stage in which the prompt is computed, as a pdserve server reports it."""
 
 
 def prefill_of(one: Outcome) -> tuple[float, float]:
-    """When a request's prompt was computed, in seconds of the run.
+    """The time in which a request's prompt was computed, in seconds of the run.
 
-    By the server's account; without one from when it was sent to its first token, in which the
-    queue is, too.
+    As the server reports it; otherwise from its sending to its first token, which includes the
+    queue.
     """
     if _PREFILL not in one.stages:
         return one.sent_s, one.chunk_s[0]
@@ -285,7 +285,7 @@ def prefill_of(one: Outcome) -> tuple[float, float]:
 
 
 def beside_prefills(run: Run) -> tuple[int, int]:
-    """How many gaps of steady decoders overlap an interfering prompt's prefill; of how many."""
+    """Count the steady decoders' gaps that overlap an interfering prefill, and all gaps."""
     spans = np.array(sorted(prefill_of(one) for one in others(run))).reshape(-1, 2)
     gaps = np.array(
         [pair for one in steady(run) for pair in itertools.pairwise(one.chunk_s)]

@@ -1,12 +1,11 @@
 """The deployments of a comparison, on the same cores or devices, and how they share them.
 
-Pure: from words like `2:1` and a list of cores to engines with their places. Knows no
-process, no port and no flag of an engine but those that make a deployment what it is.
+Pure: turns words like `2:1` and a list of cores into engines with their places. Knows no process,
+no port, and only the engine flags that define a deployment.
 
-Every deployment gets the same cores, all of them. What needs no core of its own (proxy, client)
-runs on any of them, beside the engines, in every deployment alike. Where a P/D deployment has more
-engines than there are cores, those of one role share a core (`Topology.crowded`); prefill and
-decode share one only if there is no other.
+Every deployment gets all of the same cores. Proxy and client run on any of them beside the engines,
+in every deployment alike. If a P/D deployment has more engines than cores, those of one role share
+a core (`Topology.crowded`); prefill and decode share one only if there is no other.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ STARTED: Final = (
     Kind.REPLICAS_UNCHUNKED,
     Kind.DISAGGREGATED,
 )
-"""Kinds that a user may ask for by name."""
+"""Kinds that a user may name."""
 
 _PAIR: Final = re.compile(r"([1-9][0-9]*):([1-9][0-9]*)")
 
@@ -55,9 +54,9 @@ class EnginePlace:
     """One engine of a deployment.
 
     Attributes:
-        name: Unique in the deployment.
-        cores: Where it may run, and how many threads it has; of a deployment on devices:
-            the devices it sees.
+        name: Unique name in the deployment.
+        cores: The cores that it may use, one thread for each; for a deployment on devices, its
+            visible devices.
     """
 
     name: str
@@ -70,11 +69,11 @@ class Topology:
     """One deployment of a comparison.
 
     Attributes:
-        label: What the table calls it.
-        engines: None of a peer, which runs already.
+        label: Its name in tables.
+        engines: Its engines; none for a peer, which is already running.
         chunk_tokens: Token budget of a step of its colocated engines; None leaves the default.
-        url: Of a peer.
-        has_store: Its engines share a store of KV, which begins empty.
+        url: URL of a peer.
+        has_store: Whether its engines share a KV store, which starts empty.
     """
 
     label: str
@@ -86,12 +85,12 @@ class Topology:
 
     @property
     def has_proxy(self) -> bool:
-        """Whether requests go through a proxy; one engine alone is asked directly."""
+        """Whether requests go through a proxy; a single engine gets them directly."""
         return len(self.engines) > 1
 
     @property
     def crowded(self) -> dict[int, list[str]]:
-        """Cores that several engines run on, and which."""
+        """Cores that several engines share, and those engines."""
         tenants: dict[int, list[str]] = {}
         for engine in self.engines:
             for core in engine.cores:
@@ -105,7 +104,7 @@ class Topology:
 
     @property
     def words(self) -> str:
-        """What it is, for people."""
+        """Its description for people."""
         return f"{self._words}, with a KV store" if self.has_store else self._words
 
     @property
@@ -152,7 +151,7 @@ def pairs(words: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def share(units: Sequence[int], num: int, *, what: str = "cores") -> list[tuple[int, ...]]:
-    """Divide units among `num` engines, in order, as evenly as can be; the first get more.
+    """Divide units among `num` engines, in order and as evenly as possible; the first get more.
 
     Raises:
         ConfigError: There are fewer units than engines.
@@ -181,17 +180,17 @@ def plan(
     what: str = "cores",
     may_share: bool = False,
 ) -> list[Topology]:
-    """Decide which deployments are compared; the first colocated one is the baseline.
+    """Decide which deployments to compare; the first colocated one is the baseline.
 
     Args:
-        kinds: Without peers.
+        kinds: Kinds of deployments, without peers.
         ratios: Prefill and decode engines of each P/D deployment.
         units: Cores (or devices), all of which every deployment uses.
-        chunk_tokens: Token budgets that the chunked colocated kinds are started with, one
-            deployment each; empty leaves the engine's default.
+        chunk_tokens: Token budgets of the chunked colocated kinds, one deployment each; empty
+            leaves the engine's default.
         what: Cores or devices, for messages.
-        may_share: Engines of a P/D deployment that outnumber the units share them; there are
-            never more replicas than units.
+        may_share: Whether engines of a P/D deployment may share units if there are too few; there
+            are never more replicas than units.
 
     Raises:
         ConfigError: Engines outnumber units and may not share them.
@@ -213,7 +212,7 @@ def plan(
 
 
 def with_store(topology: Topology) -> Topology:
-    """Return the same deployment with a store of KV that its engines share."""
+    """Return the same deployment with a KV store that its engines share."""
     return dataclasses.replace(topology, label=f"{topology.label} + store", has_store=True)
 
 
@@ -253,7 +252,7 @@ def _disaggregated(
 
 
 def _crowd(units: Sequence[int], prefills: int, decodes: int) -> list[tuple[int, ...]]:
-    """One unit for each engine, where there are fewer units; roles are kept apart, if they can."""
+    """Return a unit for each engine if there are fewer units; roles are kept apart if possible."""
     if len(units) == 1:
         return [(units[0],)] * (prefills + decodes)
     num = round(len(units) * prefills / (prefills + decodes))
@@ -272,7 +271,7 @@ def peers(words: Sequence[str]) -> list[Topology]:
     """Read `--peer`: running endpoints, each a URL with or without `label=` before it.
 
     Raises:
-        ConfigError: A word has no URL, or a label stands there twice.
+        ConfigError: A word has no URL, or a label occurs twice.
     """
     found: list[Topology] = []
     for word in words:
@@ -294,7 +293,7 @@ def peers(words: Sequence[str]) -> list[Topology]:
 
 
 def baseline(topologies: Sequence[Topology]) -> str:
-    """The label of what the others are compared with: the first colocated one with chunks."""
+    """The label of the baseline: the first colocated deployment with chunks."""
     for kind in (Kind.COLOCATED, Kind.REPLICAS):
         for topology in topologies:
             if topology.kind is kind:

@@ -1,7 +1,7 @@
 """States in sentences what the figures show and what they cannot show.
 
-Every sentence is made of figures in the comparison, and claims no more than they hold: a
-difference within the spread of the repeats is called one. Knows no picture.
+Every sentence is based on figures in the comparison, and claims no more than they support: a
+difference within the spread of the repeats is reported as no clear difference. Knows no plot.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from pdserve.bench.digits import number
 from pdserve.bench.records import Run
 
 GOAL = 5.0
-"""How many times better ITL p99 under bursts of prompts shall be, after the design."""
+"""The design's goal for the improvement of ITL p99 under bursts of prompts, as a factor."""
 
 _SEEN_BY_P99 = 0.02
 LOAD = "load average before"
-"""In the environment: of the last minute before the first deployment was started."""
+"""Key of the load average of the last minute before the first deployment was started."""
 _BUSY_SHARE = 0.5
 _FULL_SHARE = 0.85
-"""Of the cores: so much in use on average is all of them at the times that matter."""
+"""Share of the cores: with this average use, all of them are busy at the times that matter."""
 
 _SAME = 0.03
-"""A difference of so little is called none even where the repeats happen to agree."""
+"""A smaller difference counts as none, even if the repeats happen to agree."""
 _SAME_IN_ONE_RUN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The figure that disaggregation is for.
+    """The figure that disaggregation should improve.
 
     Attributes:
         label: The P/D deployment with the best one.
         text: One sentence.
-        ratio: Against the baseline.
-        has_goal: The design has a goal for it: there are steady decoders.
+        ratio: Ratio to the baseline.
+        has_goal: Whether the design has a goal for it, as with steady decoders.
         num_runs: Runs of each deployment.
-        why_not: Why the figure does not count, as sentences; empty if it does.
-        strictest: Against the best of all colocated ones; None if there is just one.
+        why_not: Sentences that say why the figure is not valid; empty if it is.
+        strictest: Ratio to the best colocated deployment; None if there is just one.
     """
 
     label: str
@@ -112,7 +112,7 @@ def headline(comparison: Comparison, rate: float | None) -> Headline | None:
 
 
 def headline_facts(comparison: Comparison, rate: float | None) -> dict[str, object] | None:
-    """The headline for the comparison's file: figure, whether it counts, and what goes with it."""
+    """The headline for the comparison's file: the figure, its validity and its context."""
     found = headline(comparison, rate)
     if found is None:
         return None
@@ -134,7 +134,7 @@ def _is_interference(comparison: Comparison, rate: float | None) -> bool:
 
 
 def sentences(comparison: Comparison, rate: float | None) -> list[str]:
-    """What the table says about each deployment against the baseline, at one rate."""
+    """Sentences that compare each deployment with the baseline at one rate."""
     found = []
     for row in rows(comparison, rate):
         if not row.ratios:
@@ -162,9 +162,9 @@ def sentences(comparison: Comparison, rate: float | None) -> list[str]:
 
 
 def is_within_noise(ratio: Ratio) -> bool:
-    """Whether the repeats do not agree on which side is better, or hardly differ.
+    """Whether the repeats disagree on which side is better, or hardly differ.
 
-    One run (its least ratio is its greatest) says nothing of how far repeats would lie apart.
+    A single run (its lowest ratio is its highest) does not show the spread of repeats.
     """
     least = _SAME if ratio.low < ratio.high else _SAME_IN_ONE_RUN
     return ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1.0) < least
@@ -177,7 +177,7 @@ def _times(ratio: float) -> str:
 
 
 def caveats(comparison: Comparison) -> list[str]:
-    """What has to be known before the figures are believed."""
+    """Limits of the figures that readers must know."""
     found = []
     ours = [each for each in comparison.deployments if not each.is_peer]
     for rate in comparison.request_rates:
@@ -239,7 +239,7 @@ def _validity(table: Sequence[Row], rate: float | None) -> list[str]:
 
 
 def _schedule(comparison: Comparison, rate: float | None) -> list[str]:
-    """Whether the schedule fits: neither too much for a deployment, nor too little to see."""
+    """Sentences on a schedule that is too much for a deployment, or too little to see an effect."""
     found = []
     at = "" if rate is None else f" at {rate:g} requests/s"
     for each in comparison.deployments:
@@ -325,7 +325,7 @@ def _sharing(comparison: Comparison, ours: Sequence[Deployment]) -> list[str]:
 
 
 def _cores_used(comparison: Comparison) -> list[str]:
-    """Who used the cores, and who had none to spare."""
+    """Sentences on who used the cores, and which deployments had none to spare."""
     words, full, cores = [], [], 0
     for each in comparison.deployments:
         runs = [m.run for m in comparison.measured if m.deployment == each.label]
@@ -402,7 +402,7 @@ def goal_words(found: Headline) -> str:
 
 
 def strictest_words(found: Headline) -> str:
-    """The same ratio against the best colocated deployment, whichever that is."""
+    """Sentence with the ratio to the best colocated deployment."""
     assert found.strictest is not None
     return (
         f"Against the colocated deployment with the best ITL p99 ({found.strictest_label}) it is "

@@ -3,8 +3,8 @@
 Each line is an object with one of
 - `"prompt"`: text, or an array of token ids (completions only), or
 - `"messages"`: chat messages (chat only), each with `"role"` and `"content"` as text;
-and, if it likes, one of `"output_tokens"` (vLLM's name) or `"max_tokens"`. Without either, 256 are
-asked for; `--custom-output-len` stands above all of them. Other fields are not looked at.
+and optionally `"output_tokens"` (vLLM's name) or `"max_tokens"`. Without either, requests ask for
+256 tokens; `--custom-output-len` overrides all of them. Other fields are ignored.
 """
 
 from __future__ import annotations

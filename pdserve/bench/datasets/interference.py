@@ -1,21 +1,21 @@
 """`pd-interference`: steady decoders beside bursts of long prompts, where disaggregation helps.
 
-Some users ask for short answers at a steady pace (group `steady`); now and then several long
-prompts come at the same moment (group `burst`). Where prefills and decodes share an engine, every
-burst makes the answers under way stand still for as long as it is computed, or, with chunked
-prefill, makes each of their tokens wait for a chunk. The steady users' ITL p99 is the figure to
-look at; a run with `--interference-burst-size 0` says what it is without bursts.
+Some users request short answers at a steady pace (group `steady`); now and then several long
+prompts arrive at once (group `burst`). If prefills and decodes share an engine, every burst stops
+the running answers while it is computed, or, with chunked prefill, makes each of their tokens wait
+for a chunk. The key figure is the steady users' ITL p99; a run with `--interference-burst-size 0`
+shows it without bursts.
 
-Every request has its own due time, whatever the answers do: each configuration that is measured
-gets the same schedule, and one that falls behind is not spared. Each user's first request is
-shifted by a share of the period, so that the steady load is even.
+Every request has its own due time, independent of the answers: each configuration gets the same
+schedule, even if it falls behind. Each user's first request is shifted by a share of the period, so
+that the steady load is even.
 
-The pace has to suit the model and the machine: with bursts too often the prefill engine falls
-behind, and its TTFT says only how long the run was; with bursts too seldom a p99 does not see
+The pace must suit the model and the machine: with too frequent bursts the prefill engine falls
+behind, and its TTFT only reflects the length of the run; with too rare bursts a p99 does not show
 them. If bursts keep one engine busy for a share u of the time, a gap between tokens is g and a
-prefill step (a chunk, or a whole prompt) takes t, bursts meet about u g / t of the gaps, however
-many users there are, and a p99 sees them if that is more than 1 %. So `calibration` measures g
-and t and sets u to a half. What it finds can be given as numbers, and is then taken as it is.
+prefill step (a chunk, or a whole prompt) takes t, bursts affect about u g / t of the gaps, whatever
+the number of users, and a p99 shows them if that is more than 1 %. So `calibration` measures g and
+t and sets u to one half. Its results can also be given as numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
     """Make the plan.
 
     Args:
-        config: Its pace is known.
+        config: Settings with a known pace.
         prompts: Writes the prompts.
 
     Raises:

@@ -1,10 +1,10 @@
 """Conversations: each turn's prompt follows everything said before it.
 
-`num_prompts` counts turns; the last conversation is shorter if they do not divide. Conversations
-begin when arrivals say; a further turn is due a pause after the answer before it has ended. Only
-the tokens that a turn adds are planned: the client puts the history in front, with the answers it
-got. How long the whole prompt then is, the server says. The turns are groups (`turn 1` ...) with
-figures of their own: from the second on, a cache where it lands can have all but what it adds.
+`num_prompts` counts turns; the last conversation is shorter if they do not divide. Arrivals set the
+start of conversations; a later turn is due a pause after the end of the previous answer. The plan
+contains only the tokens that a turn adds: the client puts the history, with the received answers,
+in front. The server reports the length of the whole prompt. The turns are groups (`turn 1` ...)
+with their own figures: from the second on, a cache can hold all but the added tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.config.datasets import DatasetConfig
 
 
 def make(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
-    """Make the plan. A conversation's turns have indices in a row.
+    """Make the plan. A conversation's turns have consecutive indices.
 
     Raises:
         ConfigError: A whole conversation exceeds the model's context.

@@ -11,10 +11,10 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of a run before arrivals are drawn.
 
     Attributes:
-        requests: By `index`. Those of a data set with times of its own have `at_s`.
+        requests: Requests by `index`. Those of a data set with its own times have `at_s`.
         description: The data set and its parameters in words, for `Run.dataset`.
-        notes: Sentences that whoever reads the figures must know: what was left out and how
-            much, what was asked twice.
+        notes: Sentences for readers of the figures: what was left out and how much, and what was
+            repeated.
     """
 
     requests: list[Planned]

@@ -1,8 +1,8 @@
 """Prompts that share a few prefixes: vLLM's `prefix_repetition`.
 
-Each prefix begins equally many prompts, in an order that is drawn. vLLM sends
-`num_prompts // num_prefixes` per prefix and drops the rest; here the rest is sent too, one more
-for the first prefixes.
+Each prefix begins the same number of prompts, in random order. vLLM sends `num_prompts //
+num_prefixes` per prefix and drops the rest; here the rest is sent too, one more for the first
+prefixes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Writes prompts of an exact number of tokens, for one model and one endpoint.
 
-A prompt is a row of *segments*. A segment's key decides its tokens, so equal keys give equal
-tokens wherever they stand: that is how data sets say what prompts share. Completions take token
-ids as they are. Chat takes text only: it is made of words that are one token each, wherever they
-stand, and the whole prompt is counted behind the model's own chat template; a prompt whose count
-is not exactly as asked for is refused, never sent.
+A prompt is a row of *segments*. A segment's key determines its tokens, so equal keys give equal
+tokens at any position: that is how data sets define what prompts share. Completions accept token
+ids. Chat accepts only text, which is made of words that are one token each at any position; the
+whole prompt is counted after the model's chat template is applied, and a prompt without the exact
+count is refused, never sent.
 
-Special tokens are never drawn: some of them end an answer.
+Special tokens are never drawn, because some of them end an answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _WORD = re.compile(r" [A-Za-z]{2,}")
 _NUM_WORDS = 4096
-"""Enough for prompts to differ; to look at all of a large vocabulary takes seconds."""
+"""Enough for prompts to differ; checking all of a large vocabulary takes seconds."""
 _MIN_WORDS = 16
 _MAX_TRIES = 8
 
@@ -40,7 +40,7 @@ class Segment(msgspec.Struct, frozen=True):
 
     Attributes:
         key: Equal keys begin with equal tokens.
-        num_tokens: How many; may be 0.
+        num_tokens: Number of tokens; may be 0.
     """
 
     key: str
@@ -48,7 +48,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Vocabulary:
-    """A model's tokens, as far as prompts are made of them. Found once, when they are needed."""
+    """The tokens of a model that prompts are made of. Found once, on first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -65,7 +65,7 @@ class Vocabulary:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """Words with a space before them that are one token, wherever they stand.
+        """Words that are a single token with a space before them, at any position.
 
         Raises:
             ConfigError: The tokenizer has hardly any.
@@ -108,10 +108,9 @@ class PromptMaker:
     """Makes and counts prompts.
 
     Args:
-        tokenizer: The model's; None if it is not at hand, which only data sets of text bear.
-        endpoint: What prompts are for.
-        max_model_len: Tokens of prompt and output together that the endpoint takes; None if
-            it does not say.
+        tokenizer: The model's tokenizer; None if unavailable, which only text data sets allow.
+        endpoint: Endpoint of the prompts.
+        max_model_len: The endpoint's maximum tokens of prompt and output together; None if unknown.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class PromptMaker:
         self.max_model_len = max_model_len
 
     def with_seed(self, seed: int) -> PromptMaker:
-        """The same for other tokens; equal seeds make equal prompts."""
+        """Return a maker of other prompts; equal seeds make equal prompts."""
         other = copy.copy(self)
         other._seed = seed
         return other
@@ -136,15 +135,15 @@ class PromptMaker:
     # ---- prompts that are made up ----------------------------------------------------
 
     def make(self, segments: Sequence[Segment], *, may_cut_all: bool = False) -> Prompt:
-        """A prompt whose token count, as the server counts it, is the segments' sum.
+        """Return a prompt whose token count, by the server's count, is the segments' sum.
 
         For chat the template's own tokens are part of the sum: the last segment is that much
         shorter.
 
         Args:
             segments: In order.
-            may_cut_all: Where the last segment is too short for that, the ones before it may be
-                cut, too, from the end. If not, what is a prompt's own is never lost.
+            may_cut_all: Whether earlier segments may be cut too, from the end, if the last one is
+                too short. If not, a prompt's own part is never lost.
 
         Raises:
             ConfigError: There is no tokenizer, or for chat no exact text of that length.
@@ -162,9 +161,9 @@ class PromptMaker:
         return [{"role": "user", "content": text}]
 
     def make_turn(self, segments: Sequence[Segment]) -> Prompt:
-        """The same for a later turn of a conversation, which stands behind others.
+        """The same for a later turn of a conversation.
 
-        For chat the sum counts the text alone, without what the template puts around it.
+        For chat the sum counts only the text, without the template's tokens.
         """
         if self.endpoint is ApiEndpoint.COMPLETIONS:
             return self.make(segments)
@@ -175,8 +174,8 @@ class PromptMaker:
         """Refuse lengths that the endpoint's model cannot take.
 
         Args:
-            num_prompt_tokens: Of the longest prompt.
-            num_output_tokens: Of its output.
+            num_prompt_tokens: Tokens of the longest prompt.
+            num_output_tokens: Tokens of its output.
             flags: Which settings to lower, for the message.
 
         Raises:
@@ -191,16 +190,16 @@ class PromptMaker:
     # ---- prompts that are given -------------------------------------------------------
 
     def for_text(self, text: str) -> Prompt:
-        """A prompt of this text."""
+        """Return a prompt with this text."""
         if self.endpoint is ApiEndpoint.CHAT:
             return [{"role": "user", "content": text}]
         return text
 
     def count(self, prompt: Prompt) -> int | None:
-        """How many tokens the server will see; None if there is no telling.
+        """Return the token count that the server will see; None if unknown.
 
-        Text is counted with the special tokens that completions put around it; messages
-        behind the model's chat template.
+        Text is counted with the special tokens that completions add; messages with the model's chat
+        template.
         """
         if isinstance(prompt, str):
             if self._vocabulary is None:
@@ -212,7 +211,7 @@ class PromptMaker:
         return len(prompt)
 
     def count_words(self, text: str) -> int:
-        """Tokens of a text by itself, without special ones.
+        """Return the token count of a text alone, without special tokens.
 
         Raises:
             ConfigError: There is no tokenizer.
@@ -221,7 +220,7 @@ class PromptMaker:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     def fits(self, num_prompt_tokens: int, num_output_tokens: int) -> bool:
-        """Whether the endpoint's model can take both together, as far as it says."""
+        """Whether both together fit the endpoint's model, as far as is known."""
         return (
             self.max_model_len is None
             or num_prompt_tokens + num_output_tokens <= self.max_model_len
@@ -256,7 +255,7 @@ class PromptMaker:
         num_around: int,
         may_cut_all: bool,
     ) -> str:
-        """Text that `count` finds as long as the segments are, cut by what stands around it."""
+        """Return text whose `count` is the segments' length minus the tokens around it."""
         total = sum(each.num_tokens for each in segments)
         num_own = total if may_cut_all else segments[-1].num_tokens
         num_cut = num_around

@@ -1,7 +1,7 @@
 """Random tokens, of exact lengths: vLLM's `random`.
 
 Lengths are drawn evenly from n (1 - r) to n (1 + r), rounded outwards, prompts and outputs apart.
-All prompts begin with the same `prefix_len` tokens; behind them each is its own.
+All prompts begin with the same `prefix_len` tokens; the rest of each is its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads data set files piece by piece; they may be larger than memory.
 
-Knows JSON, tables and lines, and how to say which of them is wrong. Does not know what the entries
-mean.
+Knows JSON, tables and lines, and names the wrong one in errors. Does not know the meaning of the
+entries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Entry(msgspec.Struct, frozen=True):
     """One object of a file.
 
     Attributes:
-        line: Where it begins, from 1.
+        line: Line at which it begins, from 1.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class Entry(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
 
     def refuse(self, what: str, remedy: str) -> NoReturn:
-        """Say what is wrong with it, and where.
+        """Report an error in it, with its place.
 
         Raises:
             ConfigError: Always.
@@ -44,10 +44,10 @@ class Entry(msgspec.Struct, frozen=True):
         raise ConfigError(f"{self.path}, line {self.line}: {what}; {remedy}", param="dataset-path")
 
     def integer(self, name: str, *, least: int = 1) -> int:
-        """A whole number that must be there.
+        """Return a required whole number.
 
         Raises:
-            ConfigError: It is not, or is below `least`.
+            ConfigError: It is missing, not a whole number, or below `least`.
         """
         value = self.fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -64,7 +64,7 @@ def json_lines(path: Path) -> Iterator[Entry]:
     """The objects of a JSONL file, one line each; empty lines are skipped.
 
     Raises:
-        ConfigError: The file cannot be read, or a line is no JSON object.
+        ConfigError: The file cannot be read, or a line is not a JSON object.
     """
     decoder = msgspec.json.Decoder()
     with _open(path) as file:
@@ -94,11 +94,11 @@ def json_lines(path: Path) -> Iterator[Entry]:
 
 
 def csv_rows(path: Path, forms: Sequence[Sequence[str]]) -> Iterator[Entry]:
-    """The rows of a CSV file below its head, as texts by column.
+    """The rows of a CSV file below its head, as strings by column.
 
     Args:
         path: The file.
-        forms: Columns that the head may have; further ones are left out.
+        forms: Possible columns of the head; others are ignored.
 
     Raises:
         ConfigError: The file cannot be read, has another head, or a row lacks a column.
@@ -131,7 +131,7 @@ def json_array(path: Path) -> Iterator[Entry]:
     """The objects of a file that is one JSON array. Holds one of them at a time.
 
     Raises:
-        ConfigError: The file cannot be read, is no array, or an entry is no JSON object.
+        ConfigError: The file cannot be read, is not an array, or an entry is not a JSON object.
     """
     decoder = json.JSONDecoder()
     with _open(path) as file:
@@ -166,7 +166,7 @@ def json_array(path: Path) -> Iterator[Entry]:
 
 
 class _Text:
-    """The part of a file that is in memory, and the place in it."""
+    """The part of a file in memory, and the position in it."""
 
     def __init__(self, path: Path, file: TextIO) -> None:
         self._path = path

@@ -1,10 +1,9 @@
 """Turns the settings of a data set into the requests of a run.
 
-`make_plan` is pure but for the file that some data sets read: the same settings, the same
-tokenizer and the same file make the same plan, byte for byte. What does not fit the model's
-context is refused (data sets that are made up) or left out and counted (data sets from a file);
-nothing is cut silently. When requests are due is for `arrivals`, but for data sets that say so
-themselves.
+`make_plan` is pure except for the file that some data sets read: the same settings, the same
+tokenizer and the same file make the same plan, byte for byte. Requests that exceed the model's
+context are refused (synthetic data sets) or left out and counted (data sets from a file); nothing
+is cut silently. `arrivals` sets due times, except for data sets with their own.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MAKERS: Final[Mapping[DatasetName, Callable[[DatasetConfig, PromptMaker], Reque
 
 
 def make_plan(config: DatasetConfig, prompts: PromptMaker) -> RequestPlan:
-    """Return the requests of a run, in order of `index`, and what is to be said about them.
+    """Return the requests of a run, in order of `index`, with notes about them.
 
     Args:
         config: Which data set, how much of it, and its seed.

@@ -1,8 +1,8 @@
 """Samples entries of a file at random without holding the whole file.
 
-Every entry gets a random number, by the seed and its place; those with the least are looked at in
-that order until enough are good. That is what shuffling the whole file and taking the first good
-ones does. Memory is proportional to what is asked for, and the file is read once, or again if
+Every entry gets a random number from the seed and its position; entries are examined in ascending
+order of that number until enough are good. That equals shuffling the whole file and using the first
+good ones. Memory is proportional to the number of requests, and the file is read once, or again if
 few of its entries are good.
 """
 
@@ -22,18 +22,18 @@ from pdserve.config.datasets import DatasetConfig
 
 T = TypeVar("T")
 Asked = tuple[Prompt, int | None, int]
-"""A prompt, its tokens if they were counted, and how many are asked for."""
+"""A prompt, its tokens if they were counted, and the number of output tokens."""
 
 _GROWTH: Final = 4
 _SPARE: Final = 64
 
 
 class Sample(Generic[T]):
-    """What was taken.
+    """A sample of a file's entries.
 
     Attributes:
-        taken: In random order, or in the file's.
-        left_out: How many of the entries that were looked at were left out, by reason.
+        taken: Entries in random order, or in the file's.
+        left_out: Number of examined entries that were left out, by reason.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Sample(Generic[T]):
 
     @property
     def notes(self) -> list[str]:
-        """What was left out, in words."""
+        """The entries left out, in words."""
         num = sum(self.left_out.values())
         if not num:
             return []
@@ -58,14 +58,14 @@ def sample(
     seed: int,
     shuffle: bool,
 ) -> Sample[T]:
-    """Take `num` good entries, or all good ones if there are fewer.
+    """Return `num` good entries, or all good ones if there are fewer.
 
     Args:
-        read: Begins to read the file.
-        accept: Makes of an entry what is wanted, or says in a few words why it is left out.
-            Not for entries that are text.
-        seed: Of the order.
-        shuffle: If not, the file's own order is kept, and it is not read to its end.
+        read: Starts reading the file.
+        accept: Converts an entry, or returns in a few words why it is left out. Converted entries
+            must not be strings.
+        seed: Seed of the order.
+        shuffle: If false, entries keep the file's order, and it is not read to its end.
     """
     if not shuffle:
         result: Sample[T] = Sample()
@@ -105,7 +105,7 @@ def _take(
 
 
 def fill(taken: list[T], num: int, *, seed: int) -> tuple[list[T], list[str]]:
-    """Repeat entries at random until there are `num`, as vLLM does; with a note if any were."""
+    """Repeat entries at random until there are `num`, as vLLM does, and add a note."""
     num_missing = num - len(taken)
     if num_missing <= 0 or not taken:
         return taken, []
@@ -125,7 +125,7 @@ def plan_of(
     *,
     description: str,
 ) -> RequestPlan:
-    """Plan requests of a file's entries; see `sample`."""
+    """Plan requests from a file's entries; see `sample`."""
     found = sample(
         read,
         config.num_prompts,

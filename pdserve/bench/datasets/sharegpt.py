@@ -1,13 +1,13 @@
 """Conversations in ShareGPT's format, pruned as vLLM prunes them.
 
 The file is one JSON array: `[{"conversations": [{"from": "human", "value": "..."}, ...]}, ...]`.
-Conversations of fewer than two turns are no candidates. The first turn is the prompt, whoever
-speaks it; the second decides how many tokens are asked for, unless `--sharegpt-output-len` does.
-Left out, by vLLM's `is_valid_sequence`, are prompts under 4 or over 1024 tokens, outputs under 4
-(if the file decides), and both together over 2048; so is what exceeds the model's context. A file
-with too few is asked again, with a note.
+Conversations of fewer than two turns are skipped. The first turn is the prompt, whoever the
+speaker; the second sets the number of output tokens, unless `--sharegpt-output-len` does. As in
+vLLM's `is_valid_sequence`, prompts under 4 or over 1024 tokens, outputs under 4 (if the file
+decides), and both together over 2048 are left out; so are those that exceed the model's context. If
+a file has too few, entries are repeated, with a note.
 
-The order is this module's own, so the sample is not the very one that vLLM draws with a seed.
+The order is this module's own, so the sample differs from vLLM's with the same seed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _value(entry: Entry, place: int) -> str:
 
 
 def _pruned(num_prompt: int, num_output: int, *, by_file: bool) -> str | None:
-    """Why vLLM leaves this out, if it does."""
+    """Return why vLLM leaves this out, if it does."""
     if num_prompt < MIN_TOKENS:
         return f"with a prompt under {MIN_TOKENS} tokens"
     if by_file and num_output < MIN_TOKENS:

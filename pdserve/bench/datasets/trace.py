@@ -1,14 +1,14 @@
-"""A timed trace in Mooncake's or Azure's format, played as it was, faster, or in part.
+"""A timed trace in Mooncake's or Azure's format, played at its own speed, faster, or in part.
 
 Each line is `{"timestamp": 2748, "input_length": 955, "output_length": 52, "hash_ids": [46, 47]}`:
 milliseconds, tokens, tokens, and an id for each 512 tokens of the prompt. The prompts themselves
-are not in it. Equal ids give equal tokens, so what prefix caching found in the traced system, it
-can find here; tokens behind the last whole id are the request's own. Lines are in order of time.
-`shared` in a run's description is what a cache that forgets nothing would have of the prompts.
+are not in it. Equal ids give equal tokens, so prefix caches find here what they could find in the
+traced system; tokens after the last whole id are the request's own. Lines are in order of time.
+`shared` in a run's description is the share of the prompts that an unlimited cache would have.
 
-A file whose name ends in .csv has times and lengths alone, in Azure's columns
+A file whose name ends in .csv has only times and lengths, in Azure's columns
 `TIMESTAMP,ContextTokens,GeneratedTokens` or in `arrived_at,num_prefill_tokens,num_decode_tokens`
-(seconds): no prompt of it begins like another.
+(seconds), and its prompts share nothing.
 
 (Mooncake: Trading More Storage for Less Computation, FAST '25; AzurePublicDataset,
 AzureLLMInferenceTrace_{code,conv}.csv, of Splitwise, ISCA '24. The traces are in the projects'
@@ -119,7 +119,7 @@ def _entries(path: Path) -> Iterator[Entry]:
 
 
 def _milliseconds(row: Entry, text: str) -> float:
-    """A time of a table: seconds, or a date with the time of day in UTC."""
+    """Return the time of a table row: seconds, or a date with the time of day in UTC."""
     seconds = math.nan
     for read in (float, _unix_s):
         try:
@@ -163,7 +163,7 @@ def _timestamp(entry: Entry, before_ms: float) -> float:
 
 
 def _segments(entry: Entry, own: TraceDataConfig) -> list[Segment]:
-    """One segment per hash id, and one for what is behind them."""
+    """Return one segment per hash id, and one for the tokens after them."""
     num_input = entry.integer("input_length")
     if entry.path.suffix == ".csv":
         num_own = max(1, round(num_input * own.length_scale))

@@ -17,7 +17,7 @@ _NUM_QUANTILES: Final = 160
 
 
 def cdfs(comparison: Comparison, rate: float | None) -> list[Picture]:
-    """TTFT and ITL: the share of values up to each; and the tail of ITL by powers of ten."""
+    """TTFT and ITL: the share of values up to each, and the tail of ITL on a log scale."""
     ttft, itl = {}, {}
     for each in comparison.deployments:
         runs = comparison.runs(each.label, rate)

@@ -1,7 +1,7 @@
 """A self-contained HTML file that loads nothing, and the parts that all reports share.
 
-It has a page for each question of a reader's. Its policy lets exactly its own style and scripts in,
-by their digests, and lets it ask nobody. Knows no figure.
+It has a page for each of a reader's questions. Its policy allows exactly its own style and scripts,
+by their digests, and no requests. Knows no figure.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _NO_SCRIPT: Final = "A script draws the plots, and this viewer does not run scri
 
 @dataclass(frozen=True, slots=True)
 class QuestionPage:
-    """What answers one question.
+    """The answer to one question.
 
     Attributes:
-        anchor: Unique in the file.
+        anchor: Unique anchor in the file.
         question: Text.
-        parts: Markup, taken as it is; without any the page is left out.
+        parts: Raw markup; without any the page is left out.
     """
 
     anchor: str
@@ -90,7 +90,7 @@ def _source(content: str) -> str:
 
 
 def figures(pictures: Sequence[Picture]) -> str:
-    """Pictures side by side, where there is room."""
+    """Pictures side by side, if there is room."""
     inner = "".join(figure(picture) for picture in pictures)
     return f'<div class="grid2">{inner}</div>' if inner else ""
 

@@ -1,4 +1,4 @@
-"""Charts of latency and throughput by request rate, with what the engines' rates would allow.
+"""Charts of latency and throughput by request rate, with the bound from the engines' rates.
 
 Knows what the figures mean; knows no page.
 """
@@ -76,7 +76,7 @@ def latency_over_rate(comparison: Comparison) -> list[Picture]:
 
 
 def pareto(comparison: Comparison) -> Picture | None:
-    """Speed that a user sees against what all get together; a point for each rate."""
+    """Speed for each user against the total throughput; a point for each rate."""
     chosen = colours(comparison)
     by_label: dict[str, list[Row]] = {}
     for rate in comparison.request_rates:
@@ -122,7 +122,7 @@ def pareto(comparison: Comparison) -> Picture | None:
 
 
 def rate_matched(comparison: Comparison, rate: float | None) -> Picture | None:
-    """Measured output beside what the engines' rates allow."""
+    """Measured output beside the bound from the engines' rates."""
     if comparison.rates is None:
         return None
     rates = comparison.rates

@@ -1,7 +1,6 @@
 """The report: one HTML file with a page for each question, which loads nothing.
 
-No reference to another file: what it says and shows stands in it. Knows no endpoint; takes all
-figures from a `Comparison`.
+It refers to no other file. Knows no endpoint; all figures come from a `Comparison`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _PICTURED: Final = (
     ("load", "How much can it take?", ("rate-tpot-p50", "pareto", "rate-matched")),
     ("where", "Where does the time go?", ("stages", "timeline")),
 )
-"""Questions that pictures answer, with the anchors of each one's pictures."""
+"""Questions that plots answer, with the anchors of each one's plots."""
 
 
 def render(comparison: Comparison) -> str:
@@ -77,7 +76,7 @@ def pictures(comparison: Comparison, rate: float | None) -> list[Picture]:
 
 
 def _answer(comparison: Comparison, rate: float | None) -> list[str]:
-    """The figures that most people came for, what must be known of them, and all the others."""
+    """The key figures, their limits, and all other figures."""
     found = verdict.headline(comparison, rate)
     doubts = "" if found is None else _doubts(found)
     cards = "" if found is None else _cards(comparison, rate, found)
@@ -94,7 +93,7 @@ def _answer(comparison: Comparison, rate: float | None) -> list[str]:
 
 
 def _runs(comparison: Comparison) -> list[str]:
-    """What makes the same figures again."""
+    """How to repeat the measurement."""
     command = f"<h3>To repeat it</h3><pre>{text(comparison.command)}</pre>"
     return [
         command if comparison.command else "",

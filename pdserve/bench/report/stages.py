@@ -16,7 +16,7 @@ from pdserve.bench.report.charts import Chart, Scale, Track, stacked
 from pdserve.bench.report.picture import Picture, answered, at_rate
 
 WAIT: Final = "until first token"
-"""Stage of a request whose server gives no account."""
+"""Stage for the time that the server does not report."""
 _UNTOLD: Final = "client and network"
 
 

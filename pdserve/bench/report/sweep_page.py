@@ -1,6 +1,6 @@
 """The report of one or several sweeps: highest load of each, charts, all loads, explanations.
 
-Knows no endpoint; takes all figures from the sweeps.
+Knows no endpoint; all figures come from the sweeps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def render_sweeps(sweeps: Sequence[Sweep]) -> str:
     """Return the whole file.
 
     Raises:
-        ConfigError: The sweeps cannot stand in one picture, or nothing in them was answered.
+        ConfigError: The sweeps cannot share a plot, or no request in them was answered.
     """
     _check(sweeps)
     drawn = drawn_of(sweeps)
@@ -182,7 +182,7 @@ def _row(sweep: Sweep, point: Point) -> str:
 
 
 def _measured_on(sweeps: Sequence[Sweep]) -> str:
-    """What is known of the machine and the endpoints; several values where the sweeps differ."""
+    """Facts about machine and endpoints; several values if the sweeps differ."""
     known = [{"endpoint": s.base_url, "seed": s.seed, **s.environment} for s in sweeps]
     names = dict.fromkeys(name for each in known for name in each)
     return two_columns(

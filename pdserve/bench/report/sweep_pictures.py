@@ -1,6 +1,6 @@
 """Charts of sweeps: latency and throughput at each load.
 
-Every picture has one line per sweep, and shows all loads that were measured. Knows no page.
+Every plot has one line per sweep, and shows all measured loads. Knows no page.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def percent_words(sweep: Sweep) -> str:
 
 
 def best_words(sweep: Sweep) -> str:
-    """The highest load that holds, and how sure that is."""
+    """The highest load that meets the objectives, and whether it is certain."""
     best = sweep.best
     if best is None:
         return "no measured load meets the objectives"
