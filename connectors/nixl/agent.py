@@ -3,16 +3,16 @@
 This is the only module that imports NIXL, and it does so lazily.
 
 Choices made here, with their reasons:
-- No NIXL progress thread. Its own loop spins a core or, with a delay, costs 1.5 to 2 % of
-  one while idle and slows TCP down; whoever owns the agent drives it instead, with `poll`
-  and `progress`, while something is in flight, and pays nothing while nothing is.
+- No NIXL progress thread. Its own loop spins a core or, with a delay, costs 1.5 to 2 % of one while
+  idle and slows TCP down; the agent's owner drives it instead, with `poll` and `progress`, only
+  while something is in flight.
 - STRICT synchronisation, though one thread owns the agent: the default is a data race.
-- Prepared descriptor lists, one strided row per region: NIXL merges neighbours that are
-  contiguous on both sides by itself.
-- No NIXL notifications: with one, DONE waits for a flush that a stopped peer never
-  acknowledges. The side channel says what a notification would.
+- Prepared descriptor lists, one strided row per region, because NIXL itself merges neighbours that
+  are contiguous on both sides.
+- No NIXL notifications: with one, DONE waits for a flush that a stopped peer never acknowledges.
+  The side channel carries that information.
 
-It knows nothing of blocks, leases or peers' messages.
+It knows no blocks, leases or peers' messages.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _OTHER_COPY = "ucxx"
 
 
 class AgentError(PeerError):
-    """NIXL refused or failed an operation that involves a peer."""
+    """NIXL refused an operation that involves a peer, or failed in it."""
 
 
 class TransferState(enum.Enum):
-    """How far a posted transfer is."""
+    """The state of a posted transfer."""
 
     IN_PROGRESS = "in_progress"
     DONE = "done"
@@ -83,15 +83,15 @@ class NixlAgent:
     """One NIXL agent. Not thread-safe: one thread creates, uses and closes it.
 
     Args:
-        name: Unique for ever; a name that was used before is refused by peers.
+        name: Unique forever, because peers refuse a name that was used before.
         backends: NIXL backends, in order.
-        net_devices: What UCX may use of the network, as in `UCX_NET_DEVICES`; None is all. It
-            is of the whole process: the first agent decides, and a user's own value before it.
-        is_on_gpu: Whether it moves memory of GPUs; of the whole process, too.
+        net_devices: Network devices for UCX, as in `UCX_NET_DEVICES`; None is all. It applies to
+            the whole process: the first agent sets it, unless the user has.
+        is_on_gpu: Whether it moves GPU memory; this also applies to the whole process.
 
     Raises:
         ConfigError: NIXL or one of the backends is not installed.
-        AgentError: NIXL cannot make it (now).
+        AgentError: NIXL cannot create it (now).
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class NixlAgent:
         self._registered: list[Any] = []
 
     def register(self, region: Region) -> None:
-        """Make local memory usable; it must outlive the agent."""
+        """Register local memory, which must outlive the agent."""
         end = (region.address, region.num_bytes, region.device, "")
         descriptors = self._nixl.nixlRegDList(self._memory(region), [end])
         with self._typed("register_memory"):
@@ -140,14 +140,14 @@ class NixlAgent:
         self._registered.append(descriptors)
 
     def metadata(self) -> bytes:
-        """What a peer needs to read the registered memory."""
+        """The metadata with which a peer can read the registered memory."""
         return bytes(self._agent.getLocalMD())
 
     def add_peer(self, metadata: bytes) -> str:
-        """Learn a peer's memory; return the name of its agent.
+        """Load a peer's metadata; return the name of its agent.
 
         Raises:
-            AgentError: No transport reaches it, or this is no such metadata.
+            AgentError: No transport reaches it, or this is not valid metadata.
         """
         devices = os.environ.get(_NET_DEVICES, "all")
         with self._typed(f"add_remote_agent (over the devices {devices} here)"):
@@ -155,7 +155,7 @@ class NixlAgent:
         return name.decode() if isinstance(name, bytes) else name
 
     def prepare(self, region: Region, peer: str | None = None) -> Prepared:
-        """Prepare memory for transfers, unit by unit: what is registered here, or a peer's."""
+        """Prepare memory for transfers, unit by unit: registered here, or of a peer."""
         stride = region.stride_bytes
         rows = np.array(
             [[region.address, stride, region.device, stride, region.num_units]], dtype=np.uint64
@@ -167,7 +167,7 @@ class NixlAgent:
             )
 
     def unprepare(self, prepared: Prepared) -> None:
-        """Forget a prepared region that no transfer uses any more."""
+        """Forget a prepared region that no transfer uses."""
         with self._typed("release_dlist_handle"):
             self._agent.releasedDlistH(prepared)
 
@@ -186,7 +186,7 @@ class NixlAgent:
     ) -> tuple[Transfer, TransferState]:
         """Post a READ of `remote_units` into `local_units`, pair by pair, or a WRITE.
 
-        On one host it often returns DONE: the copy was made inside this call, without the
+        On one host it often returns DONE, because the copy is made inside this call, without the
         interpreter lock.
 
         Raises:
@@ -203,7 +203,7 @@ class NixlAgent:
     def read_once(
         self, local: Region, peer: str, remote: Region, num_bytes: int
     ) -> tuple[Transfer, TransferState]:
-        """Post a READ of the first bytes of one region into another, with nothing prepared.
+        """Post a READ of the first bytes of one region into another, without preparation.
 
         Raises:
             AgentError: It could not be posted; nothing is in flight.
@@ -218,7 +218,7 @@ class NixlAgent:
         return self._post(handle)
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """Make progress and say how far `transfer` is.
+        """Make progress and return the state of `transfer`.
 
         Raises:
             AgentError: It failed, perhaps after part of the bytes; it writes no more.
@@ -227,7 +227,7 @@ class NixlAgent:
             return self._state(self._agent.getXferStatus(transfer))
 
     def release(self, transfer: Transfer) -> None:
-        """Forget a transfer that is done or failed. For one in flight this is no barrier."""
+        """Forget a transfer that is done or failed. It does not wait for one in flight."""
         try:
             self._agent.releaseXferReq(transfer)
         except self._errors:
@@ -236,19 +236,20 @@ class NixlAgent:
             return
 
     def progress(self) -> None:
-        """Drive what peers do to this agent's memory: connect, and emulated reads.
+        """Drive peers' operations on this agent's memory: connections and emulated reads.
 
         Raises:
-            AgentError: Something a peer began has failed; others are not affected.
+            AgentError: An operation of a peer has failed; others are not affected.
         """
         with self._typed("get_new_notifs"):
             self._agent.getNotifs({}, self._backends)
 
     def close(self, *, is_reading: bool = False) -> None:
-        """Destroy the agent: nothing it posted moves afterwards.
+        """Destroy the agent; nothing that it posted moves afterwards.
 
         Args:
-            is_reading: A READ is in flight; its peer is to survive this (see `close_gently`).
+            is_reading: Whether a READ is in flight, whose peer must survive this (see
+                `close_gently`).
         """
         for descriptors in self._registered:
             try:
@@ -304,10 +305,10 @@ REST_S = 0.2
 
 @dataclass(slots=True)
 class _Known:
-    """What an agent has learned of a peer.
+    """An agent's data about a peer.
 
     Attributes:
-        pool: Prepared, by size of a unit.
+        pool: Prepared regions by unit size.
     """
 
     name: str
@@ -316,10 +317,10 @@ class _Known:
 
 @dataclass(slots=True)
 class _Trouble:
-    """How a peer has failed last.
+    """The last failure of a peer.
 
     Attributes:
-        is_over: It was learned again since.
+        is_over: Whether its metadata was loaded again since.
     """
 
     error: AgentError
@@ -329,10 +330,10 @@ class _Trouble:
 
 
 class KnownPeers:
-    """What one agent knows of peers: learned once, learned again after trouble.
+    """One agent's data about peers: loaded once, and again after failures.
 
     Args:
-        has_posted: Whether something of a peer is in flight on the agent.
+        has_posted: Whether a transfer with a peer is in flight on the agent.
     """
 
     def __init__(
@@ -358,7 +359,7 @@ class KnownPeers:
         return prepared
 
     def learn(self, remote: Remote) -> _Known:
-        """What the agent knows of a peer; one that has failed is learned again.
+        """Return the data about a peer; after a failure it is loaded again.
 
         Raises:
             AgentError: It cannot be learned, or rests.
@@ -376,7 +377,7 @@ class KnownPeers:
         return known
 
     def note_trouble(self, remote: Remote, error: AgentError) -> None:
-        """Something has failed with this peer."""
+        """Note a failure with this peer."""
         now_s = self._clock.monotonic_s()
         before = self._troubles.get(remote)
         if before is not None and not before.is_over:
@@ -385,15 +386,15 @@ class KnownPeers:
         self._troubles[remote] = _Trouble(error, since_s=now_s, rests_until_s=now_s + rest_s)
 
     def forget(self, remote: Remote) -> None:
-        """Nobody will ask for it again."""
+        """Forget this peer, which will not be used again."""
         self._troubles.pop(remote, None)
         self._unlearn(remote)
 
     def _unlearn(self, remote: Remote) -> None:
-        """In the order NIXL needs: prepared regions, the agent.
+        """Release everything in the order that NIXL needs: prepared regions, then the agent.
 
-        A step that is refused stops none after it: an agent that is not removed could never
-        be met again.
+        A refused step does not stop those after it, because an agent that is not removed could
+        never be loaded again.
         """
         known = self._known.pop(remote, None)
         if known is None:
@@ -415,7 +416,7 @@ class KnownPeers:
 
 
 def in_units(pool: Region, unit_bytes: int) -> Region:
-    """The same memory as a row of units of another size."""
+    """Return the same memory as a row of units of another size."""
     if pool.num_bytes % unit_bytes:
         raise AgentError(f"units of {unit_bytes} bytes do not divide {pool} evenly")
     return msgspec.structs.replace(

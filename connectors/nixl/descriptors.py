@@ -1,20 +1,19 @@
-"""UCX's TCP connections in this process: how they are closed, and how many are allowed.
+"""UCX's TCP connections in this process: how they are closed, and how their number is limited.
 
-Over TCP a READ is emulated by UCX: one side asks, the other answers. UCX aborts the whole
-process of who answers ("unexpected error: Endpoint timeout") if the connection turns out to be
-reset within an answer, or with more questions behind it. A peer that is stopped (SIGSTOP) when
-its reader gives up would find just that when it goes on. Where the stream ends behind the last
-question, only the connection is lost; but an end amid the answers can still crash UCX. So the
-connections of an agent that is destroyed while it reads outlive it for a while
-(`close_gently`), and what comes on them is thrown away. They are half closed once the peer has
-woken and given all its answers (or has slept for very long), and closed once it has closed its
-side, has died, or cannot be reached. None of that touches the memory that the agent was given.
+UCX emulates a READ over TCP: one side asks, the other answers. UCX aborts the whole answering
+process ("unexpected error: Endpoint timeout") if the connection is reset within an answer, or
+before later questions. A peer that is stopped (SIGSTOP) when its reader gives up would find exactly
+that when it continues. If the stream ends after the last question, only the connection is lost; but
+an end amid the answers can still crash UCX. So the connections of an agent that is destroyed while
+it reads outlive it for a while (`close_gently`), and their data is discarded. They are half closed
+once the peer has woken and sent all its answers (or has slept for very long), and closed once it
+has closed its side, has died, or cannot be reached. None of this touches the agent's memory.
 
-UCX accepts every connection in a thread of its own, but notices that one has ended only while its
-agent is driven, which an idle one is not; and one that says nothing it keeps for good. Where
-descriptors run out it stops listening, for ever. So their number is looked at once a second: when
-it has grown the agents are driven a little, and when silent connections alone have taken it over a
-share of the limit they are replaced.
+UCX accepts every connection in its own thread, but notices the end of one only while its agent is
+driven, and idle agents are not; and it keeps silent connections for good. If descriptors run out,
+it stops listening forever. So their number is checked once a second: when it has grown, the agents
+are driven a little, and when silent connections alone exceed a share of the limit, the agents are
+replaced.
 
 It knows neither NIXL nor the threads that own the agents.
 """
@@ -59,13 +58,13 @@ _TCP_INFO_BYTES = 136
 
 
 def close_gently(destroy: Callable[[], None], *, quiet_s: float = 1.0) -> None:
-    """Call `destroy`, and end the TCP connections it closes later, and with no reset.
+    """Call `destroy`, but close its TCP connections later and without a reset.
 
-    An agent's connections are those that go while it is destroyed. One that another thread closes
-    in that moment ends in the same way.
+    An agent's connections are those that disappear while it is destroyed. One that another thread
+    closes at that moment ends in the same way.
 
     Args:
-        quiet_s: A peer that has answered nothing for so long sleeps, or has no more to say.
+        quiet_s: Time without an answer after which a peer is asleep, or has nothing more to send.
     """
     with _one_at_a_time:
         copies = _copies_of_connections()
@@ -82,7 +81,7 @@ def close_gently(destroy: Callable[[], None], *, quiet_s: float = 1.0) -> None:
 
 
 def _copies_of_connections() -> dict[int, socket.socket]:
-    """Every TCP connection of this process by its inode, under another descriptor."""
+    """Duplicate the descriptors of every TCP connection of this process, by inode."""
     copies = {}
     for inode, descriptor in open_sockets().items():
         try:
@@ -102,7 +101,7 @@ def _copies_of_connections() -> dict[int, socket.socket]:
 
 
 def _see_off(connections: list[socket.socket], quiet_s: float) -> None:
-    """Throw away what comes, until the peers have closed their sides."""
+    """Discard incoming data until the peers have closed their sides."""
     scratch = bytearray(_CHUNK_BYTES)
     left = {connection.fileno(): connection for connection in connections}
     poller = select.poll()
@@ -136,18 +135,18 @@ def _half_close(connections: Iterable[socket.socket]) -> None:
 
 
 class DescriptorWatch:
-    """Looks at how many descriptors are open, and has something done about it.
+    """Watches the number of open descriptors, and acts on it.
 
     Args:
-        tidy: Has each agent close the connections whose other sides have ended.
-        renew: Has each agent replaced, and so all its connections closed; with the reason.
-        faults: Where `descriptors_over_budget` is counted.
-        num_open: How many this process has open.
-        num_silent: How many of those are connections that have received nothing.
-        limit: How many it may have open.
+        tidy: Makes each agent close the connections whose other sides have ended.
+        renew: Replaces each agent, which closes all its connections; its argument is the reason.
+        faults: Counts `descriptors_over_budget`.
+        num_open: Returns the number of open descriptors of this process.
+        num_silent: Returns how many of those are connections that have received nothing.
+        limit: Maximum open descriptors.
 
     Attributes:
-        due_s: When `tick` has to be called next.
+        due_s: When `tick` must be called next.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class DescriptorWatch:
         self.due_s = clock.monotonic_s() + _EVERY_S
 
     def tick(self) -> None:
-        """Look, if it is time to. O(1), unless there are too many."""
+        """Check if it is time to. O(1), unless there are too many."""
         now_s = self._clock.monotonic_s()
         if now_s < self.due_s:
             return
@@ -210,17 +209,17 @@ class DescriptorWatch:
 class TaintedNumbers:
     """Descriptors that are kept open so that UCX does not get their numbers.
 
-    Of a listener that it lost because descriptors had run out UCX keeps the number in its tables,
-    and whoever gets that number next cannot be made a listener. Which one it is, it does not say.
+    UCX keeps the number of a listener that it lost because descriptors had run out, and the next
+    socket with that number cannot become a listener. UCX does not say which number it is.
     """
 
     def __init__(self) -> None:
         self._num_left = _MAX_TAINTED
 
     def take_out(self) -> None:
-        """Take the lowest numbers that are free, once an agent could not be made; from any thread.
+        """Take the lowest free numbers after an agent could not be created; from any thread.
 
-        There is an end to it: that may have other reasons.
+        It takes only a limited number, because the failure may have other reasons.
         """
         for _ in range(min(_TAINTED_AT_ONCE, self._num_left)):
             with contextlib.suppress(OSError):
@@ -229,7 +228,7 @@ class TaintedNumbers:
 
 
 def num_open_descriptors() -> int:
-    """How many this process has open."""
+    """Return the number of open descriptors of this process."""
     size = os.stat(_DESCRIPTORS).st_size  # since Linux 6.2
     if size:
         return size
@@ -240,9 +239,9 @@ def num_open_descriptors() -> int:
 
 
 def num_silent_connections() -> int:
-    """How many TCP connections of this process have received nothing yet. O(descriptors).
+    """Count the TCP connections of this process that have received nothing yet. O(descriptors).
 
-    Where no descriptor is left to look with, all are taken to be such.
+    If no descriptor is left for the check, all are assumed to be such.
     """
     try:
         return sum(map(_is_silent, open_sockets().values()))
@@ -254,7 +253,7 @@ def open_sockets(besides: Collection[int] = ()) -> dict[int, int]:
     """The descriptors of this process's sockets by their inodes.
 
     Raises:
-        OSError: No descriptor is left to look with.
+        OSError: No descriptor is left for the check.
     """
     found = {}
     for descriptor in map(int, os.listdir(_DESCRIPTORS)):
@@ -296,5 +295,5 @@ def _is_silent(descriptor: int) -> bool:
 
 
 def max_descriptors() -> int:
-    """How many this process may have open."""
+    """Return the maximum of open descriptors of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
