@@ -7,7 +7,8 @@ device it is a dry run, of small sizes on the CPU.
 With ``--checks``, the device's tests and NVIDIA's sanitizer run first, and one file is left in
 `benchmarks/results`: the run book of a machine with a GPU.
 
-    python -m benchmarks.gpu [PART ...] [--checks] [--json FILE] [--limit-s N]     parts: see PARTS
+    python -m benchmarks.gpu [PART ...] [--checks] [--json FILE] [--limit-s N] [--vllm PROGRAM]
+                                                                               parts: see PARTS
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def _output(*command: str) -> str | None:
     return run.stdout.strip()
 
 
-def run_part(name: str, limit_s: float) -> dict[str, Any]:
-    """Run one part in its own process; never raises for what the part does."""
+def run_part(name: str, limit_s: float, *flags: str) -> dict[str, Any]:
+    """Run one part in its own process, with more flags; never raises for what the part does."""
     started = time.monotonic()
     before = clocks()
     limit_s *= _LONGER.get(name, 1.0)
@@ -100,7 +101,9 @@ def run_part(name: str, limit_s: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.gpu", name, "--here", "--json", str(result)]
         try:
             code: int | str = subprocess.run(
-                [*command, "--limit-s", str(limit_s)], timeout=limit_s + _GRACE_S, check=False
+                [*command, "--limit-s", str(limit_s), *flags],
+                timeout=limit_s + _GRACE_S,
+                check=False,
             ).returncode
         except subprocess.TimeoutExpired:
             code = f"killed after {limit_s + _GRACE_S:.0f} s"
@@ -145,6 +148,9 @@ def main() -> int:
     parser.add_argument(
         "--checks", action="store_true", help="first the tests that need a device, and a sanitizer"
     )
+    parser.add_argument(
+        "--vllm", metavar="PROGRAM", help="vLLM's command: the part `serving` measures it as well"
+    )
     args = parser.parse_args()
     if unknown := set(args.parts) - set(parts):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
@@ -153,7 +159,8 @@ def main() -> int:
         module = importlib.import_module(f"benchmarks.gpu.{name}")
         experiments = importlib.import_module("benchmarks.gpu.timing").Experiments
         experiments.path = args.json
-        write(args.json, module.run(args.limit_s))
+        more = {"vllm": args.vllm} if args.vllm else {}
+        write(args.json, module.run(args.limit_s, **more))
         return 0
     report: dict[str, Any] = {"benchmark": "gpu", "environment": environment(), "parts": {}}
     print(json.dumps(report["environment"]), flush=True)
@@ -164,7 +171,8 @@ def main() -> int:
         args.json = args.json or file_name(report["environment"])
         report["checks"] = checks.check()
     for name in args.parts or parts:
-        report["parts"][name] = run_part(name, args.limit_s)
+        flags = ["--vllm", args.vllm] if args.vllm and name == "serving" else []
+        report["parts"][name] = run_part(name, args.limit_s, *flags)
         write(args.json, report)
     if not is_dry:
         report["targets"] = targets.judged(report)

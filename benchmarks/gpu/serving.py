@@ -3,6 +3,8 @@
 The weights are random and lie in the host's memory, as files. `pdserve bench serve` asks for
 prompts of random tokens, few at a time and many. P and D share the device, each has half of its
 memory, and they compete for its time: what shows is what a hand-over costs, not what it gains.
+With ``--vllm PROGRAM`` vLLM serves the same checkpoint, with its own defaults but for the longest
+request and the number of requests at a time.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from pdserve.models.arch import ModelArch
 
 # A tokenizer has more words than there are in a dry run's shape.
 ARCH = sized(llama.ARCH, dry=msgspec.structs.replace(llama.ARCH, vocab_size=320))
-CONCURRENCIES = sized((1, 8, 64), dry=(1, 2))
+CONCURRENCIES = sized({1024: (1, 8, 64), 128: (1, 8)}, dry={40: (1, 2)})
+"""Tokens of a prompt -> requests at a time."""
 NUM_PROMPTS = {1: sized(8, dry=3), 2: 4, 8: 32, 64: 128}
-INPUT, OUTPUT = sized((1024, 128), dry=(40, 8))
+OUTPUT = sized(128, dry=8)
 MAX_MODEL_LEN = sized(4096, dry=512)
+MAX_NUM_SEQS = 128
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_BYTES = 2 << 30
 _START_S = 180.0
@@ -110,15 +114,22 @@ def write_checkpoint(folder: Path) -> dict[str, Any]:
     return {"gib": round(size / (1 << 30), 2), "seconds": round(time.perf_counter() - began, 1)}
 
 
-def run(limit_s: float) -> dict[str, Any]:
-    """Run the part."""
+def run(limit_s: float, vllm: str | None = None) -> dict[str, Any]:
+    """Run the part.
+
+    Args:
+        vllm: vLLM's command, to be measured as well.
+    """
     experiments = Experiments("serving", limit_s)
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as folder:
         model = Path(folder) / "model"
         model.mkdir()
         if experiments.run("checkpoint", lambda: write_checkpoint(model)) is None:
             return experiments.results
-        for name, start in {"one engine": _one, "P and D": _pair}.items():
+        deployments = {"one engine": _one, "P and D": _pair}
+        if vllm is not None:
+            deployments["vLLM"] = functools.partial(_vllm, vllm)
+        for name, start in deployments.items():
             if experiments.left_s <= 0:
                 break
             logs = Path(folder) / name.replace(" ", "-")
@@ -141,10 +152,17 @@ async def _pair(started: Processes, model: Path) -> str:
     return url
 
 
+async def _vllm(program: str, started: Processes, model: Path) -> str:
+    flags = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    flags += ["--gpu-memory-utilization", "0.9", "--generation-config", "vllm"]
+    url, _ = await started.start_vllm("vllm", program, str(model), *flags)
+    return url
+
+
 def _flags(model: Path, share: float) -> list[str]:
     """What every engine is told."""
     device = sized("cuda", dry="cpu")
-    flags = [str(model), "--port", "0", "--device", device]
+    flags = [str(model), "--port", "0", "--device", device, "--max-num-seqs", str(MAX_NUM_SEQS)]
     flags += ["--max-model-len", str(MAX_MODEL_LEN)]
     memory = ["--kv-cache-memory-bytes", "64MiB", "--num-threads", "1"]
     return flags + sized(["--gpu-memory-utilization", str(share)], dry=memory)
@@ -165,9 +183,10 @@ async def _serve(experiments: Experiments, name: str, start: Any, model: Path, l
                 if _NOTED.fullmatch(line)
             ]
             experiments.run(f"{name}: start", lambda: {"seconds": seconds, "told": told})
-            for concurrency in CONCURRENCIES:
-                bench = functools.partial(_bench, url, model, concurrency, logs)
-                experiments.run(f"{name}: {concurrency} at a time", bench)
+            for num_in, concurrencies in CONCURRENCIES.items():
+                for concurrency in concurrencies:
+                    bench = functools.partial(_bench, url, model, num_in, concurrency, logs)
+                    experiments.run(f"{name}: {num_in} in, {concurrency} at a time", bench)
             lines = {log.stem: _TOLD.findall(log.read_text())[-2:] for log in logs.glob("*.log")}
             experiments.run(f"{name}: lines of requests", lambda: lines)
     except (SystemExit, TimeoutError) as ended:
@@ -176,12 +195,12 @@ async def _serve(experiments: Experiments, name: str, start: Any, model: Path, l
         experiments.run(name, lambda: {"error": why, "logs": tails})
 
 
-def _bench(url: str, model: Path, concurrency: int, folder: Path) -> dict[str, Any]:
+def _bench(url: str, model: Path, num_in: int, concurrency: int, folder: Path) -> dict[str, Any]:
     """Return figures of one `pdserve bench serve`."""
     file = f"{concurrency}.json"
     command = [sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", url]
     command += ["--tokenizer", str(model), "--dataset-name", "random", "--no-progress"]
-    command += ["--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT)]
+    command += ["--random-input-len", str(num_in), "--random-output-len", str(OUTPUT)]
     command += ["--num-prompts", str(NUM_PROMPTS[concurrency])]
     command += ["--max-concurrency", str(concurrency), "--num-warmups", str(concurrency)]
     command += ["--seed", str(concurrency), "--temperature", "0", "--allow-invalid"]
