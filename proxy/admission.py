@@ -29,6 +29,8 @@ from pdserve.errors import OverloadedError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
+    from pdserve.proxy.brain.question import PairDecision
+
 T = TypeVar("T")
 
 RETRY_AFTER_S = 1.0
@@ -68,7 +70,9 @@ class Claim:
         is_ready: Returns whether it should begin now; the argument is whether its tenant has
             clearly exceeded its share recently. Called again at each `look`.
         goes_round: Whether it needs nothing that its tenant's other requests wait for.
-        grant: Called once, when it gets a place.
+        decision: The choice of engines on which it may begin now; None: it is still to be made.
+        grant: Called once, when it gets a place. What it sends to engines is to be counted there,
+            since other claims are looked at next.
         spent: Its actual cost, to be set before the place is given up; None: as expected.
     """
 
@@ -78,6 +82,7 @@ class Claim:
     num_tokens: float = 0.0
     is_ready: Callable[[bool], bool] = always
     goes_round: bool = False
+    decision: PairDecision | None = None
     grant: Callable[[], None] = lambda: None
     spent: float | None = field(default=None, init=False)
     since_s: float = field(default=0.0, init=False)
@@ -134,6 +139,8 @@ class FairPlaces:
             self._grant(claim)
         self.look()
         claim.has_waited = claim.is_waiting
+        if claim.is_waiting:
+            claim.decision = None
 
     def withdraw(self, claim: Claim) -> None:
         """Remove a waiting claim."""
@@ -347,7 +354,7 @@ class AdmissionQueue:
         if self.num_waiting >= self._queue_size:
             self._turn_away(claim.tenant)
         waiter = self._waiters[claim] = asyncio.get_running_loop().create_future()
-        claim.grant = partial(self._answer, claim, True)
+        claim.grant = partial(self._grant, claim, claim.grant)
         try:
             self.places.ask(claim)
             async with asyncio.timeout(self._queue_timeout_s):
@@ -375,6 +382,10 @@ class AdmissionQueue:
         if victim is not None:
             self.places.withdraw(victim)
             self._answer(victim, False)
+
+    def _grant(self, claim: Claim, begin: Callable[[], None]) -> None:
+        begin()
+        self._answer(claim, True)
 
     def _answer(self, claim: Claim, has_place: bool) -> None:
         waiter = self._waiters[claim]

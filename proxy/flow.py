@@ -38,6 +38,8 @@ every other way out, cancellation included, its leases are given back (`Handoff`
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -57,7 +59,9 @@ from pdserve.wire.transfer import LoadFailure
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from pdserve.proxy.admission import Claim
     from pdserve.proxy.backend import Backend
+    from pdserve.proxy.brain.question import PairDecision
     from pdserve.proxy.legs import Legs
     from pdserve.proxy.services import Services
     from pdserve.proxy.strategies import Strategy
@@ -80,6 +84,7 @@ class Flow:
         self._legs = legs
         self._story = legs.story
         self._delivery = legs.delivery
+        self._chosen: Disaggregate | RunLocally | None = None
         self._preferred: Backend | None = None
         self._setbacks = Setbacks(services, legs.story, is_pushable=legs.body.is_pushable)
         self.outcome = "error"
@@ -107,10 +112,8 @@ class Flow:
             return await self._fail(error)
         except PdserveError as error:
             if isinstance(error, BudgetSpentError | UnavailableError):
-                self._climb(
-                    LadderRung.SHED,
-                    "budget" if isinstance(error, BudgetSpentError) else "no_engine",
-                )
+                why = "budget" if isinstance(error, BudgetSpentError) else "no_engine"
+                self._climb(LadderRung.SHED, why)
             return await self._fail(error)
 
     async def _admitted(self) -> web.StreamResponse:
@@ -124,17 +127,31 @@ class Flow:
             read = await self._services.prefixes.read(self._legs.body)
             self._legs.prompt = self._legs.prompt.named_as(read)
         self._story.queued()
-        prompt = self._legs.prompt = gate.promising(self._legs.prompt)
+        prompt = self._legs.prompt
         claim = gate.claim(prompt)
-        async with self._services.admission.place(claim):
-            self._story.admitted()
-            try:
-                response = await self._serve()
-            finally:
-                claim.spent = gate.ended(prompt, self._story)
-            gate.served(prompt, self._story)
-            self.outcome, self._story.reason = "ok", ""
-            return response
+        if gate.decides:
+            claim.grant = partial(self._choose, claim)
+        try:
+            async with self._services.admission.place(claim):
+                self._story.admitted()
+                try:
+                    response = await self._serve()
+                finally:
+                    claim.spent = gate.ended(prompt, self._story)
+        finally:
+            self._legs.expect_nothing()
+        gate.served(prompt, self._story)
+        self.outcome, self._story.reason = "ok", ""
+        return response
+
+    def _choose(self, claim: Claim) -> None:
+        """Choose the engines and count the first leg: the next claim is judged by it."""
+        with suppress(UnavailableError):  # `_plan` looks at the engines again
+            self._chosen = plan = self._planned(claim.decision)
+            if isinstance(plan, RunLocally):
+                self._legs.expect("local", plan.engine)
+            else:
+                self._legs.expect("prefill", plan.prefill)
 
     async def _serve(self) -> web.StreamResponse:
         """Serve the request as soon as an engine can.
@@ -155,17 +172,17 @@ class Flow:
         Raises:
             UnavailableError: No engine can take it now.
         """
-        try:
-            plan = self._planned()
-        except UnavailableError:
-            plan = None
+        plan, self._chosen = self._chosen, None
+        with suppress(UnavailableError):
+            plan = plan or self._planned()
         if plan is not None and not (isinstance(plan, RunLocally) and plan.is_outage):
             return plan
+        self._legs.expect_nothing()
         if not self._setbacks.num_waits:
             await self._services.checks.look_again()
         return self._planned()
 
-    def _planned(self) -> Disaggregate | RunLocally:
+    def _planned(self, decision: PairDecision | None = None) -> Disaggregate | RunLocally:
         if self._legs.ends_with_prompt:
             return RunLocally(self._local_engine(), "prompt_only", is_outage=False)
         return self._router.plan(
@@ -173,6 +190,7 @@ class Flow:
             failed=self._setbacks.failed,
             may_push=self._setbacks.may_push,
             layout=self._delivery.layout,
+            decision=decision,
         )
 
     # --- the ladder

@@ -16,14 +16,9 @@ from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, OverloadedError
 from pdserve.http.access import engine_headers
 from pdserve.http.protocol import Objectives
-from pdserve.proxy.admission import (
-    OUTPUT_WEIGHT,
-    Claim,
-    always,
-    band_of,
-)
+from pdserve.proxy.admission import OUTPUT_WEIGHT, Claim, band_of
 from pdserve.proxy.bodies import UNREADABLE
-from pdserve.proxy.brain.decision import BIAS, decide
+from pdserve.proxy.brain.decision import BIAS
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
 from pdserve.proxy.brain.question import ServiceObjectives
 from pdserve.proxy.brain.rejection import rejection
@@ -38,7 +33,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
-    from pdserve.proxy.brain.question import PairCost, RouteQuestion
+    from pdserve.proxy.brain.question import PairDecision
     from pdserve.proxy.metrics import GateMetrics
     from pdserve.proxy.routing import Router
     from pdserve.proxy.story import Story
@@ -132,43 +127,50 @@ class Gate:
         self._is_obeyed = pairing is not None and not pairing.is_shadow
         self._metrics = metrics
 
-    def claim(self, prompt: RoutePrompt) -> Claim:
-        """Return a request's claim."""
-        num_tokens = self._prompt_cost(prompt)
-        cost = num_tokens + OUTPUT_WEIGHT * self._mean_output
-        is_ready = always
-        if self._is_obeyed and not prompt.held_s:
-            is_ready = functools.partial(self._is_ready, prompt)
-        band, goes_round = band_of(prompt.priority), prompt.held_s > 0
-        return Claim(prompt.tenant, band, cost, num_tokens, is_ready, goes_round)
+    @property
+    def decides(self) -> bool:
+        """Whether pairs of engines are chosen now by what was learned."""
+        return self._is_obeyed and self._pairing is not None and self._pairing.model.is_known
 
-    def promising(self, prompt: RoutePrompt) -> RoutePrompt:
-        """Return a request that can meet its objectives, given the current work.
+    def claim(self, prompt: RoutePrompt) -> Claim:
+        """Return the claim of a request that can meet its objectives, given the current work.
 
         If its tenant's requests are held back for prompt engines, it passes those that wait when
         another engine serves it sooner without harm to others; the wait it avoids is recorded
-        with it.
+        with its decision.
 
         Raises:
             OverloadedError: It would miss them.
         """
+        num_tokens = self._prompt_cost(prompt)
+        cost = num_tokens + OUTPUT_WEIGHT * self._mean_output
+        claim = Claim(prompt.tenant, band_of(prompt.priority), cost, num_tokens)
+        if self._is_obeyed:
+            claim.is_ready = functools.partial(self._is_ready, prompt, claim)
         waiting_s = self._waiting_s(prompt)
         if waiting_s and self._is_obeyed and self._places.is_held_back(prompt.tenant):
-            held = msgspec.structs.replace(prompt, held_s=waiting_s)
-            outlook = self._outlook(held)
-            if outlook is not None and not outlook[1].ttft["held"] and outlook[1].total < _HARMLESS:
-                return held
-        outlook = self._outlook(prompt) if self._rejects_early else None
-        if outlook is None:
-            return prompt
-        question, chosen = outlook
-        found = rejection(question, chosen, waiting_s=waiting_s)
+            around = self._outlook(prompt, held_s=waiting_s)
+            if around and not around.chosen.ttft["held"] and around.chosen.total < _HARMLESS:
+                claim.goes_round, claim.decision = True, around
+                return claim
+        if self._rejects_early:
+            claim.decision = self._promising(prompt, waiting_s)
+        return claim
+
+    def _promising(self, prompt: RoutePrompt, waiting_s: float) -> PairDecision | None:
+        """Return where a request would be sent now.
+
+        Raises:
+            OverloadedError: It would miss its objectives there.
+        """
+        decision = self._outlook(prompt)
+        found = None if decision is None else rejection(decision, waiting_s=waiting_s)
         if found is not None and not self._is_obeyed:
             self._metrics.shadow_rejected.labels(found.reason).inc()
         elif found is not None:
             self._metrics.rejected.labels(found.reason).inc()
             raise OverloadedError(found.told, retry_after_s=found.retry_after_s)
-        return prompt
+        return decision
 
     def ended(self, prompt: RoutePrompt, story: Story) -> float:
         """Count a request's cost; return it in the units of `Claim`."""
@@ -216,11 +218,12 @@ class Gate:
         known = {} if self._prefixes is None else self._prefixes.known(prompt)
         return max(0, prompt.num_tokens - max(known.values(), default=0))
 
-    def _is_ready(self, prompt: RoutePrompt, is_over_share: bool) -> bool:
+    def _is_ready(self, prompt: RoutePrompt, claim: Claim, is_over_share: bool) -> bool:
         """Return whether an engine would begin with a request soon.
 
         A tenant that has had more than its share waits here for an engine that is nearly idle,
-        rather than keep others waiting behind it there.
+        rather than keep others waiting behind it there; what it was found ready for is its
+        decision.
         """
         share = _HELD_OVER_SHARE if is_over_share else _HELD
         limit_s = share * self._ttft_slo_s(prompt)
@@ -231,30 +234,28 @@ class Gate:
         ]
         if able and not any(self._begins_within(limit_s, each) for each in able):
             return False
-        found = self._outlook(prompt) if is_over_share else None
-        engine = None if found is None else self._backends.get(found[1].prefill)
+        if not is_over_share:
+            return True
+        found = claim.decision = self._outlook(prompt)
+        engine = None if found is None else self._backends.get(found.chosen.prefill)
         return engine is None or engine.home is Role.DECODE or self._begins_within(limit_s, engine)
 
-    def _outlook(self, prompt: RoutePrompt) -> tuple[RouteQuestion, PairCost] | None:
-        """Return the question for a request, and where it would be sent now.
+    def _outlook(self, prompt: RoutePrompt, *, held_s: float = 0.0) -> PairDecision | None:
+        """Return where a request would be sent now.
 
         None if too little is known, there is no engine, or pairs are not chosen by what is known.
         """
         if self._pairing is None or self._prefixes is None:
             return None
-        if not self._pairing.model.is_known or not prompt.num_tokens:
-            return None
         by_url = {each.url: each for each in self._router.considered(prompt, None, ())}
         prefills = [each for each in by_url.values() if each.home is not Role.DECODE]
         decodes = [each for each in by_url.values() if each.home is not Role.PREFILL]
         known = self._prefixes.known(prompt)
-        question = self._pairing.question(prompt, prefills, decodes, known)
 
         def may_pair(prefill: str, decode: str) -> bool:
             return self._router.pairs(by_url[prefill], by_url[decode], prompt)
 
-        decision = decide(question, may_pair)
-        return None if decision is None else (question, decision.chosen)
+        return self._pairing.decide(prompt, prefills, decodes, known, may_pair, held_s=held_s)
 
     @property
     def _num_prefills(self) -> int:

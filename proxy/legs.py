@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend, Breaker
     from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.brain.ledger import LedgerEntry
+    from pdserve.proxy.brain.prompt import KnownPrefix
     from pdserve.proxy.breakers import TransferAttempt
     from pdserve.proxy.client import Leg
     from pdserve.proxy.delivery import Delivery
@@ -78,6 +79,7 @@ class Legs:
         self.until_s = until_s
         self.prompt = RoutePrompt(body.num_bytes)
         self._entry: LedgerEntry | None = None
+        self._expected: dict[tuple[str, Backend], tuple[KnownPrefix, ExitStack]] = {}
         self._path = path
         self._headers = headers
 
@@ -302,23 +304,36 @@ class Legs:
 
     # --- parts of the legs
 
+    def expect(self, kind: str, backend: Backend) -> None:
+        """Count a leg as its engine's work from now on, before it is sent."""
+        services, prompt, counted = self.services, self.prompt, ExitStack()
+        known = services.prefixes.sent(prompt, backend) if services.prefixes else UNKNOWN
+        self.story.looked_up(kind, prompt, known)
+        if services.pairing is not None:
+            held = services.pairing.hold(backend, kind, prompt, known.num_tokens)
+            entry = counted.enter_context(held)
+            if kind != "decode":
+                self.story.prompt_entry = entry
+            if kind != "prefill":
+                self._entry = self.story.stream_entry = entry
+        self._expected[kind, backend] = known, counted
+
+    def expect_nothing(self) -> None:
+        """Count no leg that is not sent."""
+        for _, counted in self._expected.values():
+            counted.close()
+        self._expected.clear()
+
     @contextmanager
     def _exchange(self, kind: str, backend: Backend, leg: Leg) -> Iterator[Breaker]:
         """Count a leg while the block runs; see `Breakers.exchange`."""
-        services, prompt = self.services, self.prompt
-        known = services.prefixes.sent(prompt, backend) if services.prefixes else UNKNOWN
-        self.story.looked_up(kind, prompt, known)
-        num_tokens = prompt.num_tokens - known.num_tokens
-        exchange = services.breakers.exchange(backend, leg, kind=kind, num_tokens=num_tokens)
-        with ExitStack() as stack:
-            if services.pairing is not None:
-                held = services.pairing.hold(backend, kind, prompt, known.num_tokens)
-                entry = stack.enter_context(held)
-                if kind != "decode":
-                    self.story.prompt_entry = entry
-                if kind != "prefill":
-                    self._entry = self.story.stream_entry = entry
-            yield stack.enter_context(exchange)
+        if (kind, backend) not in self._expected:
+            self.expect(kind, backend)
+        known, counted = self._expected.pop((kind, backend))
+        num_tokens = self.prompt.num_tokens - known.num_tokens
+        exchange = self.services.breakers.exchange(backend, leg, kind=kind, num_tokens=num_tokens)
+        with counted, exchange as breaker:
+            yield breaker
 
     def begin(self, mode: KVMode) -> None:
         """Count the start of a hand-over; `mode` says which engine moves the KV."""

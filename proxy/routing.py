@@ -22,14 +22,14 @@ from pdserve.proxy.story import NotPushed
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from pdserve.config.http import ProxyConfig
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
-    from pdserve.proxy.brain.question import PairDecision
+    from pdserve.proxy.brain.question import PairCost, PairDecision
     from pdserve.proxy.policies import BackendView, Policy
 
 RETRY_AFTER_S = 1.0
@@ -77,11 +77,13 @@ class _Wish:
     Attributes:
         failed: Engines to try last.
         may_push: Whether this request's KV may be pushed.
+        decision: Made before; to be followed if it still can be.
     """
 
     prompt: RoutePrompt
     failed: Collection[Backend] = ()
     may_push: bool = False
+    decision: PairDecision | None = None
 
 
 class Router:
@@ -123,11 +125,13 @@ class Router:
         may_push: bool = False,
         layout: str | None = None,
         among: Collection[Backend] | None = None,
+        decision: PairDecision | None = None,
     ) -> Disaggregate | RunLocally:
         """Decide how to serve a request. Engines in `failed` come last.
 
         Args:
             among: Engines that may decode; None: any. Where none does, one that prefills may serve.
+            decision: The choice on which the request was admitted; None: it is to be made.
             layout: Layout of the request's stream so far: engines with others are left out. None
                 if it has not begun.
             may_push: Whether this request's KV may be pushed. If so, a decode engine that can
@@ -136,9 +140,12 @@ class Router:
         Raises:
             UnavailableError: No engine can take it now.
         """
-        ready = self.considered(prompt, layout, failed) if among is None else self._ready(layout)
+        if among is not None:
+            ready: Sequence[Backend] = self._ready(layout)
+        else:
+            ready = self._decided_among(decision) or self.considered(prompt, layout, failed)
         self._check(ready, layout)
-        wish = _Wish(prompt, failed, may_push)
+        wish = _Wish(prompt, failed, may_push, decision)
         decodes = [b for b in ready if b.decodes() and (among is None or b in among)]
         if not decodes:
             return self._locally(wish, ready, "no_decode", is_outage=True)
@@ -193,10 +200,13 @@ class Router:
         def may_pair(prefill: str, decode: str) -> bool:
             return self._serves(wish, by_url[prefill], (by_url[decode],))
 
-        known = self._prefixes.known(wish.prompt)
-        decision = self._pairing.decide(wish.prompt, first, second, known, may_pair)
+        decision = wish.decision
+        if decision is None or not _can_follow(decision.chosen, by_url, may_pair):
+            known = self._prefixes.known(wish.prompt)
+            decision = self._pairing.decide(wish.prompt, first, second, known, may_pair)
         if decision is None:
             return None
+        self._pairing.note(wish.prompt, decision)
         chosen = decision.chosen
         prefill, decode = by_url[chosen.prefill], by_url[chosen.decode]
         if chosen.is_local:
@@ -210,6 +220,14 @@ class Router:
         """Return the engines that a plan considers: all that are ready, or some of many."""
         some = self._candidates and self._candidates.of(prompt, layout, failed)
         return some or self._ready(layout)
+
+    def _decided_among(self, decision: PairDecision | None) -> Sequence[Backend]:
+        """Return the engines that a decision was made among; none if one is not ready any more."""
+        if decision is None:
+            return ()
+        found = [self._backends.get(each.url) for each in decision.question.candidates]
+        ready = [each for each in found if each is not None and each.available]
+        return ready if len(ready) == len(found) else ()
 
     def _views(self, prompt: RoutePrompt, engines: Iterable[Backend]) -> list[BackendView]:
         """Return a policy's view of engines."""
@@ -411,6 +429,15 @@ class Router:
 def _shown(prompt: RoutePrompt, number: int = 0) -> RouteRequest:
     """Return a policy's view of a request."""
     return RouteRequest(number, prompt.num_bytes, prompt.num_tokens)
+
+
+def _can_follow(
+    chosen: PairCost, engines: Collection[str], may_pair: Callable[[str, str], bool]
+) -> bool:
+    """Return whether a pair can be used, of these engines."""
+    if chosen.prefill not in engines or chosen.decode not in engines:
+        return False
+    return chosen.is_local or may_pair(chosen.prefill, chosen.decode)
 
 
 def _differ_in_text(one: Backend, other: Backend) -> bool:

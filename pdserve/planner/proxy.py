@@ -27,7 +27,7 @@ from pdserve.proxy.brain.work import prompt_work
 from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.gate import Gate
 from pdserve.proxy.metrics import Metrics
-from pdserve.proxy.routing import Disaggregate, Router
+from pdserve.proxy.routing import Disaggregate, Router, RunLocally
 from pdserve.wire.ids import RequestId, grain_hashes
 from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
@@ -214,12 +214,11 @@ class VirtualProxy:
             session=work.session,
         )
         try:
-            prompt = self._gate.promising(prompt)
+            claim = self._gate.claim(prompt)
         except OverloadedError:
             outcome.is_rejected = True
             self._on_over(work, number, False)
             return
-        claim = self._gate.claim(prompt)
 
         def first(output: EngineOutput) -> None:
             outcome.num_cached = output.num_cached_tokens
@@ -233,17 +232,23 @@ class VirtualProxy:
 
         def granted() -> None:
             outcome.sent_s = self._time.clock.monotonic_s() - at_s
-            self._serve(work, outcome, number, prompt, (first, end))
+            plan = self._router.plan(prompt, decision=claim.decision)
+            self._serve(work, outcome, number, prompt, plan, (first, end))
 
         claim.grant = granted
         self._places.ask(claim)
 
     def _serve(
-        self, work: Work, outcome: FleetOutcome, number: int, prompt: RoutePrompt, on: Listeners
+        self,
+        work: Work,
+        outcome: FleetOutcome,
+        number: int,
+        prompt: RoutePrompt,
+        plan: Disaggregate | RunLocally,
+        on: Listeners,
     ) -> None:
         first, end = on
         times = outcome.token_s
-        plan = self._router.plan(prompt)
         if plan.decision is not None:
             outcome.predicted_s = plan.decision.chosen.ttft_s
             outcome.error = plan.decision.question.times.prefill_error

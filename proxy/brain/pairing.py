@@ -111,31 +111,36 @@ class Pairing:
         decodes: Sequence[Backend],
         known: Mapping[str, int],
         may_pair: Callable[[str, str], bool],
+        *,
+        held_s: float = 0.0,
     ) -> PairDecision | None:
         """Return the best pair; None until enough is known for a decision.
 
         Args:
             prefills, decodes: Engines that may take either part; any may do both.
             known: Tokens of the prompt that engines have, by URL.
+            held_s: Seconds that the request would be held back for a prompt engine.
         """
         if not self.model.is_known or not prompt.num_tokens:
             return None
         with self._metrics.seconds.time():
-            decision = decide(self.question(prompt, prefills, decodes, known), may_pair)
-        if decision is not None:
-            is_split = not decision.chosen.is_local
-            self._sessions.note(prompt.session, is_split=is_split, now_s=self._clock.monotonic_s())
-            self.log.add(prompt.request_id, decision, self._clock.wall_s())
-        return decision
+            question = self._question(prompt, prefills, decodes, known, held_s)
+            return decide(question, may_pair)
 
-    def question(
+    def note(self, prompt: RoutePrompt, decision: PairDecision) -> None:
+        """Record a decision that a request is served by; in shadow, one that it might be."""
+        is_split = not decision.chosen.is_local
+        self._sessions.note(prompt.session, is_split=is_split, now_s=self._clock.monotonic_s())
+        self.log.add(prompt.request_id, decision, self._clock.wall_s())
+
+    def _question(
         self,
         prompt: RoutePrompt,
         prefills: Sequence[Backend],
         decodes: Sequence[Backend],
         known: Mapping[str, int],
+        held_s: float,
     ) -> RouteQuestion:
-        """Return the question for a request and engines; the arguments are those of `decide`."""
         urls = {each.url for each in prefills}, {each.url for each in decodes}
         engines = {each.url: each for each in (*prefills, *decodes)}
         name, ledger = self._name_of(prompt), self.ledger
@@ -162,7 +167,7 @@ class Pairing:
             ttft_slo_s=self._objectives.ttft_s(prompt, times),
             itl_slo_s=self._objectives.itl_s(prompt),
             max_output=prompt.max_output,
-            held_s=prompt.held_s,
+            held_s=held_s,
             coming=computing / max(1, len(urls[1])),
             was_split=self._sessions.was_split(prompt.session, self._clock.monotonic_s()),
             is_shadow=self.is_shadow,

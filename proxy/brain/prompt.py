@@ -33,7 +33,6 @@ class RoutePrompt(msgspec.Struct, frozen=True):
         ttft_slo_s, itl_slo_s: Its client's objectives; None: the deployment's.
         model: The client's name for the model.
         max_output: Limit on its output tokens; None: not given.
-        held_s: Seconds that it would be held back for a prompt engine; 0: it is not.
     """
 
     num_bytes: int
@@ -49,7 +48,6 @@ class RoutePrompt(msgspec.Struct, frozen=True):
     itl_slo_s: float | None = None
     model: str = ""
     max_output: int | None = None
-    held_s: float = 0.0
 
     def named_as(self, read: RoutePrompt) -> RoutePrompt:
         """Return the same request with the length and the grain names of its prompt, once read."""

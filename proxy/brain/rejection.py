@@ -16,7 +16,7 @@ import msgspec
 from pdserve.proxy.brain.question import default_ttft_slo_s
 
 if TYPE_CHECKING:
-    from pdserve.proxy.brain.question import PairCandidate, PairCost, RouteQuestion
+    from pdserve.proxy.brain.question import PairCandidate, PairDecision, RouteQuestion
 
 _SLACK: Final = 1.1
 """Of an objective between tokens that a request may take before it is turned away."""
@@ -52,13 +52,14 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def rejection(question: RouteQuestion, chosen: PairCost, *, waiting_s: float) -> Rejection | None:
+def rejection(decision: PairDecision, *, waiting_s: float) -> Rejection | None:
     """Return the reason to turn a request away; None: there is none.
 
     Args:
-        chosen: The pair it would be sent to now.
+        decision: Where it would be sent now.
         waiting_s: Wait before it gets a place.
     """
+    question, chosen = decision.question, decision.chosen
     parts = {"waiting": waiting_s, **chosen.ttft}
     alone_s = chosen.ttft["prefill"] + chosen.ttft["hop"]
     slo_s = question.ttft_slo_s
@@ -82,9 +83,8 @@ def _of_decode(question: RouteQuestion, ttft_s: float) -> Rejection | None:
     decodes = [each for each in question.candidates if each.is_decode]
     if not decodes:
         return None
-    num_coming = sum(each.work.num_prompts for each in question.candidates) / len(decodes)
     alone_s = times.step_s(1, question.num_tokens + question.num_output)
-    itl_s = min(_itl_s(question, each, ttft_s, num_coming) for each in decodes)
+    itl_s = min(_itl_s(question, each, ttft_s) for each in decodes)
     limit_s = max(question.itl_slo_s, alone_s) * (_SLACK + _SIGMAS * times.step_error)
     if itl_s <= limit_s:
         return None
@@ -97,11 +97,10 @@ def _of_decode(question: RouteQuestion, ttft_s: float) -> Rejection | None:
     )
 
 
-def _itl_s(
-    question: RouteQuestion, engine: PairCandidate, ttft_s: float, num_coming: float
-) -> float:
+def _itl_s(question: RouteQuestion, engine: PairCandidate, ttft_s: float) -> float:
     """Return seconds between tokens at an engine, given the streams that will end and arrive."""
     times, work = question.times, engine.work
+    num_coming = question.coming + work.num_prompts
     step_s = max(1e-6, times.step_s(work.num_streams, work.kv_tokens))
     left = max(0.0, 1 - ttft_s / (times.mean_output * step_s))
     num_streams = work.num_streams * left + num_coming + 1

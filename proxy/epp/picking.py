@@ -8,7 +8,7 @@ gRPC.
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from pdserve.proxy.backend import Backend
+    from pdserve.proxy.brain.question import PairDecision
     from pdserve.proxy.routing import RunLocally
     from pdserve.proxy.services import Services
 
@@ -119,9 +120,25 @@ class Picker:
         is_whole = request.path in POOLING or body.ends_with_first_token()
         if services.prefixes is not None and not is_whole:
             prompt = prompt.named_as(await services.prefixes.read(body))
-        prompt = services.gate.promising(prompt)
-        await held.enter_async_context(services.admission.place(services.gate.claim(prompt)))
-        return await self._again(lambda: self._picked(prompt, request.subset, is_whole=is_whole))
+        claim = services.gate.claim(prompt)
+        picked: list[Pick] = []
+
+        def choose(decision: PairDecision | None = None) -> Pick:
+            among = self._named(request.subset)
+            plan = None
+            if not is_whole:
+                plan = services.router.plan(prompt, among=among, decision=decision)
+            return self._picked(plan, prompt, among)
+
+        def granted() -> None:
+            with suppress(UnavailableError):  # `_again` looks at the engines again
+                picked.append(choose(claim.decision))
+                held.callback(picked[0].close)
+
+        if services.gate.decides:
+            claim.grant = granted
+        await held.enter_async_context(services.admission.place(claim))
+        return picked[0] if picked else await self._again(choose)
 
     async def _again(self, choose: Callable[[], Pick]) -> Pick:
         """Choose; if no engine is available, check the absent ones and choose again."""
@@ -136,18 +153,20 @@ class Picker:
         return Pick([self._alone(self._named(subset))], reason="any")
 
     def _picked(
-        self, prompt: RoutePrompt, subset: frozenset[str] | None, *, is_whole: bool
+        self,
+        plan: Disaggregate | RunLocally | None,
+        prompt: RoutePrompt,
+        among: Collection[Backend] | None,
     ) -> Pick:
         """Pick engines for a prompt.
 
         Args:
-            is_whole: Whether one engine has to do everything.
+            plan: None if one engine has to do everything.
         """
-        among = self._named(subset)
-        if is_whole:
+        if plan is None:
             pick = Pick([self._alone(among)], reason="prompt_only")
         else:
-            pick = self._pick_of(self._services.router.plan(prompt, among=among), prompt, among)
+            pick = self._pick_of(plan, prompt, among)
         return self._counted(pick, prompt, among)
 
     def _alone(self, among: Collection[Backend] | None) -> Backend:
@@ -158,7 +177,11 @@ class Picker:
         """
         engines = [each for each in among or self._services.backends if each.available]
         decodes = [each for each in engines if each.decodes()]
-        return _destination(min(decodes, key=lambda each: each.in_flight, default=None), among)
+        if not decodes:
+            raise UnavailableError(
+                "no decode engine is ready", retry_after_s=RETRY_AFTER_S, code="no_decode_available"
+            )
+        return min(decodes, key=lambda each: each.in_flight)
 
     def _named(self, subset: frozenset[str] | None) -> list[Backend] | None:
         """Return the engines of a subset that decode; None if no subset is given.
@@ -197,7 +220,8 @@ class Picker:
     ) -> Pick:
         router = self._services.router
         if not isinstance(plan, Disaggregate):
-            return Pick([_destination(plan.engine, among)], reason=plan.reason)
+            can_serve = plan.engine.decodes() and (among is None or plan.engine in among)
+            return Pick([plan.engine if can_serve else self._alone(among)], reason=plan.reason)
         preferred = plan.preferred
         if preferred is None or not router.can_decode_for(plan.prefill, preferred, prompt):
             others: list[Backend] = []
@@ -246,19 +270,6 @@ class Picker:
             finally:
                 engine.in_flight -= 1
                 engine.pending_tokens -= num_tokens
-
-
-def _destination(engine: Backend | None, among: Collection[Backend] | None) -> Backend:
-    """Return an engine that a request may be sent to.
-
-    Raises:
-        UnavailableError: There is none, or it does not decode or is not among those allowed.
-    """
-    if engine is not None and engine.decodes() and (among is None or engine in among):
-        return engine
-    raise UnavailableError(
-        "no decode engine is ready", retry_after_s=RETRY_AFTER_S, code="no_decode_available"
-    )
 
 
 @lru_cache(maxsize=4096)

@@ -63,6 +63,17 @@ def test_those_that_have_most_of_a_prompt_are_among_them_and_chosen_from():
         assert url in (plan.decision.chosen.prefill, plan.decision.chosen.decode)
 
 
+def test_a_request_goes_where_it_was_admitted_for_while_the_engines_are_ready():
+    fleet, asked = Fleet(SIZE), prompt()
+    before = fleet.router.plan(asked)
+    for _ in range(3):
+        assert fleet.router.plan(asked, decision=before.decision) == before
+    before.prefill.health = Health.NOT_READY
+    after = fleet.router.plan(asked, decision=before.decision)
+    assert after.decision is not before.decision
+    assert after.prefill.available
+
+
 def test_a_session_finds_the_same_engines_again_wherever_it_asks(fleet):
     other = Fleet(SIZE)
     sets = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from tests.proxy.gateway import (
     trailers_event,
 )
 from tests.proxy.scripted import ScriptedEngine
+from tests.proxy.test_pairing import learned
 from tests.server.conftest import make_engine, serving
 from tests.server.engine import MemoryNetwork
 from tests.text.tiny import write_model_files
@@ -266,3 +268,37 @@ async def test_what_is_picked_answers_as_one_engine_does(tmp_path):
     [given] = d.requests
     assert given.handoff is not None
     assert split["usage"]["completion_tokens"] == 4
+
+
+async def test_picks_that_waited_for_a_busy_engine_count_there_from_the_moment_they_are_made(
+    make_stack,
+):
+    stack = await stack_of(make_stack, 0, 1, split_policy="predicted", early_rejection=False)
+    pairing, admission = stack.proxy.pairing, stack.proxy.admission
+    pairing.model = learned()
+    (url,) = (each.url for each in stack.engines)
+
+    async def ask(number: int) -> Answer:
+        body = {"prompt": [number] * 4000, "max_tokens": 4, "slo": {"ttft_ms": 600}}
+        events = headers_event(HEADERS), body_event(msgspec.json.encode(body))
+        return (await gateway.ask(*events, num_answers=2))[0]
+
+    async with asked(stack) as gateway:
+        with pairing.ledger.hold(url, "local", 10_000, 0):
+            asking = [asyncio.create_task(ask(number)) for number in range(6)]
+            await until(lambda: admission.num_waiting == 6)
+        assert admission.num_waiting == 4
+        assert pairing.ledger.at(url).num_prompts == 2
+        await asyncio.gather(*asking)
+    assert pairing.ledger.at(url).num_requests == 0
+
+
+async def test_a_prompt_that_a_prefill_engine_should_take_whole_goes_to_a_decode_engine(make_stack):
+    stack = await stack_of(make_stack, 1, 1, split_policy="predicted", early_rejection=False)
+    pairing, (_, decode) = stack.proxy.pairing, stack.engines
+    pairing.model = learned()
+    body = msgspec.json.encode({"prompt": [1] * 4000, "max_tokens": 4})
+    with pairing.ledger.hold(decode.url, "local", 200_000, 0):
+        async with asked(stack) as gateway:
+            answer, _ = await gateway.ask(headers_event(HEADERS), body_event(body), num_answers=2)
+    assert endpoints(answer) == [endpoint_of(decode.url)]

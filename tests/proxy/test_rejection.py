@@ -27,7 +27,7 @@ def asked(num_tokens, *engines, **more):
 
 def rejection(question, *, waiting_s):
     decision = decide(question, lambda prefill, decode: True)
-    return rejections.rejection(question, decision.chosen, waiting_s=waiting_s)
+    return rejections.rejection(decision, waiting_s=waiting_s)
 
 
 @given(st.integers(1, 100_000), st.floats(1e-3, 10.0), st.floats(1e-4, 1.0))

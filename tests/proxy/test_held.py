@@ -1,0 +1,91 @@
+"""Requests that the proxy holds back: who is held, who goes round, and how many begin at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from tests.proxy.conftest import until
+from tests.proxy.scripted import ScriptedEngine, text_of
+from tests.proxy.test_pairing import learned
+
+
+@pytest.fixture
+async def stack(make_stack):
+    """One that knows what its engines take, and rejects nothing."""
+    engines = [ScriptedEngine("prefill")], [ScriptedEngine("decode")]
+    settings = {"tenant_header": "X-Tenant", "early_rejection": False}
+    stack = await make_stack(*engines, split_policy="predicted", **settings)
+    stack.proxy.pairing.model = learned()
+    return stack
+
+
+def closed(engine: ScriptedEngine) -> asyncio.Event:
+    """Have an engine answer nothing until the event is set."""
+    opened = asyncio.Event()
+
+    async def hang(call, request):
+        await opened.wait()
+
+    engine.hook = hang
+    return opened
+
+
+FIRST_TOKENS = itertools.count()
+
+
+async def served(stack, tenant: str, num_tokens: int, ttft_ms: float, num_output: int = 4) -> None:
+    """Post a prompt that no other begins like, and check the answer."""
+    prompt = [next(FIRST_TOKENS)] * num_tokens
+    slo = {"ttft_ms": ttft_ms}
+    body = {"prompt": prompt, "max_tokens": num_output, "seed": 3, "slo": slo}
+    async with stack.post(body, headers={"X-Tenant": tenant}) as response:
+        assert response.status == 200, await response.text()
+        assert (await response.json())["choices"][0]["text"] == text_of(3, num_output)
+
+
+async def test_a_tenant_over_its_share_is_held_for_prefill_engines_and_uses_idle_decode_engines(
+    stack,
+):
+    prefill, decode = stack.engines
+    admission, log = stack.proxy.admission, stack.proxy.pairing.log
+    await served(stack, "greedy", 300, 1000, num_output=2000)
+    opened = closed(prefill)
+    modest = asyncio.create_task(served(stack, "modest", 1500, 1000))
+    await until(lambda: len(prefill.calls) == 2)
+    held = asyncio.create_task(served(stack, "greedy", 16_000, 2000, num_output=200))
+    await until(lambda: admission.num_waiting == 1)
+    assert len(decode.calls) == 1, "it is idle, and not for prompts"
+    async with asyncio.timeout(2.0):
+        await served(stack, "greedy", 600, 1000)
+    assert [each.leg for each in decode.calls[1:]] == ["local"]
+    assert log.newest()[0].decision.question.held_s > 1.0
+    assert (admission.num_waiting, len(prefill.calls)) == (1, 2)
+    opened.set()
+    await asyncio.gather(modest, held)
+    assert len(prefill.calls) == 3
+
+
+async def test_the_choice_on_which_a_request_is_admitted_is_the_only_one(make_stack):
+    engines = [[ScriptedEngine(role) for _ in range(2)] for role in ("prefill", "decode")]
+    stack = await make_stack(*engines, split_policy="predicted")
+    stack.proxy.pairing.model = learned()
+    for number in range(1, 6):
+        await served(stack, "", 100, 1000)  # too short to be named: engines are drawn in turn
+        assert (await stack.metrics())["pdserve_route_seconds_count"] == number
+
+
+async def test_of_those_that_wait_no_more_begin_at_once_than_an_engine_will_compute_soon(stack):
+    prefill, decode = stack.engines
+    opened, ledger = closed(prefill), stack.proxy.pairing.ledger
+    with ledger.hold(decode.url, "local", 200_000, 0):
+        with ledger.hold(prefill.url, "prefill", 10_000, 0):
+            waiting = [asyncio.create_task(served(stack, "", 4000, 600)) for _ in range(6)]
+            await until(lambda: stack.proxy.admission.num_waiting == 6)
+        assert stack.proxy.admission.num_waiting == 4
+        assert ledger.at(prefill.url).num_prompts == 2, "they count before they are sent"
+        opened.set()
+        await asyncio.gather(*waiting)
+    assert ledger.at(prefill.url).num_prompts == 0
