@@ -1,15 +1,15 @@
 """A kernel backend: the implementation of all operations on one kind of device.
 
-A backend is a value, a table of functions and classes. What its author leaves out is the
-reference's, in plain torch; a twin that cannot run a call raises `NotTakenError`, and the
-reference runs it (`registry`). To add one: a module with ``load(device, progress) ->
-KernelBackend``, and its line in `registry.BACKENDS`.
+A backend is a value, a table of functions and classes. Missing entries are the reference's, in
+plain torch; an entry that cannot run a call raises `NotTakenError`, and the reference runs it
+(`registry`). To add one, write a module with ``load(device, progress) -> KernelBackend``, and add
+its line to `registry.BACKENDS`.
 
-A backend for serving is *batch invariant*, bit for bit, as that of the CPU is: a row of any result
-depends on that row's own inputs alone, not on the other rows, their number, the number of threads,
+A backend for serving is *batch invariant*, bit for bit, like that of the CPU: a row of any result
+depends only on that row's own inputs, not on the other rows, their number, the number of threads,
 the chunks a prompt was cut in, or the ids of the blocks. Each element has one accumulation order,
-fixed by K or by the positions of the context. That is what makes the tokens of disaggregated and of
-colocated serving the same. The reference promises no such thing, nor do those of fast numerics.
+fixed by K or by the positions of the context. This makes the tokens of disaggregated and colocated
+serving equal. The reference and the backends of fast numerics do not guarantee it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from pdserve.kernels.reference.moe import PackedExperts
 
 
 class NotTakenError(Exception):
-    """A twin does not take these shapes or dtypes; the message says which it takes.
+    """A backend does not support these shapes or dtypes; the message says which it supports.
 
-    Raised before anything is written. The message names what the model and the configuration fix,
-    never what varies from step to step: each message is logged once.
+    Raised before anything is written. The message contains only values fixed by model and
+    configuration, none that varies from step to step, because each message is logged once.
     """
 
 
@@ -43,7 +43,7 @@ class KernelsUnavailableError(Exception):
 
 
 class MakeLinear(Protocol):
-    """Makes a `PackedLinear`, whose arguments these are."""
+    """Makes a `PackedLinear` from the same arguments."""
 
     def __call__(
         self,
@@ -60,7 +60,7 @@ class MakeLinear(Protocol):
 
 
 class MakeExperts(Protocol):
-    """Makes `PackedExperts`, whose arguments these are."""
+    """Makes `PackedExperts` from the same arguments."""
 
     def __call__(
         self, num_experts: int, width: int, inner: int, *, dtype: torch.dtype, device: torch.device
@@ -71,23 +71,23 @@ class MakeExperts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBackend(Ops):
-    """The operations, and what is made once and called often.
+    """The operations, and the classes whose objects are made once and called often.
 
-    A half layer is made of the backend itself, so that what it does not do in fewer calls, it does
-    by the backend's own operations in turn: ``kernels.mlp(kernels, weights)``.
+    A half layer is made from the backend itself, so that it can run the backend's own operations in
+    turn if it has no combined call: ``kernels.mlp(kernels, weights)``.
 
     Attributes:
-        name: As in logs.
-        description: For `pdserve doctor`: what it is, and where it lies.
-        arch, sources, compiler: What the bits of results depend on, beside its arguments: what the
-            device multiplies with, a hash of the kernels (`hash_of_sources`), what compiled
-            them, and the libraries they call.
-        linear: A weight laid out once.
-        heads: One weight per attention head, likewise; its argument is ``[H, N, K]``.
-        experts: A layer's experts, likewise.
-        mlp: A half layer.
-        attention: The other half.
-        sampling: What is asked of it only where logits are not in the host's memory.
+        name: Its name in logs.
+        description: For `pdserve doctor`: the kind of backend, and its location.
+        arch, sources, compiler: What the bits of results depend on besides the arguments: the
+            device's instructions, a hash of the kernels (`hash_of_sources`), their compiler, and
+            the libraries that they call.
+        linear: A weight in a prepared layout.
+        heads: The same for one weight per attention head; its argument is ``[H, N, K]``.
+        experts: The same for a layer's experts.
+        mlp: The feed-forward half of a layer.
+        attention: The attention half of a layer.
+        sampling: Used only if logits are not in the host's memory.
     """
 
     name: str
@@ -105,7 +105,7 @@ class KernelBackend(Ops):
     def linear_of(
         self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> PackedLinear:
-        """Lay out a whole weight, ``[N, K]``, with its bias, ``[N]``; see `PackedLinear`."""
+        """Prepare a whole weight, ``[N, K]``, with its bias, ``[N]``; see `PackedLinear`."""
         layer = self.linear(
             *weight.shape,
             dtype=weight.dtype,

@@ -25,17 +25,17 @@ BACKENDS: Mapping[str, str] = {
     "cpu": "pdserve.kernels.cpu.backend",
     "cuda": "pdserve.kernels.cuda.backend",
 }
-"""Device type -> the module whose ``load`` makes its backend. Others have the reference."""
+"""Device type -> the module whose ``load`` makes its backend. Others use the reference."""
 
 FAST_BACKENDS: Mapping[str, str] = {"cuda": "pdserve.kernels.fast.backend"}
-"""Likewise, of numerics `FAST`. Others have none."""
+"""The same for numerics `FAST`. Others have none."""
 
 _NOT_IMPLEMENTATIONS = frozenset({"name", "description", "arch", "sources", "compiler", "sampling"})
-"""Of the fields of a backend; tokens are chosen on the host where that is the device."""
+"""Fields that are not operations, and `sampling`, which a backend of the host does not need."""
 
 _NEED_NO_TWIN = frozenset({"mlp", "attention", "sum_ranks"})
-"""Halves of a layer: the reference's runs a backend's own operations in turn. And what CPUs do in
-memory that their ranks share."""
+"""Entries that a backend may lack without a report: the reference's halves of a layer run a backend's
+own operations in turn, and CPU ranks add in shared memory."""
 
 _chosen: dict[tuple[torch.device, NumericsMode], KernelBackend] = {}
 
@@ -49,11 +49,11 @@ def kernels_on(
     progress: Callable[[str], None] = _no_progress,
     numerics: NumericsMode = NumericsMode.EXACT,
 ) -> KernelBackend:
-    """Return this process's backend for ``device``: chosen at the first call, then the same.
+    """Return this process's backend for ``device``, which is chosen at the first call.
 
     Args:
-        progress: Told, in words, what takes seconds.
-        numerics: What its results may depend on.
+        progress: Receives a message about each step that takes seconds.
+        numerics: The numerics, which decide what results may depend on.
 
     Raises:
         ConfigError: Devices of this type have no backend for ``numerics``.
@@ -78,9 +78,9 @@ def choose(
 ) -> KernelBackend:
     """Return the backend of ``backends`` for ``device``, complete.
 
-    The log says once what runs as the reference: everything, where the backend cannot be used on
-    this machine; operations that it lacks; and operations that do not take a shape or dtype, when
-    they are first asked to.
+    The log reports once what the reference runs: everything if the backend cannot be used on this
+    machine; operations that it lacks; and operations that do not support a shape or dtype, at their
+    first call.
     """
     try:
         return _completed(load(device, backends, progress))
@@ -98,7 +98,7 @@ def load(
     backends: Mapping[str, str] = BACKENDS,
     progress: Callable[[str], None] = _no_progress,
 ) -> KernelBackend:
-    """Return the backend for ``device`` as its module makes it.
+    """Return the backend for ``device`` from its module.
 
     Raises:
         KernelsUnavailableError: It cannot be used on this machine.
@@ -110,7 +110,7 @@ def load(
 
 
 def _completed(backend: KernelBackend) -> KernelBackend:
-    """Let the reference run what twins of ``backend`` do not take, and say what it lacks."""
+    """Let the reference run calls that ``backend`` does not support, and log what it lacks."""
     if backend is REFERENCE:
         return backend
     twins: dict[str, Any] = {}

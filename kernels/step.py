@@ -1,4 +1,4 @@
-"""The tokens of one step and their positions, as all operations read them."""
+"""The tokens of one step and their positions, for all operations."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _ROPE_AND_LATENT = struct.Struct("@8P9qf2i").pack
 
 @cache
 def refusal(head_dim: int, value_dim: int, block_size: int) -> str | None:
-    """Return None if the attention kernels take these sizes, else what they take."""
+    """Return None if the attention kernels support these sizes, else the supported ones."""
     widths = (head_dim, value_dim)
     if (
         all(width % _LANES == 0 for width in widths)
@@ -39,7 +39,7 @@ def refusal(head_dim: int, value_dim: int, block_size: int) -> str | None:
 
 
 class AttentionOps:
-    """Their calls into one library."""
+    """Calls of these kernels in one library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._rope_and_cache = library.pd_rope_and_cache
@@ -182,10 +182,10 @@ class AttentionOps:
         window: int,
         value_dim: int,
     ) -> None:
-        """Attend; where KV has one plane, a value is the beginning of its key.
+        """Attend; if KV has one plane, a value is the beginning of its key.
 
         Args:
-            window: 0 is none.
+            window: Sliding window; 0 is none.
             value_dim: Elements of a value.
         """
         num_blocks, num_planes, num_kv_heads, block_size, head_dim = kv_layer.shape

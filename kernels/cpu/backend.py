@@ -1,4 +1,4 @@
-"""The backend of CPUs: C++ kernels for the CPU they run on, compiled at first use.
+"""The backend of CPUs: C++ kernels compiled at first use for the CPU that runs them.
 
 The number of threads is ``torch.get_num_threads()``, read at every call.
 """
@@ -27,7 +27,7 @@ _UNITS = ("by fp32 FMA", "by VDPBF16PS", "on AMX tiles")
 
 
 def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend:
-    """Build the kernels where no process of this machine has, and load them.
+    """Load the kernels; build them if no process on this machine has.
 
     Raises:
         KernelsUnavailableError: There is no compiler, or it failed.
@@ -41,7 +41,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
 
 
 def from_library(path: Path) -> KernelBackend:
-    """Return the backend of one library that `build.library` made."""
+    """Return the backend of a library from `build.library`."""
     library = open_library(path)
     packing = Packing(library)
     rows, attention, digest = RowOps(library), AttentionOps(library), DigestOps(library)

@@ -1,15 +1,15 @@
 """Compiles the C++ kernels of this folder into a shared library, once per machine and version.
 
-The library lies in a cache folder, named by a hash of what decides its contents: the sources, the
-flags, and the CPU's own features (it is built for the CPU it runs on). Of several processes that
-start together one compiles, the others wait for it. To build ahead, for an image that has no
-compiler at run time: ``python -m pdserve.kernels.cpu.build``.
+The library is in a cache folder, named by a hash of everything that determines it: the sources, the
+flags, and the CPU's features (it is built for the CPU that runs it). If several processes start
+together, one compiles and the others wait. To build ahead, for an image without a compiler at run
+time: ``python -m pdserve.kernels.cpu.build``.
 
-Where vectors can multiply bf16 in pairs (VDPBF16PS) as well as widened to fp32 (VFMADD231PS), it is
-measured first which of the two this CPU does faster: pairs on AMD's, fp32 by twice on Sapphire
-Rapids. ``PD_CPU_TARGET`` builds for another CPU than this one, by GCC's name of its architecture,
-so that a fleet of unequal ones computes the same bits: ``cooperlake`` multiplies pairs,
-``x86-64-v4`` (AVX-512) and ``x86-64-v3`` (AVX2) fp32.
+If vectors can multiply bf16 both in pairs (VDPBF16PS) and widened to fp32 (VFMADD231PS), a
+measurement chooses the faster on this CPU: pairs on AMD's, fp32 on Sapphire Rapids, where it is
+twice as fast. ``PD_CPU_TARGET`` builds for another CPU, by GCC's name of its architecture, so that
+a fleet of different CPUs computes the same bits: ``cooperlake`` multiplies pairs, ``x86-64-v4``
+(AVX-512) and ``x86-64-v3`` (AVX2) fp32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=fast", "-fvis
 
 
 class BuildError(Exception):
-    """There is no compiler, or it failed; the message says which, and what it wrote."""
+    """There is no compiler, or it failed; the message says which, with its output."""
 
 
 class NoCompilerError(BuildError):
@@ -46,8 +46,9 @@ def library(target: str | None = None, cache_dir: Path | None = None) -> Path:
     """Return the shared library, compiling it if the cache has none.
 
     Args:
-        target: The ``-march=`` flag; None is that of ``PD_CPU_TARGET``, or else of this CPU.
-        cache_dir: Folder of the result; None is ``pdserve`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+        target: The ``-march=`` flag; None uses ``PD_CPU_TARGET``, or else this CPU.
+        cache_dir: Folder for the result; None uses ``pdserve`` in ``$XDG_CACHE_HOME`` or
+            ``~/.cache``.
 
     Raises:
         BuildError: No compiler was found, or compiling failed.
@@ -73,7 +74,7 @@ def library(target: str | None = None, cache_dir: Path | None = None) -> Path:
 
 
 def is_built() -> bool:
-    """Whether `library` will find its result in the cache, and not take seconds."""
+    """Whether `library` will find its result in the cache instead of compiling for seconds."""
     folder = user_cache()
     return folder is not None and (folder / f"kernels-{_fingerprint(_own_target())}.so").exists()
 
@@ -129,7 +130,7 @@ def _compile(compiler: str, target: str, path: Path) -> None:
 
 
 def _is_faster_without_pairs(compiler: str, scratch: Path) -> bool:
-    """Whether this CPU multiplies pairs of bf16 by vectors, and is faster without."""
+    """Whether this CPU has vector products of bf16 pairs, but is faster without them."""
     features = _cpu_features().split()
     if "avx512_bf16" not in features or "amx_bf16" in features:
         return False
@@ -141,7 +142,7 @@ def _is_faster_without_pairs(compiler: str, scratch: Path) -> bool:
 
 
 def _run_all(commands: list[list[str]]) -> None:
-    """Run the commands side by side."""
+    """Run the commands in parallel."""
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command in commands

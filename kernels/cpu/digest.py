@@ -1,4 +1,4 @@
-"""Digests of KV memory, and copies of chunks that are digested as they pass."""
+"""Digests of KV memory, and copies of chunks with their digests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHUNKS = struct.Struct("@7P14q").pack
 
 
 class DigestOps:
-    """Their call into one library."""
+    """Calls of these kernels in one library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._digest = library.pd_digest
@@ -25,10 +25,10 @@ class DigestOps:
     def kv_digests(
         self, kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_rows: int
     ) -> Tensor:
-        """See ``reference.digest.kv_digests``; on the caller's thread, whatever torch's number.
+        """See ``reference.digest.kv_digests``; runs only on the caller's thread.
 
         Raises:
-            InternalError: A span is outside of the memory, the constants or the rows.
+            InternalError: A span is outside the memory, the constants or the rows.
         """
         num_blocks, num_layers, num_planes, num_heads, block_size, _ = kv.shape
         words = _words(kv, constants, keys)
@@ -68,10 +68,10 @@ class DigestOps:
         constants: Tensor,
         keys: Tensor,
     ) -> Tensor:
-        """See ``reference.chunks.gather_chunks``; on the caller's thread, past its caches.
+        """See ``reference.chunks.gather_chunks``; runs on the caller's thread, past its caches.
 
         Raises:
-            InternalError: A block is outside of the memory, or a chunk of the pool.
+            InternalError: A block is outside the memory, or a chunk outside the pool.
         """
         out, arguments = _chunks(kv, blocks, pool, starts, constants, keys)
         if status := self._gather(arguments):
@@ -97,7 +97,7 @@ class DigestOps:
 def _chunks(
     kv: Tensor, blocks: Tensor, pool: Tensor, starts: Tensor, constants: Tensor, keys: Tensor
 ) -> tuple[Tensor, bytes]:
-    """Zeros for the result, and a struct with the arguments."""
+    """Return zeros for the result, and a struct with the arguments."""
     num_blocks, num_layers, num_planes, num_heads, block_size, _ = kv.shape
     words = _words(kv, constants, keys)
     num_chunks, each = blocks.shape
@@ -132,7 +132,7 @@ def _chunks(
 
 
 def _words(kv: Tensor, constants: Tensor, keys: Tensor) -> int:
-    """The words of a vector, once constants and keys are found to fit the memory."""
+    """Check that constants and keys match the memory; return the words of a vector."""
     words, odd_bytes = divmod(kv.shape[5] * kv.element_size(), 4)
     if odd_bytes or kv.stride(5) != 1 or constants.shape[1] != words:
         raise TypeError(
@@ -154,5 +154,5 @@ def _check_int64(*tables: Tensor) -> None:
 
 
 def _strides(kv: Tensor) -> list[int]:
-    """In bytes, from block to block and so on down to tokens."""
+    """Return the strides in bytes, from blocks down to tokens."""
     return [stride * kv.element_size() for stride in kv.stride()[:5]]

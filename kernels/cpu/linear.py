@@ -21,11 +21,11 @@ _HEAD_LINEAR = struct.Struct("@3P8q2i").pack
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Where a packed weight lies; its tensors are kept alive by the `CpuLinear` it is of.
+    """The addresses of a packed weight, whose tensors its `CpuLinear` keeps alive.
 
     Attributes:
-        address: Of the packed weight.
-        bias_address: Of ``[N]`` fp32, or 0.
+        address: Address of the packed weight.
+        bias_address: Address of ``[N]`` fp32, or 0.
         num_cols: N.
     """
 
@@ -35,7 +35,7 @@ class PackedWeight:
 
 
 class CpuLinear(PackedLinear):
-    """A linear layer whose weight is packed, and whose bias is in fp32."""
+    """A linear layer with a packed weight and a bias in fp32."""
 
     def __init__(self, packing: Packing, *sizes: int, **fields: Any) -> None:
         self._packing = packing
@@ -105,7 +105,7 @@ class CpuLinear(PackedLinear):
         return self._packing.unpack(self._weight, self.out_features, self.in_features, self.dtype)
 
     def packed_weight(self) -> PackedWeight:
-        """Return where the packed weight lies; valid as long as this object."""
+        """Return the addresses of the packed weight; valid as long as this object."""
         bias = 0 if self._bias is None else self._bias.data_ptr()
         return PackedWeight(self._weight.data_ptr(), bias, self.out_features)
 

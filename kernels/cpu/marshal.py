@@ -1,9 +1,9 @@
 """Helpers for calls into the C++ kernels: dtype codes, cheap checks, statuses.
 
-Shapes are trusted where checking would cost more than the kernel; dtypes and contiguity are
-checked, and the kernels refuse positions, slots and blocks that are out of range. A call passes one
-struct of ``kernels.h`` as bytes: P pointer, q int64, i int32, f float, in C's alignment. ctypes
-lets go of the GIL meanwhile.
+Shapes are trusted if checking would cost more than the kernel; dtypes and contiguity are checked,
+and the kernels refuse positions, slots and blocks that are out of range. A call passes one struct
+of ``kernels.h`` as bytes: P pointer, q int64, i int32, f float, in C's alignment. ctypes releases
+the GIL meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATUS = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Open a library that `build.library` made."""
+    """Open a library from `build.library`."""
     library = ctypes.CDLL(str(path))
     # The others take bytes, and a conversion per call is what having no argtypes avoids.
     library.pd_packed_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
@@ -37,7 +37,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def refused(op: str, status: int) -> InternalError:
-    """Return the error that says why a kernel refused a call."""
+    """Return the error for a kernel's status."""
     return InternalError(f"{op}: {_STATUS[status]}")
 
 
@@ -45,7 +45,7 @@ def type_code(dtype: torch.dtype) -> int:
     """Return the kernels' code of a dtype.
 
     Raises:
-        NotTakenError: They have none.
+        NotTakenError: They do not support it.
     """
     code = TYPES.get(dtype)
     if code is None:

@@ -51,7 +51,7 @@ class Packing:
         """Write ``weight`` ``[N, K]`` to rows ``first`` to ``first + N`` of a packed weight.
 
         Args:
-            weight: Its rows may be apart, as those of a slice of columns are.
+            weight: Its rows need not be contiguous, as in a slice of columns.
             packed: Of `memory`, with ``K`` columns and at least as many rows; its other rows are
                 left as they are.
         """
@@ -80,11 +80,11 @@ class Packing:
 
 
 class _Arena:
-    """Hands out bytes from large mappings in huge pages, never taking them back one by one.
+    """Allocates bytes from large mappings in huge pages, and never frees them one by one.
 
-    Weights are read front to back once per step. In 4 KiB pages that is a TLB miss per 4 KiB, and
-    the hardware prefetcher stops at each page. A mapping is freed when no weight is left in it;
-    its untouched end costs no memory.
+    Each step reads the weights once from front to back. With 4 KiB pages that is a TLB miss per 4
+    KiB, and the hardware prefetcher stops at each page. A mapping is freed when no weight in it is
+    left; its untouched end uses no memory.
     """
 
     def __init__(self) -> None:

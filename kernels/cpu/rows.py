@@ -1,4 +1,4 @@
-"""Norms and activation, on rows that fit the cache."""
+"""Norms and activation on rows that fit the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SILU_AND_MUL = struct.Struct("@2P2q2i").pack
 
 
 class RowOps:
-    """Their calls into one library."""
+    """Calls of these kernels in one library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._rms_norm = library.pd_rms_norm

@@ -45,7 +45,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """See ``reference.activation.silu_and_mul``; contiguous.
 
     Raises:
-        NotTakenError: The dtype is not taken.
+        NotTakenError: The dtype is not supported.
         TypeError: x is strided, or its width is odd.
     """
     same_type(x)

@@ -1,6 +1,6 @@
-"""Descriptors of the paged cache, by which Gluon kernels load tiles of keys and values.
+"""Descriptors of the paged cache, with which Gluon kernels load tiles of keys and values.
 
-They keep no memory, and know nothing but where a layer lies and how it looks.
+They keep no memory alive, and know only a layer's address and shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia import hopper
 
 
 class _Place(NamedTuple):
-    """Where a cache lies, told to a descriptor that does not keep it alive."""
+    """A cache's address, for a descriptor that does not keep the cache alive."""
 
     address: int
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class _Place(NamedTuple):
 def describe_cache(kv_layer: Tensor, tile: int) -> hopper.TensorDescriptor:
     """Describe tiles of ``tile`` keys or values of a layer, seen as rows ``[D]``, for Gluon.
 
-    It is made once for all layers that lie there and look so: nothing else is told by it.
+    It is made once for all layers with this address and shape, because it contains nothing else.
 
     Args:
         kv_layer: ``[blocks, 2, KV heads, block size, D]`` of 16 bits an element, strided over

@@ -15,10 +15,10 @@ FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 def same_type(first: Tensor, *others: Tensor | None) -> torch.dtype:
-    """Return the one dtype of tensors of a model; None stands for a tensor that is not given.
+    """Return the one dtype of tensors of a model; None stands for an absent tensor.
 
     Raises:
-        NotTakenError: The kernels do not compute in it.
+        NotTakenError: The kernels do not support it.
         TypeError: Dtypes differ.
     """
     check_float(first.dtype)
@@ -29,20 +29,20 @@ def same_type(first: Tensor, *others: Tensor | None) -> torch.dtype:
 
 
 def check_float(dtype: torch.dtype) -> None:
-    """Raise NotTakenError where the kernels do not compute in a dtype."""
+    """Raise NotTakenError if the kernels do not support a dtype."""
     if dtype not in FLOATS:
         raise NotTakenError(f"the CUDA kernels take bf16, fp16 and fp32, not {dtype}")
 
 
 def check_contiguous(*tensors: Tensor | None) -> None:
-    """Raise TypeError where a tensor is strided."""
+    """Raise TypeError if a tensor is strided."""
     for tensor in tensors:
         if tensor is not None and not tensor.is_contiguous():
             raise TypeError(f"want a contiguous tensor, got strides {tensor.stride()}")
 
 
 def check_integers(dtype: torch.dtype, *tensors: Tensor) -> None:
-    """Raise TypeError where a tensor is not contiguous or of another dtype."""
+    """Raise TypeError if a tensor is not contiguous or has another dtype."""
     check_contiguous(*tensors)
     for tensor in tensors:
         if tensor.dtype != dtype:

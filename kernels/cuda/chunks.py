@@ -1,9 +1,9 @@
-"""Copies of chunks between KV blocks and a pool in the host's memory, digested as they pass.
+"""Copies of chunks between KV blocks and a pool in the host's memory, with their digests.
 
-The pool is memory that the driver knows (`cudaHostRegister`), so that programs read and write it
-over the bus by themselves. That, not the device, is what limits a copy: a few programs keep the bus
-busy, and leave the multiprocessors to the steps beside them. Digests are sums of integers, the same
-in any order, and those of every other backend.
+The pool is memory registered with the driver (`cudaHostRegister`), so programs read and write it
+directly over the bus. The bus, not the device, limits a copy: a few programs keep it busy, and
+leave the multiprocessors to concurrent steps. Digests are sums of integers, the same in any order
+and on every backend.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ def pass_pieces(
 def gather_chunks(
     kv: Tensor, blocks: Tensor, pool: Tensor, starts: Tensor, constants: Tensor, keys: Tensor
 ) -> Tensor:
-    """See ``reference.chunks.gather_chunks``; on the current stream, for which it waits.
+    """See ``reference.chunks.gather_chunks``; on the current stream, and waits for it.
 
     Raises:
-        NotTakenError: The pool is not the driver's, too.
-        TypeError: A vector is not a whole number of words, or an argument is of another shape or
+        NotTakenError: The pool is not registered with the driver.
+        TypeError: A vector is not a whole number of words, or an argument has another shape or
             dtype.
-        IndexError: A block is outside of the memory, or a chunk of the pool.
+        IndexError: A block is outside the memory, or a chunk outside the pool.
     """
     copy = ChunkCopy(kv, blocks, pool, starts, constants, keys)
     _check(copy, needs_blocks=True)
@@ -138,7 +138,7 @@ def scatter_chunks(
 
 
 def copied(copy: ChunkCopy, *, to_pool: bool, max_programs: int = MAX_PROGRAMS) -> Tensor:
-    """Begin a copy whose arguments are checked; its digests, where ``kv`` lies."""
+    """Start a copy with checked arguments; return its digests on the device of ``kv``."""
     kv, blocks, pool, starts, constants, keys = copy
     num_layers, num_planes, num_heads, block_size = kv.shape[1:5]
     num_chunks, num_blocks = blocks.shape
@@ -178,7 +178,7 @@ def copied(copy: ChunkCopy, *, to_pool: bool, max_programs: int = MAX_PROGRAMS) 
 
 
 def _is_aligned(words: Tensor, pool: Tensor, starts: Tensor, run: int) -> bool:
-    """Whether all runs begin at multiples of 16 bytes, and end there."""
+    """Whether all runs begin and end at multiples of 16 bytes."""
     in_words = (run, *words.stride()[:4])
     in_bytes = (words.data_ptr(), pool.data_ptr())
     is_regular = not any(each % 4 for each in in_words) and not any(each % 16 for each in in_bytes)

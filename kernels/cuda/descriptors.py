@@ -1,6 +1,6 @@
-"""Descriptors of matrices, by which Hopper's copy engine (TMA) loads whole tiles of them.
+"""Descriptors of matrices, with which Hopper's copy engine (TMA) loads whole tiles.
 
-A tile that reaches beyond its matrix is filled with zeros there, and no thread computes addresses.
+A tile that extends beyond its matrix is filled with zeros there, and no thread computes addresses.
 The host writes a descriptor into the launch's own arguments, so that a graph keeps it.
 """
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ALIGNMENT = 16
-"""Bytes: of where a matrix and each of its rows begin."""
+"""Alignment in bytes of a matrix and each of its rows."""
 
 
 class Descriptors:
-    """Descriptors of one matrix that stays where it is, each made once.
+    """Descriptors of one matrix at a fixed address, each made once.
 
     Args:
         matrix: ``[N, K]``, contiguous.
@@ -34,7 +34,7 @@ class Descriptors:
 
 
 def can_describe(*matrices: Tensor) -> bool:
-    """Return whether there is something in each matrix, and descriptors take it."""
+    """Return whether each matrix has elements and can be described."""
     return all(
         matrix.numel() > 0 and matrix.stride(-1) == 1 and _is_aligned(matrix) for matrix in matrices
     )

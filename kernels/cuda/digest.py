@@ -72,12 +72,12 @@ def digest_span(
 
 
 def kv_digests(kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_rows: int) -> Tensor:
-    """See ``reference.digest.kv_digests``; waits for the device, as its result is on the CPU.
+    """See ``reference.digest.kv_digests``; waits for the device, because its result is on the CPU.
 
     Raises:
-        TypeError: A vector is not a whole number of words, or an argument is of another shape or
+        TypeError: A vector is not a whole number of words, or an argument has another shape or
             dtype.
-        IndexError: A span is outside of the memory, the constants or the rows.
+        IndexError: A span is outside the memory, the constants or the rows.
     """
     check_spans(kv, spans, len(constants), num_rows)
     check_integers(torch.int64, spans, keys)
@@ -90,7 +90,7 @@ def kv_digests(kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_r
 def digests_on_device(
     kv: Tensor, spans: Tensor, constants: Tensor, keys: Tensor, num_rows: int
 ) -> Tensor:
-    """Return `kv_digests` of checked spans where ``kv`` lies, without waiting for them."""
+    """Return `kv_digests` of checked spans on the device of ``kv``, without waiting."""
     num_layers, num_planes, num_heads = kv.shape[1:4]
     words = kv.view(torch.int32)
     num_words = words.shape[-1]
@@ -118,5 +118,5 @@ def digests_on_device(
 
 @lru_cache(maxsize=16)
 def kept_on(device: torch.device, constants: Tensor) -> Tensor:
-    """Bring what `word_constants` has made once to a device, once."""
+    """Copy the constants of `word_constants` to a device, once."""
     return constants.to(device)

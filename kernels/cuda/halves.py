@@ -11,7 +11,7 @@ from pdserve.kernels.reference.halves import Mlp, MlpWeights
 
 
 def make_mlp(ops: Ops, weights: MlpWeights) -> Mlp:
-    """Return the feed-forward half, in a launch less if gate and up lie here together."""
+    """Return the feed-forward half, with one launch fewer if gate and up are stored together."""
     gate_up = weights.gate_up
     if isinstance(gate_up, CudaLinear) and gate_up.out_dtype == gate_up.dtype:
         return CudaMlp(ops, weights, gate_up)
@@ -19,7 +19,7 @@ def make_mlp(ops: Ops, weights: MlpWeights) -> Mlp:
 
 
 class CudaMlp(Mlp):
-    """The feed-forward half in three launches where rows are few, and in four else."""
+    """The feed-forward half, in three launches for few rows and otherwise in four."""
 
     def __init__(self, ops: Ops, weights: MlpWeights, gate_up: CudaLinear) -> None:
         super().__init__(ops, weights)

@@ -1,18 +1,18 @@
 """The only place that launches Triton kernels.
 
-Triton's interpreter runs the same launches on a CPU, where ``TRITON_INTERPRET=1`` was set before
-the first kernel was defined.
+Triton's interpreter runs the same launches on a CPU if ``TRITON_INTERPRET=1`` was set before the
+first kernel was defined.
 
 A number that differs from step to step, such as a count of tokens, is named in
-``@triton.jit(do_not_specialize=[...])`` by the kernel that takes it: Triton compiles a kernel again
-for a 1 and for a multiple of 16.
+``@triton.jit(do_not_specialize=[...])`` by the kernel with this argument, because Triton compiles a
+kernel again for a 1 and for a multiple of 16.
 
 A kernel may *overlap* with the one before it on its stream (CUDA's programmatic dependent launch):
-its programs are put on the device while the last ones of the other still run, and wait there.
-Such a kernel takes ``OVERLAPS: tl.constexpr`` and begins, in every program and before it reads or
-writes anything, with ``wait_for_previous(OVERLAPS)``: a program that left without waiting could
-let the kernel after it start before the one before it has ended. Whether it overlaps is its
-`Tuning`'s to say, which may differ from tile to tile.
+its programs start on the device while the last ones of the other still run, and wait there. Such a
+kernel takes ``OVERLAPS: tl.constexpr`` and begins, in every program and before it reads or writes
+anything, with ``wait_for_previous(OVERLAPS)``: a program that ended without waiting could let the
+next kernel start before the previous one has ended. Its `Tuning` says whether it overlaps, which
+may differ from tile to tile.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _INT32 = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How one program of a kernel is compiled; its numbers never change the bits of a result.
+    """How to compile one program of a kernel; this never changes the bits of a result.
 
     Attributes:
         warps: Warps of a program.
         stages: Depth to which loads of a loop are prefetched.
-        overlaps: Whether the kernel waits for the one before it by itself.
-        registers: That a thread starts with; None: as many as it needs.
+        overlaps: Whether the kernel itself waits for the previous one.
+        registers: Registers that a thread starts with; None: as many as it needs.
     """
 
     warps: int
@@ -55,8 +55,8 @@ def launch(
 ) -> None:
     """Launch ``kernel`` on the current stream; an empty grid launches nothing.
 
-    Products and sums are never contracted to fused multiply-adds behind the kernel's back: the
-    default of Triton's versions differs, and with it the bits.
+    Products and sums are never implicitly contracted to fused multiply-adds, because the default,
+    and so the bits, differ between Triton's versions.
 
     Args:
         kernel: A ``triton.jit`` or ``gluon.jit`` function.
@@ -88,12 +88,12 @@ def launch(
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-"""What Triton has made of a launch, and its constants as the kernel takes them. It finds both by
-itself, but takes several times as long."""
+"""The compiled kernel of a launch, and its constants in the kernel's form. Triton would find both
+itself, but take several times as long."""
 
 
 def _kind(arg: Any) -> object:
-    """Return all of an argument that Triton may compile another kernel for."""
+    """Return everything in an argument for which Triton may compile another kernel."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, int):
@@ -105,7 +105,7 @@ def _kind(arg: Any) -> object:
 
 @triton.jit
 def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
-    """Let the next kernel's programs come, and wait until the kernel before has ended."""
+    """Let the next kernel's programs start, and wait until the previous kernel has ended."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -116,7 +116,7 @@ _overlapping = True
 
 @contextmanager
 def without_overlap() -> Iterator[None]:
-    """Have kernels that are launched meanwhile start when the one before has ended."""
+    """Make kernels launched inside the block start when the previous one has ended."""
     global _overlapping  # noqa: PLW0603
     before, _overlapping = _overlapping, False
     try:

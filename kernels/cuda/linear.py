@@ -1,4 +1,4 @@
-"""Products with weights that lie row by row: linear layers, and one matrix per head."""
+"""Products with row-major weights: linear layers, and one matrix per head."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.reference.mla import PackedHeads
 
 _MANY_ROWS = 1024
-"""From here on one tile that is slow to load by descriptor costs less than all that are loaded
-without."""
+"""From this size on, one tile that is slow to load by descriptor costs less than loading all tiles
+without descriptors."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -63,8 +63,8 @@ def multiply_kernel(
         weight: ``[heads, num_cols, depth]``, contiguous.
         bias: ``[num_cols]``; read if ``HAS_BIAS``.
         out: ``[num_rows, heads, num_cols]``, strides ``out_row``, ``out_head`` and 1.
-        x_tiles: None, or ``x`` of one head by its descriptor.
-        weight_tiles: None, or ``weight`` likewise.
+        x_tiles: None, or the descriptor of ``x`` with one head.
+        weight_tiles: None, or the same for ``weight``.
     """
     wait_for_previous(OVERLAPS)
     head = tl.program_id(1).to(tl.int64)
@@ -124,8 +124,8 @@ def multiply(
         weight: ``[H, N, K]``, contiguous.
         bias: ``[N]`` or None.
         out: ``[M, H, N]``, elements contiguous.
-        tile: Any, but for fp32 always the same one.
-        kept: Of ``weight``, if it stays where it is.
+        tile: Any tile, but for fp32 always the same one.
+        kept: Descriptors of ``weight``, if its address is fixed.
     """
     num_rows, num_heads, depth = x.shape
     num_cols = weight.shape[1]
@@ -159,7 +159,7 @@ def multiply(
 def _descriptors(
     x: Tensor, weight: Tensor, tile: ProductTile, kept: Descriptors | None
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Return those of both operands; None if they cannot be described, or had better not be."""
+    """Return the descriptors of both operands; None if they cannot or should not be described."""
     whole = with_whole_tiles(x, tile.rows)
     if whole is None and len(x) > _MANY_ROWS:
         whole = x
@@ -195,7 +195,7 @@ def multiply_gated_kernel(
 
     Args:
         x: ``[num_rows, depth]``, contiguous.
-        weight: ``[2 * inner, depth]``, contiguous: gate, and ``to_up`` elements behind it up.
+        weight: ``[2 * inner, depth]``, contiguous: gate and, ``to_up`` elements after it, up.
         bias: ``[2 * inner]``; read if ``HAS_BIAS``.
         out: ``[num_rows, inner]``, contiguous.
         x_tiles: As of `multiply_kernel`; ``weight_tiles`` likewise.
@@ -254,15 +254,15 @@ def multiply_gated(
     tile: ProductTile,
     kept: Descriptors | None = None,
 ) -> None:
-    """Write ``silu_and_mul(x @ weight.T + bias)`` to ``out``, with the bits of the two in turn.
+    """Write ``silu_and_mul(x @ weight.T + bias)`` to ``out``, with the bits of both in turn.
 
     Args:
         x: ``[M, K]``, contiguous.
         weight: ``[2 * I, K]``, contiguous.
         bias: ``[2 * I]`` or None.
         out: ``[M, I]``, contiguous, of the same dtype.
-        tile: As of `multiply`; its columns are those of gate, and of up.
-        kept: As of `multiply`.
+        tile: See `multiply`; its columns count for gate and for up.
+        kept: See `multiply`.
     """
     num_rows, depth = x.shape
     inner = len(weight) // 2
@@ -316,7 +316,7 @@ class CudaLinear(PackedLinear):
         """Return ``silu_and_mul(self(x))`` in one launch, ``[M, N / 2]``, bit for bit.
 
         Raises:
-            TypeError: As of a call.
+            TypeError: As for a call.
         """
         self._check(x, None)
         out = empty_rows(len(x), self.out_features // 2, x)

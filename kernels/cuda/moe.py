@@ -1,7 +1,7 @@
-"""The experts of a mixture-of-experts layer: choices sorted by expert, two products, and a sum.
+"""The experts of a mixture-of-experts layer: sorts choices by expert, then two products and a sum.
 
-Sizes that routing decides stay on the device: each grid is as large as any routing needs, and
-programs that have nothing to do end at once. Five launches, all of which a graph can capture.
+Sizes that depend on routing stay on the device: each grid is large enough for any routing, and
+programs without work end at once. There are five launches, all of which a graph can capture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.kernels.cuda.tiles import experts_tiles
 from pdserve.kernels.reference.moe import PackedExperts
 
 _MOST_PARTS_BYTES = 512 << 20
-"""Of what experts make of tokens, before it is summed; more tokens are computed in turns."""
+"""Limit for the experts' unsummed results; more tokens are computed in several rounds."""
 
 _IDS = 1024
 _COLUMNS = 1024
@@ -60,14 +60,14 @@ def sort_kernel(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Place one expert's choices behind those of lower experts, in their order; grid (experts,).
+    """Place one expert's choices after those of lower experts, in order; grid (experts,).
 
     Args:
         ids: ``[num_ids]`` int64: the expert of each choice.
         counts: ``[num_experts]`` int32.
-        order: ``[num_ids]`` int32: the choice at each place; unset behind the last.
-        tiles: ``[num_tiles, 3]`` int32: expert, first place and end of each run of ROWS places;
-            the expert is -1 behind the last.
+        order: ``[num_ids]`` int32: the choice at each place; unset after the last.
+        tiles: ``[num_tiles, 3]`` int32: expert, first place and end of each run of ROWS places; the
+            expert is -1 after the last.
         EXPERTS: At least ``num_experts``, a power of two.
     """
     wait_for_previous(OVERLAPS)
@@ -121,8 +121,8 @@ def gate_up_kernel(
 
     Args:
         x: ``[T, depth]``.
-        weight: ``[E, 2 * inner, depth]``, strided by ``to_expert`` over experts: gate, and
-            ``to_up`` elements behind it up.
+        weight: ``[E, 2 * inner, depth]``, strided by ``to_expert`` over experts: gate and,
+            ``to_up`` elements after it, up.
         out: ``[T * top_k, inner]``, by place.
         order: As of `sort_kernel`, and ``tiles``.
     """
@@ -225,7 +225,7 @@ def sum_kernel(
     """Sum a token's parts in the order of its choices, in fp32; grid (tokens, pieces).
 
     Args:
-        parts: ``[T * TOP_K, width]`` fp32; unset where the expert is not here.
+        parts: ``[T * TOP_K, width]`` fp32; unset if the expert is not here.
         ids: ``[T, TOP_K]`` int64.
         weights: ``[T, TOP_K]`` fp32.
         out: ``[T, width]``.
@@ -247,7 +247,7 @@ def sum_kernel(
 class CudaExperts(PackedExperts):
     """Experts in grouped products; weights lie as in `PackedExperts`.
 
-    Ids that are not of these experts, negative or too large, add nothing.
+    Ids of other experts, negative or too large, add nothing.
 
     Raises:
         NotTakenError: The dtype is none of bf16, fp16 and fp32.
@@ -263,7 +263,7 @@ class CudaExperts(PackedExperts):
         """See `PackedExperts.__call__`.
 
         Raises:
-            TypeError: A dtype is another one, or a tensor is strided.
+            TypeError: A dtype is wrong, or a tensor is strided.
         """
         if x.dtype != self._dtype or x.shape[1] != self._width:
             raise TypeError(f"want [T, {self._width}] {self._dtype}, got {x.shape} {x.dtype}")
@@ -337,7 +337,7 @@ class CudaExperts(PackedExperts):
 
 
 def _sort(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return ``order`` and ``tiles`` as of `sort_kernel`, for tiles of so many rows."""
+    """Return ``order`` and ``tiles`` of `sort_kernel` for tiles with this number of rows."""
     num_ids = ids.numel()
     # Each expert that is chosen at all may fill its last tile by one row only.
     num_tiles = (num_ids + min(num_ids, num_experts) * (rows - 1)) // rows

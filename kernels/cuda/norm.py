@@ -1,4 +1,4 @@
-"""RMS norms: a program a row, whose order of summation is fixed by the width alone."""
+"""RMS norms: one program per row, whose order of summation depends only on the width."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 @cache
 def tuning_of(width: int) -> Tuning:
-    """Return how rows of a width are normed: 16 elements a thread, as far as 16 warps go."""
+    """Return how to norm rows of a width: 16 elements per thread, with at most 16 warps."""
     return Tuning(warps=min(16, max(1, next_power_of_2(width) // 512)), overlaps=True)
 
 

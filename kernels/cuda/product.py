@@ -1,8 +1,8 @@
 """The product that linear layers, heads and experts share, inside a Triton kernel.
 
 Each element is summed into one fp32 accumulator over ascending k, whatever the tile. On Hopper both
-instructions of the tensor core (``mma.sync`` for 16 rows, ``wgmma`` for 64) add 16 products at a
-time in the same way (arXiv 2511.10909), so that the tile never changes the bits of bf16 and fp16.
+tensor core instructions (``mma.sync`` for 16 rows, ``wgmma`` for 64) add 16 products at a time in
+the same way (arXiv 2511.10909), so the tile never changes the bits of bf16 and fp16.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def product(
 
     Args:
         x_rows: ``[BLOCK_M]`` pointers to rows.
-        x_live: ``[BLOCK_M]``: whether the row is there; others count as zeros, and are not read.
+        x_live: ``[BLOCK_M]``: whether the row exists; others count as zeros and are not read.
         weight_rows: ``[BLOCK_N]`` pointers to rows.
-        weight_live: ``[BLOCK_N]``, likewise; not asked if ``EVEN_N``.
+        weight_live: ``[BLOCK_N]``, likewise; unused if ``EVEN_N``.
         depth: Elements of a row.
-        EVEN_N: All rows of the weight are there.
-        EVEN_K: ``depth`` is a multiple of ``BLOCK_K``.
-        SWAPPED: The weight is the left operand of the tensor core's instruction.
+        EVEN_N: Whether all rows of the weight exist.
+        EVEN_K: Whether ``depth`` is a multiple of ``BLOCK_K``.
+        SWAPPED: Whether the weight is the left operand of the tensor core instruction.
 
     Returns:
         ``[BLOCK_M, BLOCK_N]`` fp32.
@@ -72,7 +72,7 @@ def product_pair(
     EVEN_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return `product` of two weights, the second of which lies ``to_other`` elements behind."""
+    """Return `product` of two weights, the second ``to_other`` elements after the first."""
     k = tl.arange(0, BLOCK_K)
     if SWAPPED:
         first = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -108,11 +108,11 @@ def described_product(
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ) -> tl.tensor:
-    """Return `product` of the tile whose first row and column are given, of two matrices.
+    """Return `product` of two matrices for the tile at the given row and column.
 
     Args:
-        x: Of tiles ``[BLOCK_M, BLOCK_K]``; what lies beyond the matrix are zeros.
-        weight: Of tiles ``[BLOCK_N, BLOCK_K]``, likewise.
+        x: Descriptor with tiles ``[BLOCK_M, BLOCK_K]``, with zeros beyond the matrix.
+        weight: The same with tiles ``[BLOCK_N, BLOCK_K]``.
     """
     if SWAPPED:
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -143,7 +143,7 @@ def described_pair(
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return `described_product` of two weights, the second of which lies ``to_other`` rows on."""
+    """Return `described_product` of two weights, the second ``to_other`` rows after the first."""
     if SWAPPED:
         first = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         second = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -175,7 +175,7 @@ def load_rows(
     ALL_LIVE: tl.constexpr,
     EVEN_K: tl.constexpr,
 ) -> tl.tensor:
-    """Load columns ``k`` of rows, with zeros for what is not there."""
+    """Load columns ``k`` of rows, with zeros where there are none."""
     at = rows[:, None] + k[None, :]
     if ALL_LIVE and EVEN_K:
         tile = tl.load(at)
@@ -194,8 +194,8 @@ def place_of(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return a program's row tile and column tile.
 
-    Programs that run at once take all columns of ``GROUP`` row tiles, so that what they read stays
-    in the L2 cache.
+    Programs that run at once cover all columns of ``GROUP`` row tiles, so that their inputs stay in
+    the L2 cache.
     """
     per_group = GROUP * num_cols
     first = program // per_group * GROUP

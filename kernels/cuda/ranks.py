@@ -1,4 +1,4 @@
-"""The sum over the ranks of a group: an element has one order of addition, that of the ranks."""
+"""The sum over the ranks of a group: each element is summed in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdserve.kernels.cuda.sizes import divided_up
 
 BLOCK = 1024
 TUNING = Tuning(warps=4)
-"""It follows what another stream has brought, so it does not overlap with the kernel before."""
+"""It reads what another stream has written, so it does not overlap with the previous kernel."""
 _WIDE = 8
 """Elements whose count, if it divides a rank's, keeps each rank's part aligned to 16 bytes."""
 
@@ -41,7 +41,7 @@ def sum_ranks(parts: Tensor) -> Tensor:
     """See ``reference.ranks.sum_ranks``; contiguous.
 
     Raises:
-        NotTakenError: The dtype is not taken.
+        NotTakenError: The dtype is not supported.
         TypeError: The parts are strided.
     """
     same_type(parts)

@@ -1,7 +1,7 @@
 """Rotary embedding fused with the write into the paged cache: of heads, and of latents.
 
-A program rotates some heads of one token. Everything is element by element but the norm of a head,
-whose order of summation is fixed by the model's sizes.
+A program rotates some heads of one token. Everything is element by element except the norm of a
+head, whose order of summation depends only on the model's sizes.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def rope_and_cache(
 
 
 def heads_of_program(head_dim: int, num_heads: int) -> int:
-    """Return how many heads of a token a program rotates: never more than there are."""
+    """Return the number of heads of a token that a program rotates, at most all."""
     fitting: int = max(1, _TILE // next_power_of_2(head_dim))
     available: int = next_power_of_2(num_heads)
     return min(fitting, available)
@@ -372,7 +372,7 @@ def rope_and_latent(
 
 
 def _half(cos_sin: Tensor, kv_layer: Tensor) -> int:
-    """Return half of the rotated elements, with the layouts checked that both kernels rely on."""
+    """Check the layouts that both kernels rely on; return half of the rotated elements."""
     half, odd = divmod(cos_sin.shape[1], 2)
     if odd or cos_sin.dtype != torch.float32:
         raise TypeError(f"want an even table in fp32, got {cos_sin.shape[1]} {cos_sin.dtype}")

@@ -1,7 +1,7 @@
 """The router of a mixture-of-experts layer: a program of one warp chooses a token's experts.
 
-What is chosen is the largest of 64-bit integers: the score, as an integer of the same order, over
-the index turned around. So ties go to the lower index, whatever the order of a reduction.
+It chooses the largest 64-bit integer: the score, as an integer of the same order, above the
+inverted index. So ties go to the lower index, whatever the order of a reduction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdserve.kernels.reference.moe import RoutingRule
 
 @triton.jit
 def ranked(value: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Return integers in the order of values, then of falling indices; NaN is above all."""
+    """Return integers ordered by value, then by descending index; NaN is above all."""
     value = tl.where(value == 0.0, 0.0, value)  # one zero
     bits = value.to(tl.int32, bitcast=True)
     key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
@@ -28,14 +28,14 @@ def ranked(value: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def value_of(rank: tl.tensor) -> tl.tensor:
-    """Return the values that `ranked` took."""
+    """Return the values given to `ranked`."""
     key = (rank >> 32).to(tl.int32)
     return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def index_of(rank: tl.tensor) -> tl.tensor:
-    """Return the indices that `ranked` took."""
+    """Return the indices given to `ranked`."""
     return 0x7FFFFFFF - (rank & 0x7FFFFFFF).to(tl.int32)
 
 
@@ -85,7 +85,7 @@ def route_kernel(
     SIZE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Choose one token's experts; grid (tokens,). TOP_GROUPS is 0 where all groups are open.
+    """Choose one token's experts; grid (tokens,). TOP_GROUPS is 0 if all groups are open.
 
     Args:
         logits: ``[T, num_groups * group_size]`` fp32.
@@ -136,7 +136,7 @@ def route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tenso
     """See ``reference.moe.route``; contiguous.
 
     Raises:
-        TypeError: A dtype is not fp32, a tensor is strided, or groups are not equally long.
+        TypeError: A dtype is not fp32, a tensor is strided, or groups differ in size.
     """
     num_tokens, num_experts = logits.shape
     for given in (logits,) if bias is None else (logits, bias):

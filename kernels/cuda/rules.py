@@ -12,7 +12,7 @@ from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
 from pdserve.kernels.reference.rules import Ruled, RuleTables
 
 _BLOCK = 2048
-"""Logits of a program."""
+"""Logits per program."""
 _TUNING = Tuning(warps=4)
 # Bits of a word are spelled out: the interpreter knows no globals of Triton's types.
 
@@ -37,10 +37,10 @@ def rule_block(
     BY_BIAS: tl.constexpr,
     AVOIDS: tl.constexpr,
 ) -> None:
-    """Rule a block of a row, but for tokens that are avoided; grid (ruled rows, blocks).
+    """Apply rules to a block of a row, except avoided tokens; grid (ruled rows, blocks).
 
     Args:
-        are_left: ``[N, blocks]`` int32: whether a token is left that is not avoided.
+        are_left: ``[N, blocks]`` int32: whether any token is not avoided.
     """
     index = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -83,7 +83,7 @@ def avoid_block(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Rule out what is avoided in a block, if anything is left; grid (ruled rows, blocks)."""
+    """Exclude the avoided tokens of a block if others are left; grid (ruled rows, blocks)."""
     index = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, BLOCKS)
     left = tl.load(are_left + index * num_blocks + each, mask=each < num_blocks, other=0)

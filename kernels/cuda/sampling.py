@@ -1,9 +1,9 @@
 """Tokens from logits on CUDA, as ``reference.sampling`` defines them.
 
-Whatever is summed over the vocabulary is an integer, so any number of programs share a row. A row
-is read a few times, and from the cache but for the first: nothing of its size is written. The least
-power that ``top_k`` and ``top_p`` keep is found digit by digit, from the highest: each pass tallies
-the powers that agree with the digits found so far by their next one.
+All sums over the vocabulary are integers, so any number of programs can share a row. A row is read
+a few times, after the first time from the cache, and nothing of its size is written. The least
+power that ``top_k`` and ``top_p`` keep is found digit by digit, from the highest: each pass counts
+the powers that agree with the digits found so far, by their next digit.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
 from pdserve.kernels.reference.sampling import Draws
 
 _BLOCK = 2048
-"""Logits of a program."""
+"""Logits per program."""
 _TUNING = Tuning(warps=4)
 _NUM_DIGITS = 6
-"""Powers are at most 1, whose bits are a number of 30 bits; as integers they keep their order."""
+"""Powers are at most 1, whose bits form a 30-bit number; as integers they keep their order."""
 # The interpreter knows no globals of Triton's types: kernels spell out 2**40, 2**53, 2**31 - 1, and
 # the base of 32 with its 5 bits and 6 digits.
 
@@ -36,7 +36,7 @@ def largest_of_block(
 ) -> None:
     """Find the largest logit of a block of a row, and its id, as one integer; grid (rows, blocks).
 
-    Ordered by the logit (NaN above all), then by falling id.
+    Ordered by the logit (NaN above all), then by descending id.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -85,7 +85,7 @@ def powers_of_block(
     vocab_size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Powers of a block, 0 for what is beyond the vocabulary or less likely than ``min_p``."""
+    """Powers of a block, 0 beyond the vocabulary or below ``min_p``."""
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab_size
     logit = tl.load(logits + row * vocab_size + column, mask=inside, other=float("-inf"))
@@ -110,12 +110,12 @@ def share(total: tl.tensor, fraction: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def leading_digits(tally: tl.tensor, wanted: tl.tensor, num: tl.tensor) -> tl.tensor:
-    """Return the first ``num`` digits of the least power that is kept.
+    """Return the first ``num`` digits of the least kept power.
 
     Args:
-        tally: ``[digits, base]``, what powers with the digits before this one have at each.
-        wanted: The kept ones have at least so much together, and not without the least.
-        num: Digits that are tallied.
+        tally: ``[digits, base]``, the totals at each digit, of powers with the found digits.
+        wanted: The minimum total of the kept powers, reached only with the least one.
+        num: Number of tallied digits.
     """
     digit = tl.arange(0, 32)
     found = tl.zeros((), tl.int32)
@@ -150,9 +150,9 @@ def tally_block(
     Args:
         counts: ``[N, digits, base]`` int64, zeros at first: how many powers.
         sums: Likewise: their weights.
-        place: Which digit, from the highest; those before it are tallied.
-        BY_K: The digit is of ``sums``, and ``counts`` are complete.
-        IS_SUM: The digit is of ``sums``, else of ``counts``.
+        place: Index of the digit, from the highest; those before it are tallied.
+        BY_K: Whether the digit is for ``sums`` and ``counts`` are complete.
+        IS_SUM: Whether the digit is for ``sums``, not ``counts``.
     """
     index = tl.program_id(0).to(tl.int64)
     top_k, top_p = tl.load(top_ks + index).to(tl.int64), tl.load(top_ps + index)
@@ -222,7 +222,7 @@ def weigh_block(
 
     Args:
         partial: ``[N, blocks]`` int64.
-        bounds: ``[N]`` int32: bits of the least power that is kept.
+        bounds: ``[N]`` int32: bits of the least kept power.
     """
     index = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

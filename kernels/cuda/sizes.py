@@ -1,6 +1,7 @@
-"""Sizes that the host works out for a launch.
+"""Sizes that the host computes for a launch.
 
-In plain integers: Triton's own functions, which kernels may call too, take microseconds each.
+They are plain integers, because Triton's own functions, which kernels may also call, take
+microseconds each.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 FEW_ROWS = 16
-"""Most rows of a product whose tiles are not loaded by descriptors, and whose programs do not
-overlap with the kernel before."""
+"""Maximum rows of a product whose tiles are not loaded by descriptors, and whose programs do not
+overlap with the previous kernel."""
 _ROWS = (64, 128, 256)
-"""Of tiles that are, ascending."""
+"""Rows of tiles that are, ascending."""
 
 
 def divided_up(size: int, by: int) -> int:
@@ -29,11 +30,11 @@ def next_power_of_2(size: int) -> int:
 
 
 def empty_rows(num_rows: int, width: int, like: Tensor) -> Tensor:
-    """Allocate ``[num_rows, width]`` for a product to read, and rows behind that fill its tiles.
+    """Allocate ``[num_rows, width]`` for a product to read, with extra rows that fill its tiles.
 
     Tiles that reach beyond a matrix are slow to load by descriptor: on an H100 a product of 17 rows
-    takes 1.25 to 1.5 times as long, one of 65 rows 1.2 to 1.6 times. What lies in the rows behind
-    is anything, and comes into no row that is kept.
+    takes 1.25 to 1.5 times as long, one of 65 rows 1.2 to 1.6 times. The extra rows have arbitrary
+    contents, which affect no kept row.
     """
     whole = num_rows
     if num_rows > FEW_ROWS:
@@ -43,10 +44,10 @@ def empty_rows(num_rows: int, width: int, like: Tensor) -> Tensor:
 
 
 def with_whole_tiles(x: Tensor, rows: int) -> Tensor | None:
-    """Return ``x``, ``[M, K]``, with what lies behind it as far as its last tile of ``rows`` goes.
+    """Return ``x``, ``[M, K]``, extended in memory to the end of its last tile of ``rows``.
 
     Returns:
-        None if its memory ends before.
+        None if its memory ends earlier.
     """
     num_rows = divided_up(len(x), rows) * rows
     if num_rows == len(x):

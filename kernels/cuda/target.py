@@ -1,7 +1,7 @@
 """The architectures that kernels have tiles for, and the one this process uses.
 
-A process has one device, or launches for none: then kernels are interpreted, or compiled for the
-architecture that somebody names.
+A process has one device or none; without one, kernels are interpreted, or compiled for a named
+architecture.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class Architecture(enum.Enum):
-    """What tables of tiles are made for; newer devices take the tables of what they are like."""
+    """Architectures with tables of tiles; newer devices use the tables of a similar one."""
 
     SM_80 = 80
     SM_89 = 89
@@ -25,7 +25,7 @@ class Architecture(enum.Enum):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that one program may have."""
+        """Maximum shared memory of one program."""
         return {80: 163, 89: 99, 90: 227, 100: 227}[self.value] << 10
 
     @property
@@ -36,11 +36,11 @@ class Architecture(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LaunchTarget:
-    """What kernels are launched for.
+    """The device that kernels are launched for.
 
     Attributes:
         architecture: Chooses the tiles.
-        multiprocessors: How many there are.
+        multiprocessors: Number of multiprocessors.
     """
 
     architecture: Architecture
@@ -61,10 +61,10 @@ TARGETS = {
 
 
 def architecture_of(capability: tuple[int, int]) -> Architecture:
-    """Return whose tiles a device takes: those for as much shared memory as it has.
+    """Return the architecture whose tiles a device uses, by its shared memory.
 
     Args:
-        capability: Of the device, at least (8, 0).
+        capability: Compute capability of the device, at least (8, 0).
     """
     major, minor = capability
     if major == 8:
@@ -88,13 +88,13 @@ _assumed: LaunchTarget | None = None
 
 
 def target() -> LaunchTarget:
-    """Return what kernels are launched for: the device, or an H100 where there is none."""
+    """Return the target of launches: the device, or an H100 if there is none."""
     return _assumed or _of_device()
 
 
 @contextmanager
 def assuming(other: LaunchTarget) -> Iterator[None]:
-    """Have tiles chosen for another target meanwhile."""
+    """Choose tiles for another target inside the block."""
     global _assumed  # noqa: PLW0603
     before, _assumed = _assumed, other
     try:

@@ -1,7 +1,7 @@
 """Tile sizes of matrix products: tables by architecture and shape, without autotuning.
 
-How many rows there are chooses a tile, and a tile never changes bits: of bf16 and fp16 because the
-tensor core sums any tile in the same order (`product`), of fp32 because it has only one.
+The number of rows chooses a tile, and a tile never changes bits: for bf16 and fp16 because the
+tensor core sums any tile in the same order (`product`), for fp32 because it has only one tile.
 
 A product of at most 16 rows does not overlap with the kernel before it (`launch`): on an H100 a
 layer's products and norms of one row take 164 us where no kernel overlaps and 176 us where all do,
@@ -27,17 +27,17 @@ from pdserve.kernels.cuda.target import Architecture, LaunchTarget, target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTile:
-    """What one program computes of a product, and how.
+    """One program's part of a product, and how it is computed.
 
     Attributes:
-        rows: Of ``x``: a power of two, at least 16.
-        cols: Of the result, which are rows of the weight: likewise.
-        depth: Elements of a row that are loaded at once: likewise.
+        rows: Rows of ``x``: a power of two, at least 16.
+        cols: Columns of the result, which are rows of the weight: likewise.
+        depth: Elements of a row loaded at once: likewise.
         group: Row tiles whose columns are computed at about the same time.
-        swapped: The weight is the left operand, whose tile has at least 64 rows: few rows of ``x``
-            then still run as ``wgmma``, which reads the weight from shared memory.
-        described: Both operands are loaded by descriptors, where their addresses allow it.
-        tuning: How the kernel is compiled.
+        swapped: Whether the weight is the left operand, whose tile has at least 64 rows: few rows
+            of ``x`` then still run as ``wgmma``, which reads the weight from shared memory.
+        described: Whether both operands are loaded by descriptors, if their addresses allow it.
+        tuning: How to compile the kernel.
     """
 
     rows: int
@@ -60,7 +60,7 @@ class ProductTile:
         }
 
     def num_programs(self, num_rows: int, num_cols: int) -> int:
-        """Return how many of it a product has."""
+        """Return the number of such tiles in a product."""
         return divided_up(num_rows, self.rows) * divided_up(num_cols, self.cols)
 
 
@@ -73,14 +73,14 @@ def _tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: boo
 FP32 = _tile(32, 64, 16, 4, 3)
 
 _Table = tuple[tuple[float, ProductTile], ...]
-"""Most of something, ascending -> tile; the last takes any number."""
+"""Maximum of a quantity, ascending -> tile; the last one applies to any number."""
 
 _ANY = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Microseconds of a tile whose depth is 4096, on a multiprocessor that has just this one."""
+    """Microseconds of a tile with depth 4096, alone on a multiprocessor."""
 
     tile: ProductTile
     us: float
@@ -91,15 +91,16 @@ class _Tables:
     """The tiles of one architecture.
 
     Attributes:
-        few: Of at most `FEW_ROWS`, by columns for each multiprocessor. The time is that of reading
-            the weight, for which every multiprocessor should ask: narrow tiles where 64 columns a
-            program would leave half of them idle, wide ones where there are some programs for each.
-        some: Of at most `_SOME_ROWS`, likewise.
-        many: Of more. The time is that of the tensor cores, and a multiprocessor that has no tile
+        few: For at most `FEW_ROWS`, by columns per multiprocessor. The time is that of reading the
+            weight, in which every multiprocessor should take part: narrow tiles if 64 columns per
+            program would leave half of them idle, wide ones if there are several programs for each.
+        some: For at most `_SOME_ROWS`, likewise.
+        many: For more. The time is that of the tensor cores, and a multiprocessor that has no tile
             of the last wave waits for the others. So time is waves times that of a tile.
-        heads: Of many small products at once, by rows.
-        gate_up: Of two products at once, twice the weight and the sums of a tile, by rows.
-        down: Of experts that come together after those, by rows; as many rows as of ``gate_up``.
+        heads: For many small products at once, by rows.
+        gate_up: For two products at once, with twice the weight and the sums of a tile, by rows.
+        down: For the experts' products after those, by rows; the same numbers of rows as
+            ``gate_up``.
     """
 
     few: _Table
@@ -214,7 +215,7 @@ _TABLES = {
 
 
 def linear_tile(num_rows: int, num_cols: int, dtype: torch.dtype) -> ProductTile:
-    """Return the tile of ``[num_rows, K] @ [num_cols, K].T``: K makes all waves equally longer."""
+    """Return the tile of ``[num_rows, K] @ [num_cols, K].T``: K lengthens all waves equally."""
     return FP32 if dtype == torch.float32 else _half_tile(num_rows, num_cols, target())
 
 
@@ -232,15 +233,15 @@ def _half_tile(num_rows: int, num_cols: int, here: LaunchTarget) -> ProductTile:
 
 
 def heads_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
-    """Return the tile of many small products at once, as of `linear_tile`."""
+    """Return the tile for many small products at once; see `linear_tile`."""
     if dtype == torch.float32:
         return FP32
     return _chosen(_here().heads, num_rows)
 
 
 GATED_ROWS = 64
-"""Most rows of ``x`` whose gate and up are computed at once with their activation: the tiles that
-are best for more rows have no registers left for twice the sums."""
+"""Maximum rows of ``x`` whose gate and up are computed at once with their activation: the best
+tiles for more rows have no registers left for twice the sums."""
 
 
 def gated_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
@@ -251,7 +252,7 @@ def gated_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
 def experts_tiles(
     num_choices: int, num_experts: int, dtype: torch.dtype
 ) -> tuple[ProductTile, ProductTile]:
-    """Return the tiles of gate and up, and of down, of as many rows, by rows for an expert."""
+    """Return the tiles of gate and up, and of down, with equal rows, by rows per expert."""
     if dtype == torch.float32:
         return FP32, FP32
     mean = num_choices / num_experts

@@ -1,7 +1,7 @@
-"""Attention of steps with prompts by FlashAttention 3 (FA3), and of others by the CUDA kernels.
+"""Attention by FlashAttention 3 (FA3) for steps with prompts, by the CUDA kernels for others.
 
-FA3 reads the cache as it lies: a block of a layer is a page, strided over pages and heads. How it
-cuts keys depends on the whole step, and with it a row's last bits.
+FA3 reads the cache in place: a block of a layer is a page, strided over pages and heads. Its split
+of the keys, and so a row's last bits, depend on the whole step.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor
 _DISTRIBUTION = "tokenspeed-fa3"
 _CAPABILITY = (9, 0)
 _FEW_TOKENS = 32
-"""At most so many are left to the CUDA kernels, which cut their keys over the whole device."""
+"""Maximum left to the CUDA kernels, which split their keys over the whole device."""
 
 _HEAD_DIMS = (64, 128)
 _MOST_BLOCK_SIZE = 64
-"""Of larger pages, and of wider heads behind a window, FA3 loads whole tiles: what lies in the last
-block behind a request's tokens, perhaps NaN, would be multiplied by 0."""
+"""With larger pages, and with wider heads and a window, FA3 loads whole tiles: the contents of the
+last block after a request's tokens, perhaps NaN, would be multiplied by 0."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Flash:
-    """FA3 as it is installed.
+    """The installed FA3.
 
     Attributes:
-        version: Of the distribution.
+        version: Version of the distribution.
         attend: Its ``flash_attn_with_kvcache``.
     """
 
@@ -40,7 +40,7 @@ class Flash:
 
 
 def find_flash(device: torch.device) -> Flash | str:
-    """Return FA3, or why it does not run here."""
+    """Return FA3, or why it cannot run here."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != _CAPABILITY:
         return "FA3 needs a device of compute capability 9.0"
     try:
@@ -52,9 +52,9 @@ def find_flash(device: torch.device) -> Flash | str:
 
 
 def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
-    """Return ``paged_attention`` that leaves to ``flash`` the steps it is faster for.
+    """Return a ``paged_attention`` that uses ``flash`` for the steps on which it is faster.
 
-    Nothing is asked of the device: the numbers of tokens and requests decide, for all requests of a
+    The device is not involved: the numbers of tokens and requests decide, for all requests of a
     step alike.
     """
 
@@ -90,7 +90,7 @@ def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
 
 
 def takes(dtype: torch.dtype, head_dim: int, kv_layer: Tensor) -> bool:
-    """Whether FA3 computes such heads over such blocks, and reads nothing but what was written."""
+    """Whether FA3 supports these heads and blocks without reading unwritten memory."""
     return (
         dtype in (torch.bfloat16, torch.float16)
         and kv_layer.dtype == dtype

@@ -1,4 +1,4 @@
-"""The CUDA backend with members that are faster, and whose bits depend on the batch."""
+"""The CUDA backend with faster members, whose bits depend on the batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pdserve.kernels.fast.attention import Flash, find_flash, with_flash
 
 
 def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend:
-    """Load the exact backend, and what replaces a part of it; say what that is.
+    """Load the exact backend and the faster members, and report them.
 
     Raises:
-        KernelsUnavailableError: As of the exact one.
+        KernelsUnavailableError: As for the exact backend.
     """
     return faster(exact_backend.load(device, progress), find_flash(device), progress)
 
@@ -30,8 +30,8 @@ def faster(
 
     Args:
         exact: The backend of CUDA devices.
-        flash: FA3, or why there is none.
-        progress: As of `load`.
+        flash: FA3, or why it is not available.
+        progress: See `load`.
     """
     from pdserve.kernels.fast.linear import LEAST_ROWS, MOST_ROWS, FastLinear
 

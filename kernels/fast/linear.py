@@ -1,7 +1,7 @@
-"""Linear layers by cuBLAS for as many rows as it is faster for, and by the CUDA kernels for others.
+"""Linear layers by cuBLAS for numbers of rows at which it is faster, else by the CUDA kernels.
 
-cuBLAS chooses a tile, and whether to split K, by the number of rows: how many there are has a part
-in a row's last bits. Graphs of so many rows have it, too.
+cuBLAS chooses a tile, and whether to split K, by the number of rows, which therefore affects a
+row's last bits. This includes graphs with that number of rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_ROWS = 1024
 
 
 class FastLinear(CudaLinear):
-    """A linear layer; weight, arguments and errors as of `CudaLinear`."""
+    """A linear layer; weight, arguments and errors as in `CudaLinear`."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `PackedLinear.__call__`."""
@@ -31,7 +31,7 @@ class FastLinear(CudaLinear):
         return torch.addmm(self._bias, x, self._weight.T, out=out)
 
     def _is_for_cublas(self, num_rows: int) -> bool:
-        """Whether it was measured to be: not in fp32, nor from one dtype to another."""
+        """Whether measurements show it: not in fp32, nor from one dtype to another."""
         return (
             LEAST_ROWS <= num_rows <= MOST_ROWS
             and self.dtype != torch.float32

@@ -34,10 +34,10 @@ class PackedLinear:
     Args:
         out_features: ``N``.
         in_features: ``K``.
-        dtype: Of the weight: bf16, fp16 or fp32.
-        device: Where it lies.
-        has_bias: Whether there is one.
-        out_dtype: Dtype of the results: None for that of the weight, or ``torch.float32``.
+        dtype: Dtype of the weight: bf16, fp16 or fp32.
+        device: Its device.
+        has_bias: Whether there is a bias.
+        out_dtype: Dtype of the results: None uses that of the weight, or ``torch.float32``.
     """
 
     _weight: Tensor
@@ -66,7 +66,7 @@ class PackedLinear:
             self._bias = torch.empty(self.out_features, dtype=self.dtype, device=device)
 
     def write(self, first: int, weight: Tensor) -> None:
-        """Bring rows of the weight.
+        """Set rows of the weight.
 
         Args:
             first: Row of the first of them.
@@ -75,7 +75,7 @@ class PackedLinear:
         self._weight[first : first + len(weight)] = weight
 
     def write_bias(self, first: int, bias: Tensor) -> None:
-        """Bring elements of the bias from ``first`` on, rounded to the weight's dtype."""
+        """Set elements of the bias from ``first`` on, rounded to the weight's dtype."""
         assert self._bias is not None
         self._bias[first : first + len(bias)] = bias.to(self.dtype)
 
@@ -90,7 +90,7 @@ class PackedLinear:
             ``[M, N]`` of ``out_dtype``: ``out`` if that was given.
 
         Raises:
-            TypeError: A shape or dtype is another one, or a tensor is not contiguous.
+            TypeError: A shape or dtype is wrong, or a tensor is not contiguous.
         """
         self._check(x, out)
         product = functional.linear(x, self._weight, self._bias)
@@ -108,12 +108,12 @@ class PackedLinear:
             raise TypeError("out is not contiguous")
 
     def rows(self, ids: Tensor, *, first_id: int, num_ids: int) -> Tensor:
-        """Take rows of the weight by id, as an embedding does.
+        """Return rows of the weight by id, as an embedding does.
 
         Args:
             ids: ``[T]`` int64.
             first_id: Id of the weight's first row.
-            num_ids: Ids that there are, here or elsewhere.
+            num_ids: Total number of ids, here or elsewhere.
 
         Returns:
             ``[T, K]`` of the weight's dtype; zeros where the weight has no such row.
@@ -126,7 +126,7 @@ class PackedLinear:
 
 
 def take_rows(table: Tensor, ids: Tensor, *, first_id: int, num_ids: int) -> Tensor:
-    """Take rows of a plain table; arguments and result as of `PackedLinear.rows`."""
+    """Return rows of a plain table; arguments and result as in `PackedLinear.rows`."""
     if len(table) == num_ids:
         return functional.embedding(ids, table)
     if not len(table):

@@ -1,7 +1,7 @@
 """Reference operations of multi-head latent attention (DeepSeek-V2, section 2.1), absorbed.
 
-What is cached of a token is one latent of R elements, normed, and one rotated key of P elements.
-Queries are brought into the space of the latent, which is key and value of all heads at once.
+The cache has one normed latent of R elements and one rotated key of P elements per token. Queries
+are mapped into the space of the latent, which is key and value of all heads at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class PackedHeads:
-    """``x[:, h] @ weight[h].T`` for weights that are used often; as `PackedLinear` per head.
+    """``x[:, h] @ weight[h].T`` for weights that are used often; like a `PackedLinear` per head.
 
     Args:
         weight: ``[H, N, K]`` in bf16, fp16 or fp32; not to be changed afterwards.
@@ -55,7 +55,7 @@ class PackedHeads:
             ``[T, H, N]``: ``out`` if that was given.
 
         Raises:
-            TypeError: A shape or dtype is another one, or elements of a head are strided.
+            TypeError: A shape or dtype is wrong, or elements of a head are strided.
         """
         num_heads, num_cols, depth = self._shape
         if x.shape[1:] != (num_heads, depth) or x.dtype != self._dtype:
@@ -84,7 +84,7 @@ def rope_and_latent(
     norm: Tensor,
     eps: float,
 ) -> Tensor:
-    """Rotate the queries' last P elements, and store the latent, normed, with its rotated key.
+    """Rotate the queries' last P elements, and store the normed latent with its rotated key.
 
     Rotation is the rotate-half form with the rounding of `rope_and_cache`.
 
@@ -98,7 +98,7 @@ def rope_and_latent(
         kv_layer: ``[num_blocks, 1, 1, block_size, R + P]``, may be strided over blocks.
         slot_mapping: ``[T]`` int64, block * block_size + offset; negative means: store nothing.
         norm: ``[R]``, weight of the latent's RMS norm.
-        eps: Of that norm.
+        eps: Epsilon of that norm.
 
     Returns:
         ``queries``.
@@ -126,7 +126,7 @@ def latent_attention(
 ) -> Tensor:
     """Attend from each query token to its own request's latents, up to itself.
 
-    As `paged_attention` with one KV head for all heads, whose values are the first ``latent_dim``
+    Like `paged_attention` with one KV head for all heads, whose values are the first ``latent_dim``
     elements of its keys.
 
     Args:

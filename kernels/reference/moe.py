@@ -16,16 +16,17 @@ _LEAST_SUM = 1e-20
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How scores are made of logits, and experts chosen by them.
+    """How scores are computed from logits, and experts chosen by them.
 
     Attributes:
         top_k: Experts per token.
-        sigmoid: Scores are sigmoids of the logits; otherwise their softmax.
-        normalize: The chosen scores are divided by their sum.
-        scale: On the weights, after that.
-        num_groups: Runs of experts, equally long.
-        top_k_groups: Only experts of so many best groups may be chosen.
-        rank_groups_by_two: A group is ranked by the sum of its two best experts, else by the best.
+        sigmoid: Whether scores are sigmoids of the logits; otherwise their softmax.
+        normalize: Whether the chosen scores are divided by their sum.
+        scale: Factor on the weights, after that.
+        num_groups: Number of equal runs of experts.
+        top_k_groups: Number of best groups whose experts may be chosen.
+        rank_groups_by_two: Whether a group is ranked by the sum of its two best experts, else by
+            the best.
     """
 
     top_k: int
@@ -74,11 +75,10 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Sum what each token's chosen experts make of it, weighted.
+    """Return the weighted sum of the results of each token's chosen experts.
 
     An expert is a gated MLP with the rounding of `silu_and_mul`; the weighted sum is taken in fp32,
-    in the order of the choices, and rounded once. Cost: one pass of Python per expert that is
-    chosen.
+    in the order of the choices, and rounded once. Cost: one pass of Python per chosen expert.
 
     Args:
         x: ``[T, D]``.
@@ -104,15 +104,15 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
 class PackedExperts:
     """Some experts of a layer: gated MLPs, each in one run of memory.
 
-    Here the weights lie row by row, and torch multiplies; a backend's own class lays them out for
+    Here the weights are row-major, and torch multiplies; a backend's own class lays them out for
     its kernels. Bytes of one expert may replace those of another of the same shape.
 
     Args:
         num_experts: E.
-        width: D, of what goes in and comes out.
-        inner: I, between.
+        width: D, of inputs and outputs.
+        inner: I, the width between.
         dtype: Of weights and values: bf16, fp16 or fp32.
-        device: Where they lie.
+        device: Their device.
     """
 
     _bytes: Tensor
@@ -131,22 +131,22 @@ class PackedExperts:
         self._down = weights[:, 2 * inner * width :].view(num_experts, width, inner)
 
     def write_gate(self, local: int, weight: Tensor) -> None:
-        """Bring ``gate`` of an expert, ``[I, D]``, of any dtype and device."""
+        """Set ``gate`` of an expert, ``[I, D]``, of any dtype and device."""
         self._write_gate_up(local, 0, weight)
 
     def write_up(self, local: int, weight: Tensor) -> None:
-        """Bring ``up`` of an expert, ``[I, D]``."""
+        """Set ``up`` of an expert, ``[I, D]``."""
         self._write_gate_up(local, self._inner, weight)
 
     def write_down(self, local: int, weight: Tensor) -> None:
-        """Bring ``down`` of an expert, ``[D, I]``."""
+        """Set ``down`` of an expert, ``[D, I]``."""
         self._down[local] = weight
 
     def _write_gate_up(self, local: int, first: int, weight: Tensor) -> None:
         self._gate_up[local, first : first + self._inner] = weight
 
     def read(self, local: int) -> Tensor:
-        """Return the bytes of an expert, ``[n]`` uint8, as they lie: not a copy."""
+        """Return the bytes of an expert, ``[n]`` uint8, without a copy."""
         return self._bytes[local]
 
     def write(self, local: int, data: Tensor) -> None:
@@ -154,7 +154,7 @@ class PackedExperts:
         self._bytes[local].copy_(data)
 
     def __call__(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
-        """Sum what each token's experts make of it; see `experts`.
+        """Return the weighted sum of each token's experts; see `experts`.
 
         Args:
             x: ``[T, D]``, contiguous.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sum_ranks(parts: Tensor) -> Tensor:
-    """Add what each rank has, in rank order: in fp32 where the dtype is narrower, rounded once.
+    """Add the ranks' parts in rank order: in fp32 if the dtype is narrower, rounded once.
 
     Args:
         parts: ``[R, n]``, of any dtype.

@@ -32,8 +32,8 @@ def rope_and_cache(
             each token are written at its slot.
         slot_mapping: ``[T]`` int64, block * block_size + offset; negative means: store nothing.
         q_norm: ``[Dh]`` weight of a per-head RMS norm of q, before rotation, or None.
-        k_norm: Likewise for k.
-        eps: Of both norms.
+        k_norm: The same for k.
+        eps: Epsilon of both norms.
 
     Returns:
         q, ``[T, H, Dh]``, same dtype.

@@ -1,7 +1,7 @@
 """Reference sampling rules of many rows at once: bias, penalties, forbidden tokens.
 
-What a rule needs of a request's tokens is kept in one word for each token of the vocabulary, where
-the logits are, and grows there by what is sampled: nobody waits for a token to rule the next one.
+The state of a request's tokens is one word for each token of the vocabulary. It is stored beside
+the logits and updated there with each sampled token, so no rule waits for the host.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 COUNT_MASK = (1 << 24) - 1
-"""How often a token is in the output."""
+"""The count of a token in the output."""
 IN_PROMPT = 1 << 24
 FORBIDDEN = 1 << 25
 """Never sampled."""
 AVOIDED = 1 << 26
-"""Not sampled as long as there is another one."""
+"""Not sampled if there is another token."""
 AVOIDED_AT_FIRST = 1 << 27
-"""The same, until an output has its least length."""
+"""The same until an output has its minimum length."""
 
 
 class RuleTables(NamedTuple):
-    """What is kept of the rows of a batch, B of them.
+    """The stored state of a batch of B rows.
 
     Attributes:
-        words: ``[B, V]`` int32, of each token its count and the bits above.
-        bias: ``[B, V]`` fp32, or anything where no row that is ruled has one.
+        words: ``[B, V]`` int32, for each token its count and the bits above.
+        bias: ``[B, V]`` fp32, or any tensor if no ruled row has a bias.
     """
 
     words: Tensor
@@ -35,16 +35,16 @@ class RuleTables(NamedTuple):
 
 
 class Ruled(NamedTuple):
-    """What N rows of logits are ruled by; one entry each.
+    """The rules for N rows of logits; one entry each.
 
     Attributes:
         rows: ``[N]`` int32, rows of the logits; distinct.
         kept: ``[N]`` int32, rows of the tables.
-        depth: ``[N]`` int32, how many tokens of a draft count as output: that of this row of logits
-            and of those right before it.
-        avoided: ``[N]`` int32, the bits by which a token is avoided.
+        depth: ``[N]`` int32, number of draft tokens that count as output: that of this row of
+            logits and those right before it.
+        avoided: ``[N]`` int32, the bits that make a token avoided.
         repetition, frequency, presence: ``[N]`` fp32, vLLM's penalties.
-        drafted: ``[L]`` int32, for each row of the logits the token of a draft that it follows.
+        drafted: ``[L]`` int32, for each row of the logits the draft token before it.
     """
 
     rows: Tensor
@@ -58,13 +58,13 @@ class Ruled(NamedTuple):
 
 
 def rule(logits: Tensor, tables: RuleTables, ruled: Ruled, *, by_bias: bool, avoids: bool) -> None:
-    """Change rows of logits: bias, repetition, frequency, presence, then what is not sampled.
+    """Change rows of logits: bias, repetition, frequency, presence, then excluded tokens.
 
     Args:
         logits: ``[L, V]`` fp32.
-        tables: What is kept.
-        ruled: Which rows, and by what.
-        by_bias: Whether any of them has one.
+        tables: The stored state.
+        ruled: The rows and their rules.
+        by_bias: Whether any of them has a bias.
         avoids: Whether any of them avoids tokens.
     """
     rows, kept = ruled.rows.long(), ruled.kept.long()
@@ -92,13 +92,13 @@ def rule(logits: Tensor, tables: RuleTables, ruled: Ruled, *, by_bias: bool, avo
 
 
 def note(words: Tensor, kept: Tensor, tokens: Tensor, rows: Tensor) -> None:
-    """Count a token of the output of each of N requests, or several of one.
+    """Count an output token of each of N requests, or several of one.
 
     Args:
-        words: Of `RuleTables`.
+        words: Those of `RuleTables`.
         kept: ``[N]`` int32, rows of the table.
-        tokens: int64; below 0 there is none.
-        rows: ``[N]`` int32, where in ``tokens`` each one's is.
+        tokens: int64; a negative value is no token.
+        rows: ``[N]`` int32, index in ``tokens`` of each one's token.
     """
     found = tokens[rows.long()]
     is_one = (found >= 0).int()

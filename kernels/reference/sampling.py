@@ -1,8 +1,8 @@
 """Reference choice of tokens from logits.
 
-Weights are integers, so a row's token depends on no order of summation, hence neither on its batch
-nor on how the work is shared out. They are taken from the power that a device computes: a token is
-a function of the logits and of the device.
+Weights are integers, so a row's token does not depend on the order of summation, and hence neither
+on its batch nor on the division of work. They come from the power that a device computes, so a
+token is a function of the logits and of the device.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 FRACTION_BITS = 53
-"""A uniform number, and a share of the weight, is an integer of so many bits; all bits are 1."""
+"""Number of bits of a uniform number and of a share of the weight; 1 has all bits set."""
 WEIGHT_BITS = 40
-"""The largest weight of a row is 2 to this; what is below 1 is no weight."""
+"""The largest weight of a row is 2 to this; a weight below 1 counts as 0."""
 NOT_FINITE = -1
-"""Stands for the token of a row from which none can be chosen."""
+"""Stands for the token of a row in which none can be chosen."""
 
 
 class Draws(NamedTuple):
-    """What N rows of logits are drawn by; one entry each.
+    """The parameters for drawing from N rows of logits; one entry each.
 
     Attributes:
         rows: ``[N]`` int32, rows of the logits; distinct.
         scale: ``[N]`` fp32, ``log2(e) / temperature``.
-        min_p: ``[N]`` fp32; what is less than this share as likely as the likeliest is left out.
-        top_k: ``[N]`` int32; so many of the likeliest are kept, with ties; 0 keeps all.
+        min_p: ``[N]`` fp32; tokens below this share of the likeliest's probability are left out.
+        top_k: ``[N]`` int32; number of likeliest tokens kept, with ties; 0 keeps all.
         top_p: ``[N]`` int64, in ``2**-53``; of those, the fewest likeliest with at least this share
             of the weight are kept, with ties; 2**53 keeps all.
         uniform: ``[N]`` int64, in ``2**-53``, below 1.
@@ -42,7 +42,7 @@ class Draws(NamedTuple):
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the likeliest token of each row, the lowest id of equal ones.
+    """Find the likeliest token of each row; ties go to the lowest id.
 
     Args:
         logits: ``[M, V]`` fp32.
@@ -67,7 +67,7 @@ def draw(
     Args:
         logits: ``[M, V]`` fp32.
         peaks: ``[M]`` fp32, the largest of each row.
-        draws: Which rows, and by what.
+        draws: The rows and their parameters.
         tokens: ``[M]`` int64; those of the drawn rows are written, -1 where the peak is not finite.
         by_k: Whether any row has a ``top_k``.
         by_p: Whether any row has a ``top_p`` below 1.
@@ -87,7 +87,7 @@ def draw(
 
 
 def _bound(power: Tensor, draws: Draws) -> Tensor:
-    """The least power of each row that stays, ``[N, 1]``."""
+    """Return the least kept power of each row, ``[N, 1]``."""
     falling = power.sort(-1, descending=True).values
     top_k = torch.where(draws.top_k > 0, draws.top_k, power.shape[1]).long()[:, None]
     kth = falling.gather(-1, top_k - 1)
