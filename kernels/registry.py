@@ -34,8 +34,8 @@ _NOT_IMPLEMENTATIONS = frozenset({"name", "description", "arch", "sources", "com
 """Fields that are not operations, and `sampling`, which a backend of the host does not need."""
 
 _NEED_NO_TWIN = frozenset({"mlp", "attention", "sum_ranks"})
-"""Entries that a backend may lack without a report: the reference's halves of a layer run a backend's
-own operations in turn, and CPU ranks add in shared memory."""
+"""Entries that a backend may lack without a report: the reference's halves of a layer run a
+backend's own operations in turn, and CPU ranks add in shared memory."""
 
 _chosen: dict[tuple[torch.device, NumericsMode], KernelBackend] = {}
 
