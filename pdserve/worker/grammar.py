@@ -18,11 +18,12 @@ a handoff or a preemption. Knows neither logits nor rows.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -92,11 +93,15 @@ class CompiledGrammar:
         matcher: Never consumes a token.
         first: Tokens that may come first.
         mask_s: Moving mean of the CPU time of its masks, in seconds.
+        lock: For whoever works with a copy, unless masks take long. Copies share a lexer, and
+            llguidance keeps the interpreter to itself while one waits for another's mask. Masks
+            take long where text is forced, which is worked out without the lexer.
     """
 
     matcher: LLMatcher
     first: Allowed
     mask_s: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class GrammarPool:
@@ -308,8 +313,10 @@ class Constraint:
     def _advance(self) -> None:
         self._busy.acquire()
         self._is_put_off = self._was_waited_for = False
-        is_slow = self._compiled is not None and self._compiled.mask_s > self._pool.slow_s
-        self._pool.submit(self._work, is_slow=is_slow)
+        self._pool.submit(self._work, is_slow=self._is_slow())
+
+    def _is_slow(self) -> bool:
+        return self._compiled is not None and self._compiled.mask_s > self._pool.slow_s
 
     def _work(self) -> None:
         self.error = "the grammar could not be worked out"
@@ -325,13 +332,14 @@ class Constraint:
         unseen, self._unseen = self._unseen, []
         if self._compiled is None:
             self._compiled = self._pool.compiled(self._text)
-        if self._matcher is None:
-            self._matcher = self._compiled.matcher.deep_copy()
-            # What this engine samples is allowed. To consume tokens fails at limits, too.
-            self.is_rejected = self._matcher.validate_tokens(unseen) < len(unseen)
-        if unseen and not self._matcher.consume_tokens(unseen):
-            return in_short(self._matcher.get_error())
-        allowed = self._pool.allowed_by(self._matcher)
+        with contextlib.nullcontext() if self._is_slow() else self._compiled.lock:
+            if self._matcher is None:
+                self._matcher = self._compiled.matcher.deep_copy()
+                # What this engine samples is allowed. To consume tokens fails at limits, too.
+                self.is_rejected = self._matcher.validate_tokens(unseen) < len(unseen)
+            if unseen and not self._matcher.consume_tokens(unseen):
+                return in_short(self._matcher.get_error())
+            allowed = self._pool.allowed_by(self._matcher)
         self._compiled.mask_s += (allowed.cpu_s - self._compiled.mask_s) * _MASK_WEIGHT
         return self._take(allowed)
 

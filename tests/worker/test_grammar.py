@@ -25,6 +25,7 @@ from pdserve.worker.grammar import Constraint, GrammarPool
 from pdserve.worker.logit_rules import Hindrance, LogitRules
 from pdserve.worker.sampler import Sampler
 from tests.schemas.drawn import draw_schemas
+from tests.waiting import wait_until
 from tests.worker.driver import params
 from tests.worker.held_pool import HeldPool
 
@@ -350,6 +351,29 @@ def test_tokens_at_which_a_grammar_becomes_too_large_are_no_others_fault(
     assert hindered is not None
     assert hindered.by is Hindrance.DEAD_END
     assert "too many" in hindered.why
+
+
+@pytest.mark.parametrize(("slow_s", "is_in_turns"), [(60.0, True), (0.0, False)])
+def test_requests_of_one_grammar_have_their_masks_made_in_turns_unless_they_take_long(
+    slow_s: float,
+    is_in_turns: bool,
+    compiler: GrammarCompiler,
+    letters: dict[str, int],
+    vocab_size: int,
+) -> None:
+    pool = GrammarPool(lambda: compiler, slow_s=slow_s)
+    grammar = Grammar(text="start: /[ab]{3}/")
+    constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+    assert letters["a"] in allowed(constraint)
+    compiled = pool.known(grammar.text)
+    assert compiled is not None
+    with compiled.lock:
+        constraint.note(letters["a"])
+        other = Grammar(text="start: /[ab]{4}/")
+        assert allowed(Constraint(pool, other, [], vocab_size=vocab_size, ends=(EOS,)))
+        assert constraint.is_known(0.0 if is_in_turns else soon()) != is_in_turns
+    wait_until(lambda: constraint.is_known(0.0))
+    pool.close()
 
 
 class NotingPool(GrammarPool):
