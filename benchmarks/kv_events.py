@@ -118,7 +118,7 @@ def _learning_us(num_streams: int, num_steps: int = 5000) -> float:
     for number in range(num_steps):
         start_s = time.perf_counter()
         learner.step(step, {}, 0.01 + 1e-4 * (number % 7), 0.01 * number)
-        learner.told(0.01 * number)
+        learner.report(0.01 * number)
         spent_s += time.perf_counter() - start_s
     return spent_s / num_steps * 1e6
 

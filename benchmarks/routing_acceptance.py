@@ -258,7 +258,7 @@ def homes_follow(runs: Runs) -> dict[str, Any]:
             assert fleet.first.homes is not None
             made = [each for each in fleet.first.homes.looks if each.is_made]
             found[layout]["changes after it"] = [
-                (round(each.at_s - turn_s), each.better.told())
+                (round(each.at_s - turn_s), each.better.in_words())
                 for each in made
                 if each.better is not None and each.at_s > turn_s
             ]

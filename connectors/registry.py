@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 _NOTHING: Mapping[str, Any] = {}
 
 
-def find(kv_connector: str, told: Mapping[str, Any] = _NOTHING) -> KVConnectorBase:
+def find(kv_connector: str, values: Mapping[str, Any] = _NOTHING) -> KVConnectorBase:
     """Return the connector that an engine uses, which combines all that are named.
 
     Args:
-        kv_connector, told: `kv_connector` and `settings` of `TransferConfig`.
+        kv_connector, values: `kv_connector` and `settings` of `TransferConfig`.
 
     Raises:
         ConfigError: A name is unknown (the message lists the known names), a connector refuses a
@@ -29,8 +29,8 @@ def find(kv_connector: str, told: Mapping[str, Any] = _NOTHING) -> KVConnectorBa
     """
     connectors = [
         msgspec.structs.replace(
-            cast("KVConnectorBase", load(name)), settings=read_settings(name, told)
+            cast("KVConnectorBase", load(name)), settings=read_settings(name, values)
         )
-        for name in chosen(kv_connector, told)
+        for name in chosen(kv_connector, values)
     ]
     return connectors[0] if len(connectors) == 1 else MultiConnector.of(connectors)

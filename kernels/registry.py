@@ -135,15 +135,15 @@ def _completed(backend: KernelBackend) -> KernelBackend:
 def _or_reference(
     name: str, twin: Callable[..., Any], reference: Callable[..., Any]
 ) -> Callable[..., Any]:
-    told: set[str] = set()
+    logged: set[str] = set()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return twin(*args, **kwargs)
         except NotTakenError as error:
             reason = str(error)
-        if reason not in told:
-            told.add(reason)
+        if reason not in logged:
+            logged.add(reason)
             _log.warning("%s runs as the slower torch reference: %s", name, reason)
         return reference(*args, **kwargs)
 

@@ -120,7 +120,7 @@ class Backend:
         legs: Exchanges in flight.
         is_watched: Whether its health is being checked.
         is_gone: Whether it was forgotten; requests running there go on.
-        told_s: When its state was last logged; monotonic seconds.
+        logged_s: When its state was last logged; monotonic seconds.
         snapshot: Its last report, with the life it is from.
         is_idle: Whether it held no request, and no KV for others to read, as of `load_s`; true
             if it does not say.
@@ -148,7 +148,7 @@ class Backend:
     legs: set[Leg] = field(default_factory=set)
     is_watched: bool = False
     is_gone: bool = False
-    told_s: float = float("inf")
+    logged_s: float = float("inf")
     snapshot: tuple[str, EngineStats] | None = None
     is_idle: bool = True
     is_draining: bool = False

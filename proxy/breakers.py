@@ -160,7 +160,7 @@ class TransferAttempt:
         """Note that no KV is in transit any more; may be repeated."""
         self._breaker.leave(self._trial_s)
 
-    def told(self, *, has_come: bool, load_failures: tuple[str, ...], at_s: float) -> None:
+    def report(self, *, has_come: bool, load_failures: tuple[str, ...], at_s: float) -> None:
         """Note what the decode engine reports once it needs no more KV; may be repeated.
 
         Args:

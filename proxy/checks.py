@@ -189,14 +189,14 @@ class HealthChecks:
         is_ready = backend.health is Health.READY
         level = logging.INFO
         if backend.health is not before:
-            backend.told_s = now_s
+            backend.logged_s = now_s
             if before is Health.READY:
                 is_last = all(each.health is not Health.READY for each in self._backends)
                 level = logging.ERROR if is_last else logging.WARNING
-        elif is_ready or now_s < backend.told_s + _REMIND_S:
+        elif is_ready or now_s < backend.logged_s + _REMIND_S:
             return
         else:
-            backend.told_s = now_s
+            backend.logged_s = now_s
             level = logging.WARNING
         log_event(
             log,

@@ -20,7 +20,7 @@ from pdserve.dialects.paths import error_of
 from pdserve.errors import PdserveError
 from pdserve.http.access import Access
 from pdserve.http.answers import (
-    IS_TOLD,
+    IS_LOGGED,
     StreamAnswer,
     error_answer,
     error_body,
@@ -108,7 +108,7 @@ def _shape(request: web.Request, refusal: web.Response) -> None:
 
 def _refuse(request: web.Request, error: PdserveError) -> web.Response:
     """Answer with an error; log an API request that has no line yet."""
-    if is_work(request) and IS_TOLD not in request:
+    if is_work(request) and IS_LOGGED not in request:
         log_refusal(request[REQUEST_ID_KEY], request.path, error)
     return error_answer(error)
 

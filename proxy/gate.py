@@ -169,7 +169,7 @@ class Gate:
             self._metrics.shadow_rejected.labels(found.reason).inc()
         elif found is not None:
             self._metrics.rejected.labels(found.reason).inc()
-            raise OverloadedError(found.told, retry_after_s=found.retry_after_s)
+            raise OverloadedError(found.in_words, retry_after_s=found.retry_after_s)
         return decision
 
     def ended(self, prompt: RoutePrompt, story: Story) -> float:
@@ -270,5 +270,5 @@ class Gate:
         Others' prompts may be done before it reports that; the limit allows for that delay.
         """
         assert self._pairing is not None  # no request is held back without
-        untold_s = self._pairing.ledger.untold_s(engine.url)
-        return self._pairing.backlog_s(engine) <= limit_s + untold_s
+        report_delay_s = self._pairing.ledger.report_delay_s(engine.url)
+        return self._pairing.backlog_s(engine) <= limit_s + report_delay_s

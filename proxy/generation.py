@@ -18,7 +18,7 @@ from pdserve.errors import (
     PdserveError,
 )
 from pdserve.http.access import engine_headers
-from pdserve.http.answers import IS_TOLD
+from pdserve.http.answers import IS_LOGGED
 from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
 from pdserve.http.ignored import note_ignored
 from pdserve.http.parsing import top_level
@@ -88,7 +88,7 @@ class Generation:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         story = Story(request[REQUEST_ID_KEY], request.path, self._clock)
-        request[IS_TOLD] = True
+        request[IS_LOGGED] = True
         limit_s = self._config.request_timeout_s
         until_s = asyncio.get_running_loop().time() + limit_s
         with self._live.hold(story):

@@ -235,7 +235,7 @@ class Legs:
         sent_s = self._now_s()
         try:
             if await self._opens_stream(leg):
-                transfer.told(
+                transfer.report(
                     has_come=leg.has_kv, load_failures=leg.load_failures, at_s=self._now_s()
                 )
                 await handoff.completed()
@@ -412,7 +412,7 @@ class Legs:
         else:
             self.story.decode_stages = stages
         if stages is not None:
-            transfer.told(
+            transfer.report(
                 has_come=stages.kv_bytes > 0,
                 load_failures=stages.load_failures,
                 at_s=sent_s + stages.ttft_s,

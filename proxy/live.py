@@ -29,9 +29,9 @@ from pdserve.config.schema import Role
 from pdserve.observe.request_log import StoredKV, kv_path, log_request, moved, with_line
 from pdserve.observe.stats_log import share
 from pdserve.proxy.backend import Health
-from pdserve.proxy.brain.prompt import hits_told
+from pdserve.proxy.brain.prompt import hits_in_words
 from pdserve.proxy.story import Mode
-from pdserve.wire.finished import Finished, FinishedRequests, Told
+from pdserve.wire.finished import Finished, FinishedRequests, StoryEvent
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -202,14 +202,14 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
             if at_s is not None
         },
         story=[
-            Told(at_ms=round(at_s * 1e3, 3), event=text[:MAX_EVENT_CHARS])
+            StoryEvent(at_ms=round(at_s * 1e3, 3), event=text[:MAX_EVENT_CHARS])
             for at_s, text in story.events[-MAX_EVENTS:]
         ],
     )
-    return with_line(ended, times_told(story))
+    return with_line(ended, times_in_words(story))
 
 
-def times_told(story: Story) -> str:
+def times_in_words(story: Story) -> str:
     """Return where the time went: the end of the log line."""
     told = ""
     if terms := story.ttft_terms():
@@ -230,10 +230,10 @@ def times_told(story: Story) -> str:
         if words := stored.of(story.num_prompt_tokens or stages.prompt_tokens):
             parts.append(words)
     if story.prompt is not None:
-        parts.append(hits_told(story.prompt, story.known))
+        parts.append(hits_in_words(story.prompt, story.known))
     if story.decision is not None:
         served_s = story.served_s if story.streamed else None
-        parts.append(story.decision.told(served_s, story.taken))
+        parts.append(story.decision.in_words(served_s, story.taken))
     if story.rungs:
         rungs = ",".join(f"{rung.value}({reason})" for rung, reason in story.rungs)
         parts.append(f"ladder {rungs}")

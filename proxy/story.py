@@ -210,14 +210,14 @@ class Story:
     @property
     def finish_reasons(self) -> list[str]:
         """The reasons why its choices ended, as far as engines report; a handoff is no end."""
-        told = (reason for account in self.accounts for reason in account.finish_reasons)
-        return [reason for reason in told if reason in _FINISHED]
+        reasons = (reason for account in self.accounts for reason in account.finish_reasons)
+        return [reason for reason in reasons if reason in _FINISHED]
 
     @property
     def accounts(self) -> list[EngineStages]:
         """The engines' accounts of it, one each."""
-        told = (self.prefill_stages, self.decode_stages, self.fallback_stages)
-        return [each for each in told if each is not None]
+        stages = (self.prefill_stages, self.decode_stages, self.fallback_stages)
+        return [each for each in stages if each is not None]
 
     def tell(self, text: str) -> None:
         """Add an event."""
@@ -351,17 +351,17 @@ class Story:
             queue, kv = 0.0, min(stages.kv_transfer_s, max(0.0, wait - after))
         else:
             queue, kv = stages.queue_s, stages.kv_wait_s + stages.kv_transfer_s
-        told = {
+        terms = {
             "decode_queue": queue,
             "kv": kv,
             "recompute": stages.prefill_s,
             "first_step": stages.first_step_s,
         }
         left = wait
-        for name, seconds in told.items():
-            told[name] = min(seconds, left)
-            left -= told[name]
-        return {name: told.get(name, left) for name in SECOND_TERMS}
+        for name, seconds in terms.items():
+            terms[name] = min(seconds, left)
+            left -= terms[name]
+        return {name: terms.get(name, left) for name in SECOND_TERMS}
 
     @property
     def taken(self) -> PairCost | None:

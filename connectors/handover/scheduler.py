@@ -316,7 +316,7 @@ class HandoverScheduler(KVConnectorScheduler):
                 known,
                 num_tokens,
                 handoff if is_pushed else None,
-                is_pushed and outgoing.num_told < outgoing.num_tokens,
+                is_pushed and outgoing.num_announced < outgoing.num_tokens,
             )
         )
         return handoff

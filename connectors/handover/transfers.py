@@ -162,7 +162,7 @@ class Outgoing:
         registered_by: Ranks that have D's registration, which counts once every rank has it.
         withdrawn_by: Ranks at which the push was withdrawn. One rank is enough.
         block_ids, generations: The blocks of its whole prompt, while it is pushed.
-        num_told: Tokens announced to the workers, without unproven ones.
+        num_announced: Tokens announced to the workers, without unproven ones.
     """
 
     request_id: RequestId
@@ -174,7 +174,7 @@ class Outgoing:
     withdrawn_by: set[int] = field(default_factory=set)
     block_ids: list[BlockId] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
-    num_told: int = 0
+    num_announced: int = 0
 
     def hear(
         self, fact: Registered | Withdrawn, rank: int, num_ranks: int
@@ -235,11 +235,11 @@ class Outgoing:
                 num_tokens=self.num_tokens,
                 num_step_tokens=0,
             )
-        start_token, end_token = self.num_told, min(end_token, self.num_tokens)
+        start_token, end_token = self.num_announced, min(end_token, self.num_tokens)
         if start_token >= self.num_tokens:
             return None
         if not is_unproven:
-            self.num_told = end_token
+            self.num_announced = end_token
         return Chunk(
             nonce=self.nonce,
             request_id=self.request_id,

@@ -163,9 +163,9 @@ class StoreClient:
         self._slot_bytes = self._layout.slot_bytes(chunk_tokens)
         geometry = self._make_geometry(hidden_dim_size=self._slot_bytes)
         register = self._client.register_kv_cache_engine_driven_context
-        told = self._answer(register(geometry), "register")
+        registered = self._answer(register(geometry), "register")
         self._pool = np.empty(0, np.uint8)  # drop the old mapping before making another
-        self._pool = self._map(str(told.shm_name).lstrip("/"), int(told.pool_size))
+        self._pool = self._map(str(registered.shm_name).lstrip("/"), int(registered.pool_size))
         self.chunk_tokens = chunk_tokens
 
     def ping(self) -> Any:
@@ -225,13 +225,13 @@ class StoreClient:
         Returns:
             Futures that must complete before this rank unregisters.
         """
-        session, told = self._session(chunks), []
+        session, futures = self._session(chunks), []
         if chunks.first < chunks.end:
             locked = PromptKeys(self, chunks, session).of(None)
-            told.append(self._client.free_lookup_locks(locked, 1))
+            futures.append(self._client.free_lookup_locks(locked, 1))
         if is_last:
-            told.append(self._client.end_session(session))
-        return told
+            futures.append(self._client.end_session(session))
+        return futures
 
     def locked(self, chunks: ChunkRange, units: Sequence[int]) -> Slots:
         """Return the slots of chunks that a lookup has locked.
@@ -245,14 +245,14 @@ class StoreClient:
         keys = PromptKeys(self, chunks, self._session(chunks))
         asked = [self._client.prepare_retrieve(keys.of(u), self._instance_id) for u in units]
         deadline_s = time.monotonic() + self._timeout_s
-        told = [self._answer(future, "prepare_retrieve", deadline_s) for future in asked]
-        lost = [unit for unit, each in zip(units, told, strict=True) if not each.success]
+        answers = [self._answer(future, "prepare_retrieve", deadline_s) for future in asked]
+        lost = [unit for unit, each in zip(units, answers, strict=True) if not each.success]
         if lost:
             self.unlock(chunks, [unit for unit in units if unit not in lost])
             raise StoreMissError(
                 f"units {lost} of chunks {chunks.first} to {chunks.end} are missing"
             )
-        starts = [[self._start(slot) for slot in each.context["slots"]] for each in told]
+        starts = [[self._start(slot) for slot in each.context["slots"]] for each in answers]
         return Slots(self._pool, np.array(starts, np.int64).T.copy())
 
     def unlock(self, chunks: ChunkRange, units: Sequence[int]) -> None:
@@ -272,10 +272,10 @@ class StoreClient:
         deadline_s = time.monotonic() + self._timeout_s
         starts = np.full((chunks.end - chunks.first, len(units)), -1, np.int64)
         for unit, future in enumerate(asked):
-            told = self._answer(future, "prepare_store", deadline_s).context
-            if "slots" not in told:
+            answer = self._answer(future, "prepare_store", deadline_s).context
+            if "slots" not in answer:
                 raise StoreGoneError(f"the LMCache server at {self._url} did not allocate memory")
-            starts[told["chunk_indices"], unit] = [self._start(slot) for slot in told["slots"]]
+            starts[answer["chunk_indices"], unit] = [self._start(slot) for slot in answer["slots"]]
         return Slots(self._pool, starts)
 
     def commit(self, chunks: ChunkRange, units: Sequence[int]) -> None:
@@ -314,9 +314,9 @@ class StoreClient:
     def _save_session(self, chunks: ChunkRange) -> str:
         return f"{self._engine}-{chunks.session}-{self._instance_id}"
 
-    def _start(self, told: dict[str, Any]) -> int:
-        start, end = int(told["offset"]), int(told["offset"]) + self._slot_bytes
-        if int(told["length"]) < self._slot_bytes or start < 0 or end > len(self._pool):
+    def _start(self, slot: dict[str, Any]) -> int:
+        start, end = int(slot["offset"]), int(slot["offset"]) + self._slot_bytes
+        if int(slot["length"]) < self._slot_bytes or start < 0 or end > len(self._pool):
             raise StoreGoneError(
                 f"the LMCache server at {self._url} named a slot that does not exist"
             )
@@ -417,10 +417,10 @@ class PendingLookup:
             if not self._asked.query():
                 return False
             self.has_answered = True
-            told = _result(self._asked) if self._is_asking_how_far else None
+            found = _result(self._asked) if self._is_asking_how_far else None
             self._asked = None
-            if told is not None:
-                self.num_chunks = int(told)
+            if found is not None:
+                self.num_chunks = int(found)
                 return True
             # Chunks on a disk are brought into memory first: ask again after a while.
             self._ask_at_s = now_s + (_ASK_AGAIN_S if self._is_asking_how_far else 0.0)

@@ -313,9 +313,9 @@ class SavingThread(threading.Thread):
         self._inbox: queue.SimpleQueue[ChunkSave | SaveBarrier | None] = queue.SimpleQueue()
         self._is_closed = False
 
-    def put(self, told: ChunkSave | SaveBarrier) -> None:
+    def put(self, item: ChunkSave | SaveBarrier) -> None:
         """Queue a save, or a barrier that settles after the saves before it."""
-        self._inbox.put(told)
+        self._inbox.put(item)
 
     def close(self) -> None:
         """End the thread, if it runs; saves that have not begun are dropped."""
@@ -326,19 +326,19 @@ class SavingThread(threading.Thread):
 
     def run(self) -> None:
         """Save until closed."""
-        while (told := self._inbox.get()) is not None:
-            if not isinstance(told, ChunkSave):
-                self._link.settle(told)
+        while (item := self._inbox.get()) is not None:
+            if not isinstance(item, ChunkSave):
+                self._link.settle(item)
                 continue
             try:
-                self._save(told)
+                self._save(item)
             except StoreGoneError as error:
                 self._link.lost(error)
-                self._drop(told)
+                self._drop(item)
             except Exception:  # noqa: BLE001 - the store lacks it then
                 _log.exception("a save is broken")
-                self._drop(told)
-            self._link.saved(told.chunks.session)
+                self._drop(item)
+            self._link.saved(item.chunks.session)
 
     def _drop(self, save: ChunkSave) -> None:
         num_chunks = save.chunks.end - save.chunks.first

@@ -265,9 +265,9 @@ class Client:
         outcome.chunk_s = [at_s - self._start_s for at_s in answer.chunk_s]
         outcome.chunk_tokens = answer.chunk_tokens
         outcome.finish_reason = answer.finish_reason
-        told_in, told_out = answer.usage or (0, 0)
-        outcome.num_prompt_tokens = told_in or planned.num_prompt_tokens or 0
-        outcome.num_output_tokens = told_out or sum(answer.chunk_tokens)
+        num_in, num_out = answer.usage or (0, 0)
+        outcome.num_prompt_tokens = num_in or planned.num_prompt_tokens or 0
+        outcome.num_output_tokens = num_out or sum(answer.chunk_tokens)
         outcome.num_cached_tokens = answer.num_cached_tokens
         if self._sending.keep_text:
             outcome.text = answer.text

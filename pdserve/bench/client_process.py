@@ -23,7 +23,7 @@ from pdserve.bench.job import (
     JobNews,
     JobReady,
     Says,
-    decode_told,
+    decode_orders,
     frame,
     length,
 )
@@ -41,7 +41,7 @@ def main() -> None:
     """Do one job."""
     end_with_parent(int(sys.argv[1]))
     priority = raise_priority()
-    job = decode_told(_read_frame())
+    job = decode_orders(_read_frame())
     assert isinstance(job, ClientJob)
     with asyncio.Runner(loop_factory=new_precise_loop) as runner:
         runner.run(_work(job, priority))
@@ -64,7 +64,7 @@ async def _work(job: ClientJob, priority: Priority) -> None:
         warmup_errors = await _warm_up(job)
         await client.connect(job.plan)
         say(JobReady(warmup_errors=warmup_errors))
-        begin = decode_told(await loop.run_in_executor(None, _read_frame))
+        begin = decode_orders(await loop.run_in_executor(None, _read_frame))
         assert isinstance(begin, BeginJob)
         await _run(job, client, ended, begin.start_s, priority, say)
     except ConfigError as error:

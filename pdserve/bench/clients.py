@@ -16,8 +16,8 @@ from typing import Final
 from pdserve.bench.job import (
     LENGTH_BYTES,
     Broken,
+    Orders,
     Says,
-    Told,
     decode_says,
     frame,
     length,
@@ -36,7 +36,7 @@ class ClientProcess:
         self.process = process
         self._in, self._out = process.stdin, process.stdout
 
-    async def tell(self, message: Told) -> None:
+    async def tell(self, message: Orders) -> None:
         """Send a message; if the client has ended, `hear` raises."""
         self._in.write(frame(message))
         with contextlib.suppress(ConnectionError):

@@ -180,13 +180,13 @@ def _groups(
 
 def _prompts(good: Sequence[Outcome]) -> dict[str, float] | None:
     """Computed tokens of the prompts, over requests whose cached tokens are known."""
-    told = [each for each in good if each.num_cached_tokens is not None]
-    if not told:
+    reporting = [each for each in good if each.num_cached_tokens is not None]
+    if not reporting:
         return None
-    num_tokens = sum(each.num_prompt_tokens for each in told)
-    num_cached = sum(each.num_cached_tokens or 0 for each in told)
+    num_tokens = sum(each.num_prompt_tokens for each in reporting)
+    num_cached = sum(each.num_cached_tokens or 0 for each in reporting)
     return {
-        "told": len(told),
+        "told": len(reporting),
         "tokens": num_tokens,
         "cached_tokens": num_cached,
         "computed_tokens": num_tokens - num_cached,
@@ -196,16 +196,16 @@ def _prompts(good: Sequence[Outcome]) -> dict[str, float] | None:
 
 def _stages(good: Sequence[Outcome]) -> dict[str, Any] | None:
     """The stages up to the first and the second token, as far as the server reports them."""
-    told = [each for each in good if each.stages]
-    if not told:
+    reporting = [each for each in good if each.stages]
+    if not reporting:
         return None
-    outside_ms = [each.ttft_s * 1e3 - sum(each.stages.values()) for each in told]
+    outside_ms = [each.ttft_s * 1e3 - sum(each.stages.values()) for each in reporting]
     return {
-        "told": len(told),
-        "first_token": _terms([each.stages for each in told]),
-        "second_token": _terms([each.second_stages for each in told if each.second_stages]),
+        "told": len(reporting),
+        "first_token": _terms([each.stages for each in reporting]),
+        "second_token": _terms([each.second_stages for each in reporting if each.second_stages]),
         "outside_server": _spread(outside_ms),
-        "kv_modes": dict(Counter(each.kv_mode or "none" for each in told)),
+        "kv_modes": dict(Counter(each.kv_mode or "none" for each in reporting)),
     }
 
 

@@ -83,17 +83,17 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     param: str | None
 
 
-Told = ClientJob | BeginJob
+Orders = ClientJob | BeginJob
 Says = JobReady | JobNews | Ended | Broken
 
 _encoder: Final = msgspec.msgpack.Encoder()
-decode_told: Final = msgspec.msgpack.Decoder(Told).decode
+decode_orders: Final = msgspec.msgpack.Decoder(Orders).decode
 decode_says: Final = msgspec.msgpack.Decoder(Says).decode
 
 LENGTH_BYTES: Final = _LENGTH.size
 
 
-def frame(message: Told | Says) -> bytes:
+def frame(message: Orders | Says) -> bytes:
     """Return a message with its length before it."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body

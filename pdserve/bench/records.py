@@ -126,7 +126,7 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
         return (self.e2el_s - self.ttft_s) / (self.num_output_tokens - 1)
 
 
-TOLD: Final = 0.005
+MIN_SHOWN: Final = 0.005
 """Share of a core below which nothing is shown."""
 
 
@@ -157,7 +157,7 @@ class CoresUsed(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def by_name(self) -> dict[str, float]:
         """All parts, in words."""
-        stolen = {"the hypervisor": self.hypervisor} if self.hypervisor >= TOLD else {}
+        stolen = {"the hypervisor": self.hypervisor} if self.hypervisor >= MIN_SHOWN else {}
         return {**self.parts, "other programs and the kernel": self.others, **stolen}
 
 

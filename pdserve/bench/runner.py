@@ -150,7 +150,7 @@ async def run_plan(
         jobs = _share_out(plan, asking, options)
         async with client_processes(len(jobs), environ) as clients:
             ended = await _carry_out(clients, jobs, course, stages)
-        for _ in range(_NUM_ASKED_AGAIN if stages.is_told else 0):
+        for _ in range(_NUM_ASKED_AGAIN if stages.is_reporting else 0):
             await stages.fetch()
             if not stages.lacks(course.outcomes):
                 break

@@ -19,7 +19,7 @@ FETCH_EVERY: Final = 1024
 _NUM_KEPT: Final = 4096
 
 
-class ToldRequest(msgspec.Struct, kw_only=True):
+class ReportedRequest(msgspec.Struct, kw_only=True):
     """A server's record of one finished request, as far as used here."""
 
     request_id: str
@@ -32,14 +32,14 @@ class ToldRequest(msgspec.Struct, kw_only=True):
 
 
 class _Page(msgspec.Struct, kw_only=True):
-    finished: list[ToldRequest]
+    finished: list[ReportedRequest]
 
 
 class Stages:
     """The records from one server so far.
 
     Attributes:
-        is_told: Whether it reports stages at all; known after `begin`.
+        is_reporting: Whether it reports stages at all; known after `begin`.
         by_id: Records by request id.
     """
 
@@ -50,19 +50,19 @@ class Stages:
         self._url = f"{base_url.rstrip('/')}/debug/requests"
         self._headers = dict(headers)
         self._seq = 0
-        self.is_told = False
-        self.by_id: dict[str, ToldRequest] = {}
+        self.is_reporting = False
+        self.by_id: dict[str, ReportedRequest] = {}
 
     async def begin(self) -> None:
         """Find out whether it reports stages, and where to begin."""
         page = await self._ask(1)
-        self.is_told = page is not None
+        self.is_reporting = page is not None
         if page is not None and page.finished:
             self._seq = max(each.seq for each in page.finished)
 
     async def fetch(self) -> None:
         """Read the requests that ended since the last time."""
-        if not self.is_told:
+        if not self.is_reporting:
             return
         page = await self._ask(_NUM_KEPT)
         for each in page.finished if page is not None else ():

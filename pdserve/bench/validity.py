@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from pdserve.bench.priority import Priority
-from pdserve.bench.records import TOLD, CoresUsed, Outcome, RunHealth
+from pdserve.bench.records import MIN_SHOWN, CoresUsed, Outcome, RunHealth
 
 MAX_LAG_SHARE: Final = 0.05
 """Share of the median TTFT by which 99 of 100 requests, and timers, may be late."""
@@ -91,11 +91,11 @@ def judge(
 
 def _stolen_words(cores: CoresUsed) -> str:
     takers = []
-    if cores.others >= TOLD:
+    if cores.others >= MIN_SHOWN:
         most = f" (of which {cores.greediest}: {cores.greediest_cores:.2f})"
-        is_seen = cores.greediest_cores >= TOLD
+        is_seen = cores.greediest_cores >= MIN_SHOWN
         takers.append(f"other programs used {cores.others:.2f}{most if is_seen else ''}")
-    if cores.hypervisor >= TOLD:
+    if cores.hypervisor >= MIN_SHOWN:
         takers.append(f"the hypervisor took {cores.hypervisor:.2f}")
     words = " and ".join(takers)
     return (

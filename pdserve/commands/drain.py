@@ -50,7 +50,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         return EXIT_DONE
     reports = [_report(proxy, answer) for (proxy, _), answer in zip(pairs, answers, strict=True)]
     for (proxy, _), report in zip(pairs, reports, strict=True):
-        print(told(report, proxy if len(config.proxies) > 1 else ""))
+        print(described(report, proxy if len(config.proxies) > 1 else ""))
     return EXIT_DONE if all(report.is_empty for report in reports) else EXIT_FAILED
 
 
@@ -87,7 +87,7 @@ def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
         ) from error
 
 
-def told(report: DrainReport, proxy: str) -> str:
+def described(report: DrainReport, proxy: str) -> str:
     """One line: whether the engine is empty, and what became of its requests."""
     state = "is empty" if report.is_empty else "still holds something"
     of = f" of {proxy}" if proxy else ""

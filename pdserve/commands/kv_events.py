@@ -145,14 +145,14 @@ def _watch(cores: Sequence[CoreEvents], seconds: float) -> None:
             continue
         printed_s = now_s
         for number, core in enumerate(cores):
-            line = told(core, now_s)
+            line = described(core, now_s)
             if line != printed[number]:
                 printed[number] = line
                 name = f"core {number}: " if len(cores) > 1 else ""
                 print(f"{now_s - start_s:8.1f} s  {name}{line}", flush=True)
 
 
-def told(core: CoreEvents, now_s: float) -> str:
+def described(core: CoreEvents, now_s: float) -> str:
     """One line: in step or not, what came and went since the last one, and what is there."""
     state = core.reader.state(now_s)
     if state is ReaderState.RESYNC:

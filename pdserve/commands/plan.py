@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 _USUAL_ERROR: Final = TimesError(prefill=0.1, step=0.1, wire=0.1)
 _ITL_SLO_S: Final = 0.05
-"""What a proxy aims at that is told nothing."""
+"""The default objective of a proxy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +105,14 @@ def run(table_: Table, resolved: Mapping[str, Resolved]) -> int:
     line = ProgressLine(sys.stderr, width=shutil.get_terminal_size((100, 24)).columns)
     begun_s = time.monotonic()
 
-    def told(number: int, layout: str, figures: LoadFigures) -> None:
+    def show(number: int, layout: str, figures: LoadFigures) -> None:
         if shows_progress:
             words = f"simulation {number}: {layout}, {figures.goodput:.1%} within objectives"
             line.draw(words, time.monotonic() - begun_s)
 
     try:
         asked = _asked(config, slos, objectives.share, table_, resolved)
-        planner = Planner(asked.question, told)
+        planner = Planner(asked.question, show)
         check = None
         if config.check:
             check = asyncio.run(_check(asked, config.check, line if shows_progress else None))
@@ -245,7 +245,7 @@ def _known(
 
 
 def _settings(policy: str, slos: Sequence[Slo]) -> dict[str, Any]:
-    """What a proxy is told that is to keep objectives."""
+    """Return the settings of a proxy that meets the objectives."""
     name, _, split = policy.partition("/")
     limits = {slo.metric: slo.limit_ms / 1e3 for slo in slos}
     itl_s = limits.get(SloMetric.TPOT, limits.get(SloMetric.ITL, _ITL_SLO_S))
@@ -281,7 +281,7 @@ def _span_s(requests: Sequence[Planned]) -> float:
 
 def _as_json(asked: _Asked, **found: Any) -> dict[str, Any]:
     question = asked.question
-    told: dict[str, Any] = msgspec.to_builtins(
+    settings: dict[str, Any] = msgspec.to_builtins(
         {
             "workload": asked.description,
             "num_requests": len(asked.requests),
@@ -294,4 +294,4 @@ def _as_json(asked: _Asked, **found: Any) -> dict[str, Any]:
             **found,
         }
     )
-    return told
+    return settings

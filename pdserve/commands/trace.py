@@ -52,7 +52,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
             f"command while requests run, or raise --seconds (120 s are kept){missing}"
         )
     num_bytes = _write(trace, path)
-    print("\n".join(told(trace.summary, path, num_bytes)))
+    print("\n".join(described(trace.summary, path, num_bytes)))
     return EXIT_DONE
 
 
@@ -73,7 +73,7 @@ def fetch(config: TraceConfig) -> Collection:
         ) from error
 
 
-def told(summary: Summary, path: Path, num_bytes: int) -> list[str]:
+def described(summary: Summary, path: Path, num_bytes: int) -> list[str]:
     """What the trace holds, and how to look at it, in lines."""
     plural = "" if summary.num_requests == 1 else "s"
     unfinished = f" ({summary.num_unfinished} still running)" if summary.num_unfinished else ""

@@ -114,7 +114,9 @@ class Supervisor:
                 except TimeoutError:
                     say(f"Not ready after {self._config.start_timeout_s:g} s (--start-timeout).")
                     return 1
-                with contextlib.suppress(aiohttp.ClientError):  # one that has just died is told of
+                with contextlib.suppress(
+                    aiohttp.ClientError
+                ):  # one that has just died is reported elsewhere
                     await self._require_pairs(session)
                 self._is_ready = True
                 answered = await self._while_alive(self._demo(session))
@@ -242,23 +244,23 @@ class Supervisor:
 
         Not shown, below warnings and but for --log-level debug: what the proxy says while
         the engines start, what the engines say of requests that the proxy tells of as well, the
-        settings and the readiness of each, which were told here,
+        settings and the readiness of each, which are shown here,
         and the demo request, of which the proxy's line becomes the summary.
         """
         is_proxy = name == self._proxy.spec.name
-        told = child_log.read(line)
+        entry = child_log.read(line)
         if self._demo_id in line:
-            is_demo = is_proxy and told.request[0] == self._demo_id
+            is_demo = is_proxy and entry.request[0] == self._demo_id
             if is_demo and self._demo_line is not None and not self._demo_line.done():
-                self._demo_line.set_result(told.request[1])
+                self._demo_line.set_result(entry.request[1])
             return
-        if told.level is not None:
-            if is_proxy and told.level < self._proxy_level:
+        if entry.level is not None:
+            if is_proxy and entry.level < self._proxy_level:
                 return
-            is_known = told.logger == START or is_proxy != self._is_ready
-            if is_known and told.level == logging.INFO and not self._shows_all:
+            is_known = entry.logger == START or is_proxy != self._is_ready
+            if is_known and entry.level == logging.INFO and not self._shows_all:
                 return
-        child_log.show(name, told, self._log_format, width=self._width)
+        child_log.show(name, entry, self._log_format, width=self._width)
 
     def _next_steps(self) -> str:
         url = self._proxy.url

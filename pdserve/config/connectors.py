@@ -1,7 +1,7 @@
 """The list of KV connectors, one line each, and the settings that each one adds.
 
 Connectors lie above the settings, so a line names its class as text, as the entry points of other
-packages do (group `pdserve.connectors`). It is imported to learn what it may be told: flags, files,
+packages do (group `pdserve.connectors`). It is imported to learn its settings: flags, files,
 variables and the help take it from there. Knows no particular setting.
 """
 
@@ -38,7 +38,7 @@ class HasSettings(Protocol):
 
     @property
     def settings(self) -> msgspec.Struct:
-        """What it is told."""
+        """Its settings."""
         ...
 
 
@@ -54,7 +54,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> HasSettings:
-    """Return the connector called `name`, as it is if it is told nothing.
+    """Return the connector called `name`, with default settings.
 
     Raises:
         ConfigError: There is none, and the message lists the known names; or another package's
@@ -82,49 +82,49 @@ def load(name: str) -> HasSettings:
     return make()
 
 
-def chosen(kv_connector: str, told: Mapping[str, Any]) -> list[str]:
-    """Return the names of an engine's connectors: those that are named, and stores told a `url`.
+def chosen(kv_connector: str, values: Mapping[str, Any]) -> list[str]:
+    """Return the names of an engine's connectors: those that are named, and stores with a `url`.
 
     Args:
         kv_connector: Names with commas between them.
-        told: As `TransferConfig.settings`.
+        values: As `TransferConfig.settings`.
     """
     names = [name.strip() for name in kv_connector.split(",")]
-    for key, value in told.items():
+    for key, value in values.items():
         name, _, field = key.partition(".")
         if field == "url" and name not in names and value != getattr(load(name).settings, field):
             names.append(name)
     return [name for name in names if name != "null"] or ["null"]
 
 
-def check_settings(kv_connector: str, told: Mapping[str, Any]) -> None:
+def check_settings(kv_connector: str, values: Mapping[str, Any]) -> None:
     """Refuse what an engine's connectors would refuse.
 
     Raises:
         ConfigError: As of `read_settings`.
     """
-    for name in chosen(kv_connector, told):
-        read_settings(name, told)
+    for name in chosen(kv_connector, values):
+        read_settings(name, values)
 
 
-def read_settings(name: str, told: Mapping[str, Any]) -> msgspec.Struct:
+def read_settings(name: str, values: Mapping[str, Any]) -> msgspec.Struct:
     """Make the settings of the connector called `name`.
 
     Args:
-        told: Values by `NAME.FIELD`; those of other connectors are left alone.
+        values: Values by `NAME.FIELD`; those of other connectors are left alone.
 
     Raises:
         ConfigError: It refuses a value, or there is no such connector.
     """
     prefix = f"{name}."
-    own = {key.removeprefix(prefix): told[key] for key in told if key.startswith(prefix)}
+    own = {key.removeprefix(prefix): values[key] for key in values if key.startswith(prefix)}
     return msgspec.convert(own, type(load(name).settings))
 
 
 def connector_settings() -> dict[str, tuple[Setting, ...]]:
     """The settings of each connector that has any: `kv-transfer-config.NAME.FIELD`.
 
-    One that cannot be imported has none: whoever chooses it is told why.
+    One that cannot be imported has none; choosing it is an error that says why.
     """
     found = {}
     for name in names():

@@ -119,7 +119,7 @@ class EngineProcess:
         except Exception as error:
             self._publish(Died(_story(error)))
             self._close_sockets()
-            raise _ToldError from error
+            raise _ReportedError from error
         self._arrivals = Arrivals(self.core.scheduler)
         self._heap = BurstTrim()
         self._poller = zmq.Poller()
@@ -186,7 +186,7 @@ class EngineProcess:
             self._publish(Died("shut down"))
         except Exception as error:  # the top of the engine's loop: nothing may end it silently
             self._publish(Died(_story(error)))
-            raise _ToldError from error
+            raise _ReportedError from error
         finally:
             try:
                 if self._events is not None:
@@ -352,7 +352,7 @@ class EngineProcess:
         self._context.term()
 
 
-class _ToldError(Exception):
+class _ReportedError(Exception):
     """The core ends, and has told the server why."""
 
 
@@ -375,7 +375,7 @@ def main() -> None:
         EngineProcess(launch).run()
     except ConfigError:
         code = 3
-    except _ToldError:
+    except _ReportedError:
         code = 1
     except Exception:  # noqa: BLE001 - the top of a process
         _log.exception("the engine core has failed")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SSE = "text/event-stream"
 
-IS_TOLD: web.RequestKey[bool] = web.RequestKey("is_told", bool)
+IS_LOGGED: web.RequestKey[bool] = web.RequestKey("is_logged", bool)
 """Set if the handler of a request logs its end."""
 
 

@@ -239,7 +239,7 @@ def _described(operation: Operation) -> dict[str, Any]:
         "description": "an error",
         "content": {"application/json": error},
     }
-    told: dict[str, Any] = {
+    described: dict[str, Any] = {
         "summary": operation.summary,
         "operationId": f"{operation.method}{operation.path.replace('/', '_').translate(_BRACES)}",
         "tags": ["operators" if operation.is_operators else "clients"],
@@ -250,14 +250,14 @@ def _described(operation: Operation) -> dict[str, Any]:
     parameters = [_parameter(name, "path") for name in named]
     parameters += [_parameter(name, "query") for name in operation.query]
     if parameters:
-        told["parameters"] = parameters
+        described["parameters"] = parameters
     if operation.body is not None:
         schema = {"$ref": _SCHEMAS.format(name=operation.body.__name__)}
-        told["requestBody"] = {
+        described["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},
         }
-    return told
+    return described
 
 
 _BRACES: Final = str.maketrans("", "", "{}.")

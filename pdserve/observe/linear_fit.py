@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _DECAY: Final = 0.995
 _RIDGE: Final = 1e-6
 _MIN_SAMPLES: Final = 20
-_MIN_TOLD: Final = 16.0
+_MIN_REPORTED: Final = 16.0
 """What so many samples count as by then, at least."""
 _ERROR_DECAY: Final = 0.05
 _FIRST_ERROR: Final = 0.3
@@ -27,7 +27,7 @@ _SMALL: Final = 0.5
 """Of what is typical: what is smaller counts no more than that."""
 _MAX_OFF: Final = 2.0
 """A sample's distance from the prediction is limited to this factor: it may be a stall."""
-_TOLD_SAMPLES: Final = 20.0
+_REPORTED_SAMPLES: Final = 20.0
 """What others have learned counts as so many samples, however many they were."""
 _MEAN_OF_ROOT: Final = 0.8
 """Mean of a normally distributed error's size, divided by its root mean square."""
@@ -54,28 +54,28 @@ class LinearFit:
         self._weights: list[float] | None = None
         self._first: list[tuple[Sequence[float], float]] = []
         self._typical = 0.0
-        self._told: _Told | None = None
+        self._reported: _Reported | None = None
         self._error, self._rest_of_first = 0.0, 1.0
         self.num_samples = 0
 
     @property
     def is_known(self) -> bool:
         """Whether there were enough samples, here or elsewhere."""
-        return self.num_samples >= self._min_samples or self._told is not None
+        return self.num_samples >= self._min_samples or self._reported is not None
 
     @property
     def error(self) -> float:
         """Mean relative error of recent predictions, each made before its value was seen."""
         if not self.is_known:
             return 1.0
-        first = _FIRST_ERROR if self._told is None else self._told.error
+        first = _FIRST_ERROR if self._reported is None else self._reported.error
         return self._error + self._rest_of_first * first
 
     @property
-    def told_share(self) -> float:
+    def reported_share(self) -> float:
         """Share of its data that others have learned, 0 to 1."""
-        told = self._told_factor * self._told.num if self._told is not None else 0.0
-        return told / (told + self._num) if told else 0.0
+        reported = self._reported_factor * self._reported.num if self._reported is not None else 0.0
+        return reported / (reported + self._num) if reported else 0.0
 
     @property
     def sums(self) -> FitSums:
@@ -85,16 +85,16 @@ class LinearFit:
         (aa, ab, ac), (_, bb, bc), (_, _, cc) = self._products
         return FitSums(self._num, self._typical, tuple(self._values), (aa, ab, ac, bb, bc, cc))
 
-    def begin_with(self, told: FitSums) -> None:
+    def begin_with(self, reported: FitSums) -> None:
         """Take what others have learned of three features; it replaces what was taken before.
 
         It counts as if it were of some samples before all that are seen here, and so less and less.
         """
-        self._weights, self._told = None, None
-        if told.num >= _MIN_TOLD:
-            self._told = _Told(told)
+        self._weights, self._reported = None, None
+        if reported.num >= _MIN_REPORTED:
+            self._reported = _Reported(reported)
             self._settle_first()
-            self._typical = self._typical or told.typical_s
+            self._typical = self._typical or reported.typical_s
 
     def learn(self, features: Sequence[float], value: float) -> None:
         """Take one sample."""
@@ -142,25 +142,25 @@ class LinearFit:
         """One for each feature."""
         if self._weights is None:
             products, values, scale = self._products, self._values, self._scale
-            if (told := self._told) is not None:
-                factor = self._told_factor
-                values = _sum(values, told.values, factor)
+            if (reported := self._reported) is not None:
+                factor = self._reported_factor
+                values = _sum(values, reported.values, factor)
                 products = [
-                    _sum(*rows, factor) for rows in zip(products, told.products, strict=True)
+                    _sum(*rows, factor) for rows in zip(products, reported.products, strict=True)
                 ]
-                scale = list(map(max, scale, told.scale))
+                scale = list(map(max, scale, reported.scale))
             self._weights = _solved(products, values, scale)
         return self._weights
 
     @property
-    def _told_factor(self) -> float:
+    def _reported_factor(self) -> float:
         """Return the factor for the sums from others."""
-        if self._told is None:
+        if self._reported is None:
             return 0.0
-        return min(1.0, _TOLD_SAMPLES / self._told.num) * _DECAY**self.num_samples
+        return min(1.0, _REPORTED_SAMPLES / self._reported.num) * _DECAY**self.num_samples
 
 
-class _Told:
+class _Reported:
     """What others have learned, as a fit has it.
 
     Attributes:
@@ -182,8 +182,8 @@ class _Told:
         self.error = _MEAN_OF_ROOT * math.sqrt(max(0.0, squares) / sums.num)
 
 
-def _sum(own: list[float], told: list[float], factor: float) -> list[float]:
-    return [a + factor * b for a, b in zip(own, told, strict=True)]
+def _sum(own: list[float], reported: list[float], factor: float) -> list[float]:
+    return [a + factor * b for a, b in zip(own, reported, strict=True)]
 
 
 def _solved(products: _Matrix, values: list[float], scale: list[float]) -> list[float]:
@@ -209,7 +209,7 @@ def _solve(
     for i in range(len(used)):
         rows[i][i] += _RIDGE * largest
     for i, pivot in enumerate(rows):
-        # It is never smaller, but where sums that others told are none.
+        # It can only be smaller if the sums from others are invalid.
         pivot[i] = max(pivot[i], _RIDGE * largest / 2)
         for other in rows[i + 1 :]:
             factor = other[i] / pivot[i]

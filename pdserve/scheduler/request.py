@@ -34,7 +34,7 @@ class Request:
         num_computed_tokens: Tokens whose KV its blocks have, or will once steps in flight retire.
         num_pending_tokens: Tokens that steps in flight sample without drafts, at most one in each
             step: they count as tokens, although their ids are not known yet.
-        num_told_tokens: Output tokens that the workers know; None: they do not know the request.
+        num_sent_tokens: Output tokens that the workers know; None: they do not know the request.
         handoff: Handoff from the wire request, or the one that came with its KV, until the KV is
             here or its load has failed; at P, the one that its connector made.
         source: Location of its KV, until the KV is here or its load has failed.
@@ -77,7 +77,7 @@ class Request:
         "num_overtaken",
         "num_pending_tokens",
         "num_preemptions",
-        "num_told_tokens",
+        "num_sent_tokens",
         "output_token_ids",
         "prompt_logprobs",
         "prompt_token_ids",
@@ -117,7 +117,7 @@ class Request:
         self.state = State.WAITING
         self.output_token_ids = chain.output
         self.num_computed_tokens = self.num_pending_tokens = 0
-        self.num_told_tokens: int | None = None
+        self.num_sent_tokens: int | None = None
         self.holding: Holding | None = None
         self.handoff = wire.handoff
         self.remote_decode = wire.remote_decode
@@ -314,13 +314,13 @@ class Request:
 
     def tell_tokens(self) -> list[int]:
         """Return, once, the output tokens that the workers do not know yet."""
-        untold = self.output_token_ids[self.num_told_tokens :]
-        self.num_told_tokens = len(self.output_token_ids)
+        untold = self.output_token_ids[self.num_sent_tokens :]
+        self.num_sent_tokens = len(self.output_token_ids)
         return untold
 
     def become_unknown(self) -> None:
         """Note that the workers forget it."""
-        self.num_told_tokens = None
+        self.num_sent_tokens = None
 
     def sample(
         self,

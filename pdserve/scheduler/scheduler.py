@@ -70,7 +70,7 @@ class Scheduler:
         )
         self.kv = state.kv
         self.recorder = state.recorder
-        self.telemetry = Telemetry(state, is_told=cache.events.enable_kv_cache_events)
+        self.telemetry = Telemetry(state, is_reported=cache.events.enable_kv_cache_events)
         self._is_by_priority = config.policy is SchedulingPolicy.PRIORITY
         self._max_model_len = dimensions.max_model_len
         self._outputs = state.outputs

@@ -141,7 +141,7 @@ class StepQueue:
         for request_id, num_tokens in filling.num_tokens.items():
             request = running[request_id]
             num_computed = request.num_computed_tokens
-            if request.num_told_tokens is not None:
+            if request.num_sent_tokens is not None:
                 known_ids.append(request_id)
                 known_blocks.append(grown.get(request_id, []))
                 known_computed.append(num_computed)
@@ -191,7 +191,7 @@ class StepQueue:
 
     def forget(self, request: Request) -> None:
         """Make the workers forget a request that is in no further step, or begins again."""
-        if request.num_told_tokens is not None:
+        if request.num_sent_tokens is not None:
             request.become_unknown()
             self.num_known -= 1
             self._gone.append(request.request_id)

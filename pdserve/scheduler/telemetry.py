@@ -37,7 +37,7 @@ _NUM_EACH: Final = 64
 """First steps of either kind, all of which are learned from."""
 _EVERY_S: Final = 0.2
 """Time between two steps that are learned from, after those."""
-_TOLD_S: Final = 1.0
+_REPORT_S: Final = 1.0
 """Time between two updates of the report, unless a fit has twice as many samples."""
 
 
@@ -45,16 +45,16 @@ class Telemetry:
     """Reads `state`, and fills its recorder.
 
     Args:
-        is_told: Whether proxies are told the times of steps. They are not learned with several
+        is_reported: Whether proxies are told the times of steps. They are not learned with several
             stages or drafts: a step is not the time between two tokens there.
     """
 
-    def __init__(self, state: SchedulerState, *, is_told: bool) -> None:
+    def __init__(self, state: SchedulerState, *, is_reported: bool) -> None:
         self._state = state
         self._recorder = state.recorder
         self._is_pipelined = state.dimensions.num_stages > 1
         is_plain = not self._is_pipelined and not state.dimensions.max_drafted
-        self._learner = StepLearner() if is_told and is_plain else None
+        self._learner = StepLearner() if is_reported and is_plain else None
         self._last_retired_s = self._sampled_s = float("-inf")
         self._experts: ExpertBalance | None = None
         self._last_sample: tuple[dict[str, int], dict[str, int], int] | None = None
@@ -148,7 +148,7 @@ class Telemetry:
 
     def learned(self, now_s: float) -> LearnedTimes | None:
         """Return the times of steps to report to proxies; None: nothing to report."""
-        return None if self._learner is None else self._learner.told(now_s)
+        return None if self._learner is None else self._learner.report(now_s)
 
     def requests(self, now_s: float) -> list[EngineRequest]:
         """Return the trace, until now, of each request that is not forgotten yet."""
@@ -165,9 +165,9 @@ class StepLearner:
     def __init__(self) -> None:
         self._prompts = LinearFit(3, min_samples=_MIN_SAMPLES)
         self._steps = LinearFit(3, min_samples=_MIN_SAMPLES)
-        self._due_s = self._told_s = float("-inf")
+        self._due_s = self._reported_s = float("-inf")
         self._next_prompts = self._next_steps = _MIN_SAMPLES
-        self._told: LearnedTimes | None = None
+        self._report: LearnedTimes | None = None
 
     def step(
         self, step: Step, requests: Mapping[RequestId, Request], seconds: float, now_s: float
@@ -203,13 +203,13 @@ class StepLearner:
         if seconds > 0:
             fit.learn((float(num_prompts), float(num_tokens), pairs), seconds)
 
-    def told(self, now_s: float) -> LearnedTimes | None:
+    def report(self, now_s: float) -> LearnedTimes | None:
         """Return the current report; None while nothing is known."""
         num_prompts, num_steps = self._prompts.num_samples, self._steps.num_samples
         knows_more = num_prompts >= self._next_prompts or num_steps >= self._next_steps
-        if knows_more or (self._told is not None and now_s - self._told_s >= _TOLD_S):
+        if knows_more or (self._report is not None and now_s - self._reported_s >= _REPORT_S):
             self._next_prompts = max(_MIN_SAMPLES, 2 * num_prompts)
             self._next_steps = max(_MIN_SAMPLES, 2 * num_steps)
-            self._told_s = now_s
-            self._told = LearnedTimes(self._prompts.sums, self._steps.sums)
-        return self._told
+            self._reported_s = now_s
+            self._report = LearnedTimes(self._prompts.sums, self._steps.sums)
+        return self._report

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.errors import PdserveError
-from pdserve.http.answers import IS_TOLD
+from pdserve.http.answers import IS_LOGGED
 from pdserve.observe.request_log import (
     CLIENT_LEFT,
     MovedKV,
@@ -51,7 +51,7 @@ async def serving(request: web.Request, job: TextRequest) -> AsyncIterator[None]
     """Run a job for the duration of the block; account for it at the end."""
     service = request.app[SERVICE]
     service.jobs[id(job)] = job
-    request[IS_TOLD] = True
+    request[IS_LOGGED] = True
     try:
         async with job:
             try:

@@ -173,7 +173,7 @@ def response_params(
     )
 
 
-def told_tokens(prompts: Sequence[Sequence[int]], text_digest: str) -> PromptTokens:
+def tokens_to_send(prompts: Sequence[Sequence[int]], text_digest: str) -> PromptTokens:
     """Return the token ids of a request's texts, as sent to another engine."""
     packed = [array.array("I", prompt).tobytes() for prompt in prompts]
     return PromptTokens(

@@ -158,7 +158,7 @@ class Registrar:
         role = cast("RoleName", self._info.role)
         body = Registration(self._url, role, self._info, self._lease_s)
         last: str | None = "never asked"
-        told_s = 0.0
+        logged_s = 0.0
         loop = asyncio.get_running_loop()
         while True:
             status, failure = await self._call("POST", proxy, body, name=name)
@@ -169,8 +169,8 @@ class Registrar:
             self._asked.add(proxy)
             if failure is None and last is not None:
                 log_event(_log, "registered", proxy=proxy, url=self._url)
-            elif failure is not None and (failure != last or loop.time() >= told_s + _REPEAT_S):
-                told_s = loop.time()
+            elif failure is not None and (failure != last or loop.time() >= logged_s + _REPEAT_S):
+                logged_s = loop.time()
                 level = logging.WARNING
                 log_event(_log, "registration failed", level=level, proxy=proxy, reason=failure)
             last = failure

@@ -20,7 +20,7 @@ from pdserve.dialects.answer import Dialect
 from pdserve.dialects.paths import error_of
 from pdserve.errors import KvTransferError, PdserveError
 from pdserve.http.answers import (
-    IS_TOLD,
+    IS_LOGGED,
     StreamAnswer,
     error_answer,
     error_body,
@@ -30,7 +30,7 @@ from pdserve.http.answers import (
 )
 from pdserve.observe.log import log_event
 from pdserve.observe.request_log import log_refusal
-from pdserve.server.hop import response_params, told_tokens
+from pdserve.server.hop import response_params, tokens_to_send
 from pdserve.server.service import PROMPT_TOKENS, REQUEST_ID, SERVICE, START_S
 from pdserve.wire.hop import (
     HANDOFF,
@@ -165,7 +165,7 @@ def _transfer_params(request: web.Request, job: TextRequest) -> HandedOver | Non
     service, prompts = request.app[SERVICE], request.get(PROMPT_TOKENS)
     told = None
     if prompts is not None and service.text is not None:
-        told = told_tokens(prompts, service.text.digest)
+        told = tokens_to_send(prompts, service.text.digest)
     ours = PdserveParams(
         created=job.created,
         seed=job.seed,
@@ -250,7 +250,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
 
 def _refuse(request: web.Request, error: PdserveError) -> web.StreamResponse:
     """Answer with an error; log a line for an API request that has none yet."""
-    if is_work(request) and IS_TOLD not in request:
+    if is_work(request) and IS_LOGGED not in request:
         total_s = request.app[SERVICE].clock.monotonic_s() - request[START_S]
         log_refusal(request[REQUEST_ID], request.path, error, total_s=total_s)
     return error_response(error, request.path)

@@ -22,7 +22,7 @@ NUM_KEPT = 4096
 """Finished requests that a process keeps."""
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class StoryEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One event of a finished request's story, `at_ms` after its arrival."""
 
     at_ms: float
@@ -102,7 +102,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     decode: str = ""
     times_ms: dict[str, float] = {}
     line: str = ""
-    story: list[Told] = []
+    story: list[StoryEvent] = []
 
 
 class _Kept(NamedTuple):

@@ -139,8 +139,8 @@ class _Core:
 class _Engine:
     backend: Backend
     cores: list[_Core] = field(default_factory=list)
-    told: RoutingLoad | None = None
-    told_s: float = float("-inf")
+    reported: RoutingLoad | None = None
+    reported_s: float = float("-inf")
     learned: list[LearnedTimes] = field(default_factory=list)
 
 
@@ -321,15 +321,15 @@ class EventFeed:
     def _tell_load(self, url: str, now_s: float) -> None:
         """Report an engine's load, once all its cores have reported theirs."""
         engine = self._engines[url]
-        if now_s - engine.told_s < _LOAD_S:
+        if now_s - engine.reported_s < _LOAD_S:
             return
         total = RoutingLoad()
         for core in engine.cores:
             if core.subscription.reader.load is None:
                 return
             total = total.plus(core.subscription.reader.load)
-        if total.num_requests or total != engine.told:
-            engine.told, engine.told_s = total, now_s
+        if total.num_requests or total != engine.reported:
+            engine.reported, engine.reported_s = total, now_s
             self._on_load(engine.backend, total)
 
     def _tell_learned(self, url: str) -> None:

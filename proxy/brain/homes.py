@@ -130,7 +130,7 @@ class HomeRoles:
                 log,
                 "an engine's home role changes",
                 role=role.value,
-                reason=f"{look.now.told()}; {look.better.told()}",
+                reason=f"{look.now.in_words()}; {look.better.in_words()}",
             )
 
     def _bounds(self) -> HomeBounds:

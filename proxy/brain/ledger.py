@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _NUM_TYPICAL: Final = 50
-_MAX_UNTOLD_S: Final = 0.25
+_MAX_REPORT_DELAY_S: Final = 0.25
 RECENT_S: Final = 2.0
 """What an engine was busy with counts less and less, in so long a third."""
 _NOTHING: Final = EngineWork()
@@ -166,7 +166,7 @@ class WorkLedger:
         work = self.of(url)
         return self.now_s() - work.since_s if work.num_prompts else 0.0
 
-    def untold_s(self, url: str) -> float:
+    def report_delay_s(self, url: str) -> float:
         """Return how late it may report others' prompts as computed; 0: it has none."""
         others = self._of(url).others
         return others.every_s if others is not None and self.of_others(url).num_prompts else 0.0
@@ -207,7 +207,7 @@ class WorkLedger:
         now_s, before = self.now_s(), engine.others
         if before is not None and before.work.num_prompts:
             self.was_busy(engine, before.work.prompts.minus(self.others_of(engine).prompts))
-        every_s = 0.0 if before is None else min(_MAX_UNTOLD_S, now_s - before.at_s)
+        every_s = 0.0 if before is None else min(_MAX_REPORT_DELAY_S, now_s - before.at_s)
         engine.others = _Others(work, now_s, every_s)
         self.on_change()
 

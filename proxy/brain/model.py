@@ -52,7 +52,7 @@ class ServiceModel:
         return self.prefill.is_known and self.step.is_known
 
     @property
-    def num_told(self) -> int:
+    def num_reporting(self) -> int:
         """Number of engines that report what they have learned."""
         return len(self._told)
 

@@ -254,11 +254,11 @@ class Pairing:
                     samples=fit.num_samples,
                     error=fit.error,
                     weights=fit.weights,
-                    told_share=fit.told_share,
+                    reported_share=fit.reported_share,
                 )
                 for name, fit in self._fits().items()
             },
-            num_told=self.model.num_told,
+            num_reporting=self.model.num_reporting,
             decisions=decisions,
         )
 

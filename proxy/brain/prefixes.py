@@ -153,7 +153,7 @@ class Prefixes:
         self._clock = clock
         self._metrics = metrics
         self._routed: dict[str, tuple[object, RoutedPrefixes]] = {}
-        self._has_told_misread = False
+        self._has_reported_misread = False
 
     async def start(self) -> None:
         """Read the tokenizer and start listening to the engines.
@@ -271,8 +271,8 @@ class Prefixes:
     def _tell_misread(self, prompt: RoutePrompt, engine: Backend, stages: EngineStages) -> None:
         """Count a prompt that the engine has tokenized differently; log it once."""
         self._metrics.misread.inc()
-        if not self._has_told_misread:
-            self._has_told_misread = True
+        if not self._has_reported_misread:
+            self._has_reported_misread = True
             log_event(
                 log,
                 "prompts are tokenized here otherwise than at an engine: its KV is not found",

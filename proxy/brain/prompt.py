@@ -74,7 +74,7 @@ class KnownPrefix:
 UNKNOWN: Final = KnownPrefix(0, is_exact=False)
 
 
-def hits_told(prompt: RoutePrompt, known: Mapping[str, KnownPrefix]) -> str:
+def hits_in_words(prompt: RoutePrompt, known: Mapping[str, KnownPrefix]) -> str:
     """Return engines' parts of a prompt, by leg, as `hit prefill 3072 decode ~512 of 4096`.
 
     Estimates from prompts sent there have a tilde; a better hit at another engine follows as best.

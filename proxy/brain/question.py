@@ -128,7 +128,7 @@ class PairCost(msgspec.Struct, frozen=True, kw_only=True):
         """Its engines, for people to read."""
         return self.decode if self.is_local else f"{self.prefill}->{self.decode}"
 
-    def told(self, within: float | None = None) -> str:
+    def in_words(self, within: float | None = None) -> str:
         """Return it in words, with parts that add up as they are printed.
 
         Args:
@@ -165,7 +165,7 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
     margin: float
     question: RouteQuestion
 
-    def told(self, served_s: float | None, taken: PairCost | None = None) -> str:
+    def in_words(self, served_s: float | None, taken: PairCost | None = None) -> str:
         """Return it in words, for the request's log line.
 
         Args:
@@ -173,11 +173,11 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
             taken: The cost of the engines actually used, in shadow.
         """
         kind = "shadow" if self.question.is_shadow else "route"
-        told = f"{kind} {self.chosen.told(self.margin)} because {self.reason}"
+        told = f"{kind} {self.chosen.in_words(self.margin)} because {self.reason}"
         if self.other is not None:
-            told += f", else {self.other.told()}"
+            told += f", else {self.other.in_words()}"
         if taken is not None:
-            told += f", sent {taken.told()}"
+            told += f", sent {taken.in_words()}"
         judged = taken if self.question.is_shadow else self.chosen
         if served_s is not None and judged is not None:
             off = served_s / max(1e-6, judged.ttft_s) - 1

@@ -61,20 +61,20 @@ class FitShown(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         samples: Samples from this proxy's own requests.
-        told_share: Share of it that engines reported, 0 to 1.
+        reported_share: Share of it that engines reported, 0 to 1.
     """
 
     samples: int
     error: float
     weights: list[float]
-    told_share: float = 0.0
+    reported_share: float = 0.0
 
 
 class DecisionsShown(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `/debug/decisions`.
 
     Attributes:
-        num_told: Number of engines that report what they have learned.
+        num_reporting: Number of engines that report what they have learned.
         is_obeyed: Whether decisions are obeyed; else policies decide (`--split-policy shadow`).
         decisions: Decisions, the newest first.
         homes: The engines' current homes.
@@ -86,7 +86,7 @@ class DecisionsShown(msgspec.Struct, frozen=True, kw_only=True):
     model: dict[str, FitShown]
     decisions: list[DecisionRecord]
     homes: HomesShown = HomesShown()
-    num_told: int = 0
+    num_reporting: int = 0
 
 
 class DecisionLog:

@@ -41,7 +41,7 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float
 
     @property
-    def told(self) -> str:
+    def in_words(self) -> str:
         """Return it in words."""
         what = "its first token" if self.reason == "ttft" else "each further token"
         parts = " + ".join(f"{name} {s * 1e3:.0f}" for name, s in self.parts.items() if s >= 5e-4)

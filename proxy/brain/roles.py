@@ -91,7 +91,7 @@ class HomeLoad(msgspec.Struct, frozen=True, kw_only=True):
     itl_s: float
     worst: float
 
-    def told(self) -> str:
+    def in_words(self) -> str:
         """Return it in words."""
         return (
             f"{self.num_prefill}P+{self.num_decode}D: prefill {self.prefill_share:.0%} busy, "

@@ -304,7 +304,7 @@ function drawRoutes(now, then) {
   routes.decisions.slice(0, 5).forEach((made, i) => {
     let row = routeRows.get(made.seq);
     if (!row) routeRows.set(made.seq, (row = routeRow(made)));
-    say(row.querySelector("pre"), made.told);
+    say(row.querySelector("pre"), made.words);
     if ($("routes-last").children[i] !== row) $("routes-last").insertBefore(row, $("routes-last").children[i] ?? null);
   });
 }

@@ -27,7 +27,7 @@ class RouteShown(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     predicted_ms: float
     measured_ms: float | None
-    told: str
+    words: str
 
 
 class WorkShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ def _route(record: DecisionRecord) -> RouteShown:
         reason=record.decision.reason,
         predicted_ms=round((record.taken or chosen).ttft_s * 1e3, 2),
         measured_ms=None if ttft_s is None else round(ttft_s * 1e3, 2),
-        told=record.decision.told(ttft_s, record.taken),
+        words=record.decision.in_words(ttft_s, record.taken),
     )
 
 

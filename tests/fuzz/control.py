@@ -11,7 +11,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backends import Backends
 from pdserve.proxy.breakers import Breakers
 from pdserve.proxy.metrics import Metrics
-from pdserve.server.hop import known_tokens, parse_hop, told_tokens
+from pdserve.server.hop import known_tokens, parse_hop, tokens_to_send
 from pdserve.wire.hop import Deregistration, KVTransferParams, PdserveParams, Registration
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.request import EngineInfo
@@ -111,7 +111,7 @@ class HopTarget:
         ours = PdserveParams(
             handoffs=[*handoffs, None],
             ticket=ticket if data.draw(st.booleans()) else None,
-            prompt_tokens=told_tokens([[1, 2, 3]], "text"),
+            prompt_tokens=tokens_to_send([[1, 2, 3]], "text"),
         )
         params = KVTransferParams(
             do_remote_decode=data.draw(st.booleans()),

@@ -54,7 +54,7 @@ def test_who_is_told_what_another_has_learned_knows_it_with_its_error():
     assert fit.is_known
     assert fit.weights == pytest.approx([0.01, 0.001, 0.0], rel=1e-3, abs=1e-8)
     assert fit.error < 0.01
-    assert (fit.num_samples, fit.told_share) == (0, 1.0)
+    assert (fit.num_samples, fit.reported_share) == (0, 1.0)
 
 
 def test_of_others_as_many_samples_are_needed_as_of_its_own_and_may_be_of_several():
@@ -73,7 +73,7 @@ def test_own_samples_take_over_from_what_others_have_learned():
     fit, found = told(fitted(0.01, 0.0)), []
     for _ in range(300):
         fit.learn((1.0, 10.0, 100.0), 0.016)
-        found.append((fit.predict((1.0, 10.0, 100.0)), fit.error, fit.told_share))
+        found.append((fit.predict((1.0, 10.0, 100.0)), fit.error, fit.reported_share))
     assert found[0] == pytest.approx((0.0103, 0.02, 0.95), rel=0.2)
     assert 0.011 < found[19][0] < 0.015
     assert found[-1] == pytest.approx((0.016, 0.0, 0.0), abs=0.04)

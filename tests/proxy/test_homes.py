@@ -72,7 +72,7 @@ def test_a_home_changes_when_the_third_interval_in_a_row_says_so():
     assert [each.num_in_row for each in looks] == [1, 2, 3]
     assert [each.is_made for each in looks] == [False, False, True]
     assert driven.nums == [2, 2, 3]
-    assert looks[-1].better.told().startswith("3P+1D: prefill 83% busy, itl 1")
+    assert looks[-1].better.in_words().startswith("3P+1D: prefill 83% busy, itl 1")
 
 
 def test_an_interval_that_disagrees_or_says_nothing_begins_the_count_anew():

@@ -47,13 +47,13 @@ async def test_a_proxy_that_starts_decides_its_first_request_by_what_engines_hav
         for each, life in ((prefill, "a0"), (decode, "a1")):
             stack.enter_context(telling(each, life)).learned = WORD
         proxy = await make_stack([prefill], [decode], secret=SECRET, split_policy="predicted")
-        await until(lambda: proxy.proxy.pairing.model.num_told == 2)
+        await until(lambda: proxy.proxy.pairing.model.num_reporting == 2)
         assert await proxy.stream({"prompt": list(range(600)), "max_tokens": 4, "seed": 3})
         shown = await proxy.get("/debug/decisions")
-    assert (shown["is_known"], shown["num_told"], len(shown["decisions"])) == (True, 2, 1)
+    assert (shown["is_known"], shown["num_reporting"], len(shown["decisions"])) == (True, 2, 1)
     times = shown["decisions"][0]["decision"]["question"]["times"]
     assert times["step"] == pytest.approx([7e-3, 60e-6, 6e-8], rel=0.02)
-    assert shown["model"]["prefill"]["told_share"] > 0.9
+    assert shown["model"]["prefill"]["reported_share"] > 0.9
 
 
 async def test_what_an_engine_has_learned_is_forgotten_when_it_leaves(make_stack):

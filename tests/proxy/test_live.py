@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from pdserve.observe.clock import ManualClock
-from pdserve.proxy.live import MAX_BYTES_EACH, MAX_EVENTS, finished, times_told
+from pdserve.proxy.live import MAX_BYTES_EACH, MAX_EVENTS, finished, times_in_words
 from pdserve.proxy.story import LadderRung, Mode, Stage, Story
 from pdserve.wire.finished import NUM_KEPT, FinishedRequests
 from pdserve.wire.hop import EngineStages
@@ -42,7 +42,7 @@ def test_a_finished_request_tells_what_its_log_line_tells() -> None:
     story = ended(clock)
     story.climbed(LadderRung.OTHER_DECODE, "dropped")
     told = finished(story, "ok", seq=1)
-    assert told.line.endswith(times_told(story))
+    assert told.line.endswith(times_in_words(story))
     assert told.ttft_ms == pytest.approx(11)
     assert sum(told.ttft_terms.values()) == pytest.approx(told.ttft_ms, abs=1e-3)
     assert told.second_token_ms == pytest.approx(2)

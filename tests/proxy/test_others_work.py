@@ -53,10 +53,10 @@ def test_others_may_be_done_before_an_engine_says_so():
     for clock.now_s in (0.0, 0.1):
         ledger.heard("others", num_prompts=2, num_streams=2)
         ledger.heard("idle", num_prompts=0, num_streams=2)
-    assert (ledger.untold_s("others"), ledger.untold_s("idle")) == (0.1, 0.0)
+    assert (ledger.report_delay_s("others"), ledger.report_delay_s("idle")) == (0.1, 0.0)
     clock.advance(60.0)
     ledger.heard("others", num_prompts=1, num_streams=0)
-    assert ledger.untold_s("others") == 0.25, "it says so when it has something to say"
+    assert ledger.report_delay_s("others") == 0.25, "it says so when it has something to say"
 
 
 async def test_an_engine_that_others_keep_busy_is_passed_by_and_the_record_says_why(make_stack):

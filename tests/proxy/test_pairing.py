@@ -145,7 +145,7 @@ def test_a_decision_is_of_engines_that_may_its_terms_add_up_and_order_means_noth
     assert chosen.total == pytest.approx(sum(chosen.terms.values()))
     assert decision.reason in REASONS
     assert sum(chosen.ttft.values()) == pytest.approx(chosen.ttft_s)
-    assert f"at {chosen.total:.2f}" in decision.told(0.05)
+    assert f"at {chosen.total:.2f}" in decision.in_words(0.05)
     again = choose(num, *reversed(fleet), may_pair=are_unlike)
     assert again.chosen.total == pytest.approx(chosen.total)
 

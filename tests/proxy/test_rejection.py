@@ -43,7 +43,7 @@ def test_what_is_turned_away_would_be_late_and_is_told_when_to_come_again(fleet,
     if found is not None:
         assert found.predicted_s > found.limit_s
         assert 1.0 <= found.retry_after_s <= 60.0
-        assert "may take" in found.told
+        assert "may take" in found.in_words
 
 
 def test_a_prompt_is_turned_away_where_others_would_be_computed_for_too_long():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.observe.clock import ManualClock
-from pdserve.proxy.live import finished, times_told
+from pdserve.proxy.live import finished, times_in_words
 from pdserve.proxy.story import Gaps, Mode, Stage, Story
 from pdserve.wire.hop import EngineStages
 from pdserve.wire.transfer import KVMode
@@ -69,7 +69,7 @@ stages = st.builds(
 
 @given(st.lists(seconds, min_size=6, max_size=6), stages, stages)
 def test_both_sums_of_the_line_add_up_as_printed(waits, prefill, decode):
-    line = times_told(told(ManualClock(), waits, prefill, decode))
+    line = times_in_words(told(ManualClock(), waits, prefill, decode))
     for start in ("ttft=", "second token +"):
         total, terms = printed_sum(line, start)
         assert terms == pytest.approx(total, abs=0.05), line
@@ -92,7 +92,7 @@ def test_the_line_reads_as_promised():
         kv_wait_s=0.0, kv_transfer_s=0.0063, first_step_s=0.0036, kv_bytes=8_400_000
     )
     story = told(ManualClock(0.0), [0, 0.0005, 0, 0.0327, 0.0121, 0.0061], prefill, decode)
-    assert times_told(story) == (
+    assert times_in_words(story) == (
         " ttft=33.2ms = proxy 0.5 + queue 0.4 + prefill 31.9 + relay 0.4"
         " | second token +12.1ms = kv 6.3 (8.4 MB, 1.3 GB/s) + handover 2.2 + first step 3.6"
         " | itl p50 6.1 max 6.1"
@@ -111,7 +111,7 @@ def test_the_line_says_what_of_the_terms_was_waiting_for_the_peer_and_for_a_runn
     story = told(ManualClock(0.0), [0, 0, 0, 0, 0.0121, 0], None, decode)
     assert (
         "second token +12.1ms = kv 7.4 (wait 1.1, 8.4 MB, 1.3 GB/s, digest 0.4)"
-        " + handover 1.1 (step 0.5) + first step 3.6" in times_told(story)
+        " + handover 1.1 (step 0.5) + first step 3.6" in times_in_words(story)
     )
 
 
@@ -134,7 +134,7 @@ def test_of_a_push_only_what_comes_behind_the_first_token_delays_the_second(hand
         kv_mode="push",
     )
     story = told(ManualClock(0.0), [0, 0, 0, 0, 0.0121, 0], None, decode)
-    assert f"second token +12.1ms = {told_kv}" in times_told(story)
+    assert f"second token +12.1ms = {told_kv}" in times_in_words(story)
     terms = story.second_token_terms()
     assert terms["first_step"] == 0.0036
     assert sum(terms.values()) == pytest.approx(0.0121)
@@ -145,7 +145,7 @@ def test_what_the_decode_engine_computed_again_has_a_term_of_its_own():
     story = told(ManualClock(0.0), [0, 0, 0, 0, 0.0121, 0], None, decode)
     assert (
         "second token +12.1ms = decode queue 1.0 + kv 0.0 + recompute 9.0 + handover 2.1"
-        " + first step 0.0" in times_told(story)
+        " + first step 0.0" in times_in_words(story)
     )
 
 
@@ -154,11 +154,11 @@ def test_the_line_says_what_a_store_had_of_the_prompt():
         prefill_s=0.0319, prompt_tokens=4096, store_tokens=3072, store_bytes=21_000, store_s=1e-5
     )
     story = told(ManualClock(0.0), [0, 0, 0, 0.04, 0.0121, 0], prefill, EngineStages())
-    assert times_told(story).endswith(" | kv from store 3072 of 4096, 2.1 GB/s")
+    assert times_in_words(story).endswith(" | kv from store 3072 of 4096, 2.1 GB/s")
 
 
 def test_a_request_that_never_got_a_token_has_no_times():
-    assert times_told(Story("3f2a", "/v1/completions", ManualClock())) == ""
+    assert times_in_words(Story("3f2a", "/v1/completions", ManualClock())) == ""
 
 
 def test_the_path_is_how_its_kv_came_and_nothing_before_an_engine_was_asked():

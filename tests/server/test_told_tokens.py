@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.server.hop import told_tokens
+from pdserve.server.hop import tokens_to_send
 from pdserve.text.load import Text
 from tests.server.conftest import Server, make_engine, serving
 from tests.server.engine import MemoryNetwork
@@ -100,7 +100,7 @@ async def test_tokens_of_another_prompt_are_refused_with_the_handoff(text):
         params = await prefilled(prefill, COMPLETIONS, BODIES[COMPLETIONS])
         ids = text.tokenizer.encode(LONG)
         ids[7], ids[8] = ids[8], ids[7]
-        told = told_tokens([ids], "same")
+        told = tokens_to_send([ids], "same")
         params["pdserve"]["prompt_tokens"] = {
             "text_digest": told.text_digest,
             "token_ids": told.token_ids,
@@ -125,7 +125,7 @@ async def test_malformed_tokens_are_named(text, token_ids):
 
 
 async def test_tokens_without_a_handoff_are_not_taken(text):
-    told = told_tokens([[5, 6, 7]], "same")
+    told = tokens_to_send([[5, 6, 7]], "same")
     ours = {"prompt_tokens": {"text_digest": "same", "token_ids": told.token_ids}}
     body = BODIES[COMPLETIONS] | REST | {"kv_transfer_params": {"pdserve": ours}}
     async with pair(text) as (_, decode, counting):

@@ -17,7 +17,7 @@ from pdserve.bench.report.picture import Picture, answered, at_rate
 
 WAIT: Final = "until first token"
 """Stage for the time that the server does not report."""
-_UNTOLD: Final = "client and network"
+_UNREPORTED: Final = "client and network"
 
 
 def stages(comparison: Comparison, rate: float | None) -> Picture | None:
@@ -49,7 +49,7 @@ def stages(comparison: Comparison, rate: float | None) -> Picture | None:
         "stages",
         "Where the time goes",
         "Mean of each stage as the servers report it; the time between their report and what the "
-        f"client saw is called “{_UNTOLD}”. All runs{at_rate(rate)}.",
+        f"client saw is called “{_UNREPORTED}”. All runs{at_rate(rate)}.",
         charts,
         names,
         is_wide=True,
@@ -67,7 +67,7 @@ def _mean_track(name: str, those: Sequence[Outcome]) -> Track:
     if all(one.stages for one in those):
         pieces = _means([one.stages for one in those])
         told = sum(ms for _, ms in pieces)
-        pieces.append((_UNTOLD, max(0.0, mean_ms - told)))
+        pieces.append((_UNREPORTED, max(0.0, mean_ms - told)))
     return stacked(name, pieces, note=f"{number(mean_ms)} ms")
 
 

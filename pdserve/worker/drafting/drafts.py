@@ -77,11 +77,11 @@ class ForcedTokens:
             return {}
         found = {row: self._known(row)[: wanted[row]] for row in rows}
         if self._tp.size > 1:
-            found = told_by(self._tp, 0, {row: wanted[row] for row in rows}, found)
+            found = lists_from(self._tp, 0, {row: wanted[row] for row in rows}, found)
         return {row: tokens for row, tokens in found.items() if tokens}
 
 
-def told_by(
+def lists_from(
     group: Group, source: int, lengths: Mapping[Key, int], lists: Mapping[Key, list[int]]
 ) -> dict[Key, list[int]]:
     """Return one rank's lists of integers on all ranks of a group, without the empty ones.
@@ -260,7 +260,7 @@ class Drafts:
                 drafts[request_id] = draft[:most]
         if self._stages is None or not num_rows:
             return drafts
-        return told_by(self._stages, self._stages.size - 1, num_rows, drafts)
+        return lists_from(self._stages, self._stages.size - 1, num_rows, drafts)
 
     def _make_in_step(self, drafter: Drafter, wanted: dict[int, int]) -> dict[int, list[int]]:
         predicted = {row: most for row, most in wanted.items() if row in self._predicted}
