@@ -355,22 +355,18 @@ def test_tokens_at_which_a_grammar_becomes_too_large_are_no_others_fault(
 
 @pytest.mark.parametrize(("slow_s", "is_in_turns"), [(60.0, True), (0.0, False)])
 def test_requests_of_one_grammar_have_their_masks_made_in_turns_unless_they_take_long(
-    slow_s: float,
-    is_in_turns: bool,
-    compiler: GrammarCompiler,
-    letters: dict[str, int],
-    vocab_size: int,
+    slow_s: float, is_in_turns: bool, compiler: GrammarCompiler, letters: dict[str, int]
 ) -> None:
     pool = GrammarPool(lambda: compiler, slow_s=slow_s)
     grammar = Grammar(text="start: /[ab]{3}/")
-    constraint = Constraint(pool, grammar, [], vocab_size=vocab_size, ends=(EOS,))
+    constraint = constrained(pool, grammar, [])
     assert letters["a"] in allowed(constraint)
     compiled = pool.known(grammar.text)
     assert compiled is not None
     with compiled.lock:
         constraint.note(letters["a"])
         other = Grammar(text="start: /[ab]{4}/")
-        assert allowed(Constraint(pool, other, [], vocab_size=vocab_size, ends=(EOS,)))
+        assert allowed(constrained(pool, other, []))
         assert constraint.is_known(0.0 if is_in_turns else soon()) != is_in_turns
     wait_until(lambda: constraint.is_known(0.0))
     pool.close()
