@@ -218,7 +218,7 @@ def test_a_sweep_measures_each_rate_and_says_what_holds(swept: Any) -> None:
     assert [(point.rate, len(point.runs)) for point in found.points] == [(15.0, 1), (30.0, 1)]
     assert [run["completed"] for point in found.points for run in point.runs] == [NUM_PROMPTS] * 2
     assert (found.best_rate, found.is_bracketed) == (30.0, False)
-    assert "The limit was not reached: 30 req/s still holds" in done.stdout
+    assert "The limit was not reached: 30 req/s still meets" in done.stdout
 
 
 def test_a_sweep_finds_no_prompt_that_an_earlier_run_has_left(swept: Any) -> None:
