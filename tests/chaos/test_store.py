@@ -314,7 +314,7 @@ def test_the_stores_redis_server_ends_or_hangs(
     ("tiers", "says"),
     [
         ("cpu:900TiB".replace("TiB", "000GiB"), "the cpu tier takes 921,600,000 MiB of /dev/shm"),
-        ("cpu:64MiB,disk:/proc/kv:1GiB", "/proc cannot be written; give it to user"),
+        ("cpu:64MiB,disk:/proc/kv:1GiB", "/proc is not writable; give it to user"),
         ("cpu:64MiB,redis:redis://127.0.0.1:1", "127.0.0.1:1 does not answer"),
     ],
 )
