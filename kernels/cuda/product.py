@@ -134,26 +134,28 @@ def described_product(
 def described_pair(
     x: tl.tensor_descriptor,
     weight: tl.tensor_descriptor,
+    other_weight: tl.tensor_descriptor,
     row: tl.tensor,
     col: tl.tensor,
-    to_other: tl.tensor,
+    other_col: tl.tensor,
     depth: tl.tensor,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OTHER_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return `described_product` of two weights, the second ``to_other`` rows after the first."""
+    """Return `described_product` of two weights, the other of tiles ``[OTHER_N, BLOCK_K]``."""
     if SWAPPED:
         first = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        second = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        second = tl.zeros([OTHER_N, BLOCK_M], tl.float32)
     else:
         first = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        second = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        second = tl.zeros([BLOCK_M, OTHER_N], tl.float32)
     for at in range(0, depth, BLOCK_K):
         rows = x.load([row, at])
         one = weight.load([col, at])
-        other = weight.load([col + to_other, at])
+        other = other_weight.load([other_col, at])
         if SWAPPED:
             first = tl.dot(one, tl.trans(rows), first)
             second = tl.dot(other, tl.trans(rows), second)

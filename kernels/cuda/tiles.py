@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -38,6 +39,8 @@ class ProductTile:
             of ``x`` then still run as ``wgmma``, which reads the weight from shared memory.
         described: Whether both operands are loaded by descriptors, if their addresses allow it.
         tuning: How to compile the kernel.
+        extra_cols: Columns beside ``cols``, with sums of their own: 0, or a power of two of at
+            least 16. Only where both operands are loaded by descriptors.
     """
 
     rows: int
@@ -47,6 +50,7 @@ class ProductTile:
     group: int = 8
     swapped: bool = False
     described: bool = False
+    extra_cols: int = 0
 
     def constants(self, num_cols: int, depth: int) -> dict[str, int | bool]:
         """Return the constants of a kernel for a weight ``[num_cols, depth]``."""
@@ -61,10 +65,11 @@ class ProductTile:
 
     def num_programs(self, num_rows: int, num_cols: int) -> int:
         """Return the number of such tiles in a product."""
-        return divided_up(num_rows, self.rows) * divided_up(num_cols, self.cols)
+        width = self.cols + self.extra_cols
+        return divided_up(num_rows, self.rows) * divided_up(num_cols, width)
 
 
-def _tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: bool) -> ProductTile:
+def _tile(rows: int, cols: int, depth: int, warps: int, stages: int, **more: Any) -> ProductTile:
     tuning = Tuning(warps, stages, overlaps=rows > FEW_ROWS)
     return ProductTile(rows=rows, cols=cols, depth=depth, tuning=tuning, **more)
 
