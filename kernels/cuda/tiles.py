@@ -132,8 +132,15 @@ _HOPPER = _Tables(
     ),
     many=(
         _Cost(_tile(256, 128, 64, 8, 4, described=True), 46.5),
+        _Cost(_tile(128, 128, 64, 8, 4, described=True, extra_cols=128), 47.0),
+        _Cost(_tile(128, 128, 64, 8, 5, described=True, extra_cols=64), 38.5),
+        _Cost(_tile(128, 128, 64, 8, 6, described=True, extra_cols=32), 33.0),
         _Cost(_tile(128, 128, 64, 8, 4, described=True), 27.0),
+        _Cost(_tile(64, 256, 64, 4, 5, described=True), 30.0),
+        _Cost(_tile(64, 128, 64, 4, 7, described=True, extra_cols=64), 24.0),
+        _Cost(_tile(64, 128, 128, 4, 4, described=True, extra_cols=32), 21.5),
         _Cost(_tile(64, 128, 128, 4, 4, described=True), 17.9),
+        _Cost(_tile(64, 64, 128, 4, 5, described=True, extra_cols=32), 16.8),
         _Cost(_tile(64, 64, 128, 4, 5, described=True), 14.9),
     ),
     heads=(

@@ -5,6 +5,8 @@ NumPy multiplies the tiles, or `mma_model` where the order in which a tensor cor
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -89,9 +91,13 @@ TILES = {
 }
 
 
+WIDE = ProductTile(rows=16, cols=32, depth=32, tuning=OVERLAPPING, described=True, extra_cols=16)
+WIDE_TILES = {"wide": WIDE, "wide swapped": replace(WIDE, cols=64, extra_cols=32, swapped=True)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-@pytest.mark.parametrize("shape", [(50, 96, 128), (33, 70, 72), (5, 40, 33)], ids=str)
+@pytest.mark.parametrize("tile", (TILES | WIDE_TILES).values(), ids=TILES | WIDE_TILES)
+@pytest.mark.parametrize("shape", [(50, 96, 128), (20, 80, 64), (33, 70, 72), (5, 40, 33)], ids=str)
 def test_every_tile_gives_the_product(tile: ProductTile, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     x, weight, bias = beside_nan(m, 1, k), random(1, n, k, seed=2), random(n, seed=3)
@@ -154,9 +160,9 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> No
         assert torch.equal(layer(x[:num_rows])[:1], alone)
 
 
-FEW_AND_MANY = (1, 16, 17, 64, 65, 200, 400, 4000)
+FEW_AND_MANY = (1, 16, 17, *range(64, 1024, 32), 4000)
 SHIPPED = dict.fromkeys(
-    [linear_tile(m, n, torch.float16) for m in FEW_AND_MANY for n in (64, 6144, 28672)]
+    [linear_tile(m, n, torch.float16) for m in FEW_AND_MANY for n in (64, 4096, 6144, 28672)]
     + [heads_tile(m, torch.float16) for m in FEW_AND_MANY]
     + [tile for m in FEW_AND_MANY for tile in experts_tiles(m, 1, torch.float16)]
 )

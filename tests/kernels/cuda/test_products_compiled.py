@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -36,10 +37,17 @@ ROWS = {
     "linear 1x128256 fp32": Wanted(72, 1, HGMMA.format(16), waits=False),
     "linear 64x4096": Wanted(56, 1, HGMMA.format(32), TMA),
     "linear 64x28672": Wanted(80, 2, HGMMA.format(64), TMA),
-    "linear 128x4096": Wanted(80, 1, HGMMA.format(64), TMA),
-    "linear 128x6144": Wanted(120, 1, HGMMA.format(128), TMA),
-    "linear 512x4096": Wanted(112, 1, HGMMA.format(128), TMA),
-    "linear 2048x4096": Wanted(208, 1, HGMMA.format(128), TMA),
+    "many 64x64": Wanted(80, 1, HGMMA.format(64), TMA),
+    "many 64x96": Wanted(80, 1, HGMMA.format(32), TMA),
+    "many 64x128": Wanted(120, 1, HGMMA.format(128), TMA),
+    "many 64x160": Wanted(120, 1, HGMMA.format(32), TMA),
+    "many 64x192": Wanted(128, 1, HGMMA.format(64), TMA),
+    "many 64x256": Wanted(200, 1, HGMMA.format(256), TMA),
+    "many 128x128": Wanted(112, 1, HGMMA.format(128), TMA),
+    "many 128x160": Wanted(112, 1, HGMMA.format(32), TMA),
+    "many 128x192": Wanted(128, 1, HGMMA.format(64), TMA),
+    "many 128x256": Wanted(176, 1, HGMMA.format(128), TMA),
+    "many 256x128": Wanted(208, 1, HGMMA.format(128), TMA),
     "linear fp32": Wanted(104, 4, "FFMA"),
     "gated 1": Wanted(80, 2, HMMA, waits=False),
     "gated 64": Wanted(112, 2, HGMMA.format(64), TMA),
@@ -64,6 +72,8 @@ def every_call() -> gate.Calls:
     from pdserve.kernels.cuda.linear import CudaHeads, CudaLinear
     from pdserve.kernels.cuda.moe import CudaExperts
     from pdserve.kernels.cuda.router import route
+    from pdserve.kernels.cuda.sizes import empty_rows
+    from pdserve.kernels.cuda.tiles import linear_tile
     from pdserve.kernels.reference.moe import RoutingRule
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -76,7 +86,7 @@ def every_call() -> gate.Calls:
         out_dtype: torch.dtype | None = None,
     ) -> None:
         layer = CudaLinear(n, 4096, dtype=dtype, device=META, out_dtype=out_dtype)
-        layer(empty(m, 4096, dtype=dtype))
+        layer(empty_rows(m, 4096, empty(0, dtype=dtype)))
 
     def gated(m: int) -> None:
         layer = CudaLinear(28672, 4096, dtype=torch.bfloat16, device=META)
@@ -90,18 +100,21 @@ def every_call() -> gate.Calls:
         ids, weights = empty(tokens, 2, dtype=torch.int64), empty(tokens, 2, dtype=torch.float32)
         layer(empty(tokens, 4096), ids, weights)
 
+    many = {}
+    for m in range(2048, 64, -32):
+        for n in (1024, 4096, 6144, 28672):
+            tile = linear_tile(m, n, torch.bfloat16)
+            call = partial(linear, m, n)
+            many[f"many {tile.rows}x{tile.cols + tile.extra_cols}"] = call
+
     rule = RoutingRule(8, True, True, 2.5, 8, 4, True)
-    return {
+    return many | {
         "linear 1x4096": lambda: linear(1, 4096),
         "linear 16x28672": lambda: linear(16, 28672),
         "linear 1x128256 fp32": lambda: linear(1, 128256, out_dtype=torch.float32),
         "linear 1x6144": lambda: linear(1, 6144),
         "linear 64x4096": lambda: linear(64, 4096),
         "linear 64x28672": lambda: linear(64, 28672),
-        "linear 128x4096": lambda: linear(128, 4096),
-        "linear 128x6144": lambda: linear(128, 6144),
-        "linear 512x4096": lambda: linear(512, 4096),
-        "linear 2048x4096": lambda: linear(2048, 4096),
         "linear fp32": lambda: linear(3, 4096, torch.float32),
         "gated 1": lambda: gated(1),
         "gated 64": lambda: gated(64),
