@@ -46,6 +46,9 @@ def described(*sizes: int, **more: Any) -> ProductTile:
     return tile(*sizes, described=True, **more)
 
 
+_BEHIND = 256
+"""Rows behind those of x: a tile that is not whole would be loaded without descriptors."""
+
 _DRY = [tile(32, 32, 16, 4, 3), tile(16, 64, 16, 4, 3, swapped=True), described(16, 32, 32, 4, 3)]
 BASE = sized(tile(128, 256, 64, 8, 3), _DRY[0])
 """Whose bits the others are compared with."""
@@ -98,10 +101,10 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def inputs(name: str, num_rows: int, copies: int = 1) -> tuple[Tensor, list[Tensor]]:
-    """Return x and weights."""
+    """Return x, with rows behind it that fill any tile, and weights."""
     cols, depth = SHAPES[name]
     weights = [random(cols, depth, seed=2 + i, scale=depth**-0.5) for i in range(copies)]
-    return random(num_rows, depth, seed=1), weights
+    return random(num_rows + _BEHIND, depth, seed=1)[:num_rows], weights
 
 
 def run_tile(of: ProductTile, x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -133,7 +136,7 @@ class Build:
 
     def run(self) -> None:
         """Compile it into Triton's cache, which processes share."""
-        x, weight = random(16, 1024, seed=1), random(1024, 1024, seed=2)
+        x, weight = random(16 + _BEHIND, 1024, seed=1)[:16], random(1024, 1024, seed=2)
         with nullcontext() if self.overlaps else without_overlap():
             if self.gated:
                 out = torch.empty((16, 512), dtype=self.dtype, device=DEVICE)
@@ -165,7 +168,8 @@ def least_us(num_bytes: int, num_flops: int, peak: dict[str, float]) -> float:
 def named(of: ProductTile) -> str:
     tuning = of.tuning
     text = "tma " if of.described else ""
-    text += f"{of.rows}x{of.cols}x{of.depth} w{tuning.warps} s{tuning.stages}"
+    width = of.cols + of.extra_cols
+    text += f"{of.rows}x{width}x{of.depth} w{tuning.warps} s{tuning.stages}"
     text += "" if of.group == 8 else f" g{of.group}"
     return text + (" swapped" if of.swapped else "")
 

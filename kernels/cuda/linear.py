@@ -126,28 +126,33 @@ def multiply_kernel(
             BLOCK_K,
             SWAPPED,
         )
-    to = out + head * out_head + (m * out_row)[:, None]
-    _store(to, total, m < num_rows, n, num_cols, bias, HAS_BIAS)
+    out += head * out_head
+    _store(out, total, m, n, num_rows, num_cols, out_row, bias, HAS_BIAS)
     if EXTRA_N:
         n = col.to(tl.int64) + BLOCK_N + tl.arange(0, EXTRA_N)
-        _store(to, extra, m < num_rows, n, num_cols, bias, HAS_BIAS)
+        _store(out, extra, m, n, num_rows, num_cols, out_row, bias, HAS_BIAS)
 
 
 @triton.jit
 def _store(
-    rows: tl.tensor,
+    out: tl.tensor,
     total: tl.tensor,
-    live: tl.tensor,
+    m: tl.tensor,
     n: tl.tensor,
+    num_rows: tl.tensor,
     num_cols: tl.tensor,
+    out_row: tl.tensor,
     bias: tl.tensor,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    """Store columns ``n`` of live rows, whose pointers ``rows`` ``[BLOCK_M, 1]`` are given."""
+    """Store ``total`` and its bias to rows ``m`` and columns ``n`` of what is there of ``out``."""
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n < num_cols, other=0.0).to(tl.float32)[None, :]
-    mask = live[:, None] & (n < num_cols)[None, :]
-    tl.store(rows + n[None, :], total.to(rows.dtype.element_ty), mask=mask)
+    tl.store(
+        out + (m * out_row)[:, None] + n[None, :],
+        total.to(out.dtype.element_ty),
+        mask=(m < num_rows)[:, None] & (n < num_cols)[None, :],
+    )
 
 
 def multiply(
