@@ -85,10 +85,15 @@ _ANY = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Microseconds of a tile with depth 4096, alone on a multiprocessor."""
+    """Microseconds of a tile with depth 4096, alone on a multiprocessor.
+
+    Attributes:
+        most_rows: Rows up to which the tile was measured.
+    """
 
     tile: ProductTile
     us: float
+    most_rows: float = _ANY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,16 +137,15 @@ _HOPPER = _Tables(
     ),
     many=(
         _Cost(_tile(256, 128, 64, 8, 4, described=True), 46.5),
-        _Cost(_tile(128, 128, 64, 8, 4, described=True, extra_cols=128), 47.0),
-        _Cost(_tile(128, 128, 64, 8, 5, described=True, extra_cols=64), 38.5),
-        _Cost(_tile(128, 128, 64, 8, 6, described=True, extra_cols=32), 33.0),
-        _Cost(_tile(128, 128, 64, 8, 4, described=True), 27.0),
-        _Cost(_tile(64, 256, 64, 4, 5, described=True), 30.0),
-        _Cost(_tile(64, 128, 64, 4, 7, described=True, extra_cols=64), 24.0),
-        _Cost(_tile(64, 128, 128, 4, 4, described=True, extra_cols=32), 21.5),
-        _Cost(_tile(64, 128, 128, 4, 4, described=True), 17.9),
-        _Cost(_tile(64, 64, 128, 4, 5, described=True, extra_cols=32), 16.8),
-        _Cost(_tile(64, 64, 128, 4, 5, described=True), 14.9),
+        _Cost(_tile(128, 256, 64, 8, 4, described=True, swapped=True), 43.6, most_rows=1024),
+        _Cost(_tile(128, 128, 64, 8, 5, described=True, extra_cols=64), 40.4),
+        _Cost(_tile(128, 128, 64, 4, 6, described=True, extra_cols=32), 34.6),
+        _Cost(_tile(128, 128, 64, 4, 6, described=True), 24.9),
+        _Cost(_tile(64, 256, 64, 4, 5, described=True), 26.4),
+        _Cost(_tile(64, 128, 128, 4, 4, described=True, extra_cols=32), 19.9),
+        _Cost(_tile(64, 128, 128, 4, 4, described=True), 16.9),
+        _Cost(_tile(64, 64, 128, 4, 5, described=True, extra_cols=32), 16.5),
+        _Cost(_tile(64, 64, 128, 4, 5, described=True), 15.1),
     ),
     heads=(
         (16, _tile(16, 32, 128, 4, 4)),
@@ -241,7 +245,7 @@ def _half_tile(num_rows: int, num_cols: int, here: LaunchTarget) -> ProductTile:
     def us(of: _Cost) -> float:
         return divided_up(of.tile.num_programs(num_rows, num_cols), multiprocessors) * of.us
 
-    return min(tables.many, key=us).tile
+    return min((of for of in tables.many if num_rows <= of.most_rows), key=us).tile
 
 
 def heads_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
