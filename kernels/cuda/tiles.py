@@ -88,12 +88,12 @@ class _Cost:
     """Microseconds of a tile with depth 4096, alone on a multiprocessor.
 
     Attributes:
-        most_rows: Rows up to which the tile was measured.
+        rows: Numbers of rows that the tile is used for.
     """
 
     tile: ProductTile
     us: float
-    most_rows: float = _ANY
+    rows: range = range(1 << 31)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +122,8 @@ class _Tables:
 
 
 _SOME_ROWS = 64
+_MEASURED = range(129, 1025)
+"""With fewer rows reading the weight takes the time, and too few programs ask for it."""
 
 # Heads, gate and up, down: not measured, chosen by registers and shared memory.
 _HOPPER = _Tables(
@@ -137,7 +139,7 @@ _HOPPER = _Tables(
     ),
     many=(
         _Cost(_tile(256, 128, 64, 8, 4, described=True), 46.5),
-        _Cost(_tile(128, 256, 64, 8, 4, described=True, swapped=True), 43.6, most_rows=1024),
+        _Cost(_tile(128, 256, 64, 8, 4, described=True, swapped=True), 43.6, _MEASURED),
         _Cost(_tile(128, 128, 64, 8, 5, described=True, extra_cols=64), 40.4),
         _Cost(_tile(128, 128, 64, 4, 6, described=True, extra_cols=32), 34.6),
         _Cost(_tile(128, 128, 64, 4, 6, described=True), 24.9),
@@ -245,7 +247,7 @@ def _half_tile(num_rows: int, num_cols: int, here: LaunchTarget) -> ProductTile:
     def us(of: _Cost) -> float:
         return divided_up(of.tile.num_programs(num_rows, num_cols), multiprocessors) * of.us
 
-    return min((of for of in tables.many if num_rows <= of.most_rows), key=us).tile
+    return min((of for of in tables.many if num_rows in of.rows), key=us).tile
 
 
 def heads_tile(num_rows: int, dtype: torch.dtype) -> ProductTile:
