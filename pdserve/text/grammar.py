@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
@@ -31,6 +32,7 @@ MAX_RULES: Final = 1000
 """Limit for the rules of a Lark grammar, one per line, because long chains of them are costly."""
 _MAX_MESSAGE_CHARS: Final = 400
 _STACK_BYTES: Final = 256 << 20
+_CLOSE_S: Final = 1.0
 # Defaults are 2,000 items, 250,000 states and 1,000,000 of fuel: the first refuses objects of some
 # hundred optional properties, the second allows a grammar half a gigabyte, the third a second.
 _LIMITS: Final = LLParserLimits(
@@ -110,13 +112,16 @@ class DeepThreads:
     """
 
     def __init__(self, name: str, *, num_threads: int, is_last: bool = False) -> None:
-        self._num_threads = num_threads
         self._is_last = is_last
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         before = threading.stack_size(_STACK_BYTES)
         try:
-            for _ in range(num_threads):
-                threading.Thread(target=self._run, name=name, daemon=True).start()
+            self._threads = [
+                threading.Thread(target=self._run, name=name, daemon=True)
+                for _ in range(num_threads)
+            ]
+            for thread in self._threads:
+                thread.start()
         finally:
             threading.stack_size(before)
 
@@ -125,9 +130,15 @@ class DeepThreads:
         self._work.put(work)
 
     def close(self) -> None:
-        """End the threads after all submitted tasks. May be called twice."""
-        for _ in range(self._num_threads):
+        """End the threads after all submitted tasks, and wait a second for that. May be repeated.
+
+        An interpreter that exits while llguidance computes in one of them crashes.
+        """
+        for _ in self._threads:
             self._work.put(None)
+        deadline_s = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _run(self) -> None:
         if self._is_last and sys.platform == "linux":

@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import time
+from hashlib import sha256
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -460,6 +461,15 @@ def test_threads_come_last_where_they_are_to(is_last: bool) -> None:
     expected = os.SCHED_IDLE if is_last else os.sched_getscheduler(0)
     assert found.get(timeout=30.0) == expected
     threads.close()
+
+
+def test_threads_that_are_closed_have_done_their_work() -> None:
+    done: list[bytes] = []
+    threads = DeepThreads("deep", num_threads=2)
+    for _ in range(40):
+        threads.submit(lambda: done.append(sha256(bytes(1 << 20)).digest()))
+    threads.close()
+    assert len(done) == 40
 
 
 def test_threads_that_may_not_come_last_work_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
