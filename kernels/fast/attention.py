@@ -55,7 +55,8 @@ def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
     """Return a ``paged_attention`` that uses ``flash`` for the steps on which it is faster.
 
     The device is not involved: the numbers of tokens and requests decide, for all requests of a
-    step alike.
+    step alike. Steps that are captured are left to ``ours``: their padding is a request whose
+    tokens have no context, which FA3 was never given on a device.
     """
 
     def paged_attention(
@@ -69,7 +70,8 @@ def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
     ) -> Tensor:
         num_tokens, _, head_dim = q.shape
         is_few = num_tokens <= max(len(context_lens), _FEW_TOKENS)
-        if is_few or not takes(q.dtype, head_dim, kv_layer):
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if is_few or is_captured or not takes(q.dtype, head_dim, kv_layer):
             return ours(q, kv_layer, block_tables, query_start, context_lens, scale, window)
         keys, values = kv_layer.transpose(2, 3).unbind(1)
         attended = flash(

@@ -185,6 +185,13 @@ def test_what_flash_does_not_take_is_left_to_the_kernels(
     assert torch.equal(with_flash(refused, paged_attention)(*args), paged_attention(*args))
 
 
+def test_steps_that_are_captured_are_left_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = attention_inputs([40], [40], (4, 2), 64, dtype=FP16, device=CPU)
+    wanted = paged_attention(*args)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(with_flash(refused, paged_attention)(*args), wanted)
+
+
 @pytest.fixture
 def exact() -> KernelBackend:
     return backend.load(CPU, lambda _: None)
