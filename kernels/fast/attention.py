@@ -70,8 +70,7 @@ def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
     ) -> Tensor:
         num_tokens, _, head_dim = q.shape
         is_few = num_tokens <= max(len(context_lens), _FEW_TOKENS)
-        is_captured = torch.cuda.is_current_stream_capturing()
-        if is_few or is_captured or not takes(q.dtype, head_dim, kv_layer):
+        if is_few or is_captured(q) or not takes(q.dtype, head_dim, kv_layer):
             return ours(q, kv_layer, block_tables, query_start, context_lens, scale, window)
         keys, values = kv_layer.transpose(2, 3).unbind(1)
         attended = flash(
@@ -89,6 +88,11 @@ def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
         return attended.flatten(1)
 
     return paged_attention
+
+
+def is_captured(q: Tensor) -> bool:
+    """Return whether a graph is being captured; torch's CPU builds cannot be asked."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def takes(dtype: torch.dtype, head_dim: int, kv_layer: Tensor) -> bool:
