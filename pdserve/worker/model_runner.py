@@ -96,11 +96,11 @@ class ModelRunner:
         scheduler, max_drafted = config.scheduler, config.speculative.max_drafted
         num_rows, block_size = scheduler.max_num_seqs, kv.shape[-2]
         self._max_logits = num_rows * (1 + max_drafted)
-        max_graph_rows = num_graph_rows(num_rows, max_drafted)
         max_num_tokens = max(
             scheduler.max_num_batched_tokens,
             0 if scheduler.enable_chunked_prefill else loaded.max_model_len,
         )
+        max_graph_rows = min(num_graph_rows(num_rows, max_drafted), max_num_tokens)
         self._rehearsed = rehearsed_steps(num_rows, max_num_tokens, loaded.max_model_len)
         buffers = self._buffers = StepBuffers(
             device,
