@@ -244,6 +244,7 @@ class _Graph:
         self._device = device
         self._operations = recorder.operations
         self._made = recorder.made
+        self._has_results = True
         self.is_closed = False
 
     def replay(self) -> None:
@@ -251,19 +252,31 @@ class _Graph:
             raise RecordedError("a graph that was given back is replayed")
         self._device.replayed(self)
         for func, args, kwargs, outputs in self._operations:
-            args, kwargs = tree_map_only(_Outside, _Outside.tensor, (args, kwargs))
-            found = [x for x in tree_flatten(func(*args, **kwargs))[0] if torch.is_tensor(x)]
-            for kept, tensor in zip(outputs, found, strict=True):
+            result = func(*map(_found, args), **{key: _found(each) for key, each in kwargs.items()})
+            results = result if isinstance(result, tuple | list) else [result]
+            tensors = [each for each in results if torch.is_tensor(each)]
+            for kept, tensor in zip(outputs, tensors, strict=True):
                 if kept is not None:
                     kept.copy_(tensor)
+        self._has_results = True
 
     def scramble(self) -> None:
         """Another graph's replay has used its memory."""
-        for tensor in self._made:
+        for tensor in self._made if self._has_results else ():
             tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+        self._has_results = False
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def _found(argument: Any) -> Any:
+    """Return an argument of an operation with the tensors that lie outside its graph."""
+    if isinstance(argument, _Outside):
+        return argument.tensor()
+    if isinstance(argument, tuple | list):
+        return [_found(each) for each in argument]
+    return argument
 
 
 def _storage(tensor: Tensor) -> int:

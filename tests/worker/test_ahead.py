@@ -26,7 +26,7 @@ from pdserve.worker.step import AwaitedRows
 from tests.scheduler.invariants import assert_nothing_held, check
 from tests.worker.driver import params
 from tests.worker.recorded_device import RecordedDevice
-from tests.worker.test_graphs import ASKED, CPU, NUM_ROWS, Engine, buffers_on
+from tests.worker.test_graphs import ASKED, CPU, MAX_NUM_TOKENS, NUM_ROWS, Engine, buffers_on
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,7 +102,7 @@ def generate(
     config = EngineConfig(
         model=ModelConfig(model="m"),
         cache=CacheConfig(enable_prefix_caching=False),
-        scheduler=SchedulerConfig(max_num_seqs=NUM_ROWS, max_num_batched_tokens=256),
+        scheduler=SchedulerConfig(max_num_seqs=NUM_ROWS, max_num_batched_tokens=MAX_NUM_TOKENS),
         speculative=speculative or SpeculativeConfig(),
     )
     core = EngineCore(

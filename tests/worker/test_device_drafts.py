@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pdserve.config.schema import SchedulerConfig
 from pdserve.config.speculative import SpeculativeConfig
 from pdserve.kernels.registry import kernels_on
 from pdserve.worker.device import HostDevice
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 NUM_ROWS = 8
 NUM_DRAFTED = 6
+SCHEDULER = SchedulerConfig(max_num_seqs=NUM_ROWS, max_num_batched_tokens=144)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -99,7 +101,9 @@ def test_tokens_and_logprobs_of_launched_steps_have_the_bits_of_those_without_dr
     def engine(speculative: SpeculativeConfig | None = None) -> Engine:
         device = RecordedDevice(has_graphs=False)
         kernels = kernels_on(CPU)
-        return Engine(tmp_path, device, kernels=kernels, num_rows=8, speculative=speculative)
+        return Engine(
+            tmp_path, device, kernels=kernels, scheduler=SCHEDULER, speculative=speculative
+        )
 
     wanted, described, num_steps = run(engine(), rows=0)
     drafting = engine(DRAFTING)
@@ -112,9 +116,9 @@ def test_tokens_and_logprobs_of_launched_steps_have_the_bits_of_those_without_dr
 def test_steps_with_drafts_are_replayed_and_give_the_tokens_of_those_without(
     tmp_path: Path,
 ) -> None:
-    host = Engine(tmp_path, HostDevice(CPU), num_rows=8)
+    host = Engine(tmp_path, HostDevice(CPU), scheduler=SCHEDULER)
     wanted, _, num_steps = run(host, rows=0, num_outputs=12)
-    engine = Engine(tmp_path, RecordedDevice(), num_rows=8, speculative=DRAFTING)
+    engine = Engine(tmp_path, RecordedDevice(), scheduler=SCHEDULER, speculative=DRAFTING)
     drafts_by(engine, Recall(wanted, noisy))
     tokens, _, fewer = run(engine, rows=NUM_DRAFTED, num_outputs=12)
     assert tokens == wanted

@@ -47,10 +47,11 @@ if TYPE_CHECKING:
     from pdserve.kernels.backend import KernelBackend
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.worker.device import Device
+    from pdserve.worker.grammar import GrammarPool
 
 CPU = torch.device("cpu")
 NUM_ROWS = 5
-MAX_NUM_TOKENS = 144
+MAX_NUM_TOKENS = 96
 
 
 ASKED = {
@@ -107,15 +108,20 @@ class Engine(Driver):
         kernels: KernelBackend = CAPTURABLE,
         hooks: Hooks | None = None,
         num_rows: int = NUM_ROWS,
+        scheduler: SchedulerConfig | None = None,
         speculative: SpeculativeConfig | None = None,
+        grammars: GrammarPool | None = None,
         warms_up: bool = True,
     ) -> None:
+        scheduler = scheduler or SchedulerConfig(
+            max_num_seqs=num_rows, max_num_batched_tokens=MAX_NUM_TOKENS
+        )
         if not (directory / "model.safetensors").exists():
             (directory / "config.json").write_text(json.dumps(TINY))
         load_format = "auto" if (directory / "model.safetensors").exists() else "dummy"
         config = EngineConfig(
             model=ModelConfig(model=str(directory), load_format=load_format),
-            scheduler=SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=MAX_NUM_TOKENS),
+            scheduler=scheduler,
             speculative=speculative or SpeculativeConfig(),
         )
         world = World.alone()
@@ -134,9 +140,15 @@ class Engine(Driver):
         layout = msgspec.structs.replace(layout, num_blocks=80)
         self.kv = kv_memory.allocate(layout, CPU)
         self.device = device
-        decode = decode_sizes(num_graph_rows(num_rows, config.speculative.max_drafted))
-        self.sizes = [*prompt_sizes(num_rows, MAX_NUM_TOKENS)[::-1], *decode[::-1]]
-        self.runner = ModelRunner(loaded, self.kv, config, device=device, world=world)
+        num_rows, num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        if not scheduler.enable_chunked_prefill:
+            num_tokens = max(num_tokens, loaded.max_model_len)
+        max_drafted = config.speculative.max_drafted
+        decode = decode_sizes(min(num_graph_rows(num_rows, max_drafted), num_tokens))
+        self.sizes = [*prompt_sizes(num_rows, num_tokens)[::-1], *decode[::-1]]
+        self.runner = ModelRunner(
+            loaded, self.kv, config, device=device, world=world, grammars=grammars
+        )
         self.told: list[str] = []
         if warms_up:
             self.runner.rehearse(self.told.append)
@@ -270,6 +282,12 @@ def test_states_of_prompts_that_are_asked_for_are_those_of_launched_steps(tmp_pa
     assert told[0].prompt_logprobs == told[1].prompt_logprobs != {}
 
 
+def test_no_graph_has_more_tokens_than_a_step_may_have(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, RecordedDevice(), scheduler=SchedulerConfig(max_num_batched_tokens=5))
+    assert max(size.num_tokens for size in engine.sizes) == 5
+    assert len(engine.device._graphs) == len(engine.sizes)
+
+
 def test_capturing_computes_nothing(tmp_path: Path) -> None:
     engine = Engine(tmp_path, RecordedDevice())
     assert not engine.kv.any()
@@ -344,6 +362,22 @@ def test_padding_that_stores_in_block_0_is_seen(
 
 def buffers_on(device: RecordedDevice) -> StepBuffers:
     return StepBuffers(device, num_rows=4, max_blocks=3, max_num_tokens=8)
+
+
+@pytest.mark.parametrize(("num_requests", "num_tokens"), [(0, 0), (1, 5), (3, 7), (2, 8)])
+def test_padding_reads_no_context_and_stores_nothing(num_requests: int, num_tokens: int) -> None:
+    buffers = buffers_on(RecordedDevice())
+    for _ in range(2):  # both pieces of host memory
+        arrays = buffers.begin()
+        for field in (arrays.context_lens, arrays.slot_mapping, arrays.block_tables):
+            field[:] = 3
+        num_tables = buffers.pad(num_requests, num_tokens, GraphSize(8, 4))
+        assert not arrays.context_lens[num_requests:4].any()
+        assert (arrays.slot_mapping[num_tokens:8] == -1).all()
+        starts = arrays.query_start[num_requests:5].tolist()
+        assert starts == [min(num_tokens + i, 8) for i in range(4 - num_requests)] + [8]
+        assert num_tables == min(4, num_requests + 8 - num_tokens)
+        assert not arrays.block_tables[num_requests * 16 : num_tables * 16].any()
 
 
 def graphs_of(
