@@ -49,7 +49,6 @@ def _paged_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    assert window is None
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
     # Some requests may have several tokens, and others none.
@@ -59,12 +58,17 @@ def _paged_attention(
     seen = torch.where(context_lens[request] > 0, seen, 0)
     # [T, 2, Hkv, contexts, Dh]
     kv = kv_layer[block_tables[request].long()].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
-    is_unseen = torch.arange(kv.shape[3]) >= seen[:, None]
+    at = torch.arange(kv.shape[3])
+    is_unseen = at >= seen[:, None]
+    if window is not None:
+        is_unseen |= at < seen[:, None] - window
     rows = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = (rows @ kv[:, 0].transpose(-1, -2)) * scale
     weights = scores.masked_fill(is_unseen[:, None, None], -torch.inf).softmax(-1)
     weights = torch.where(seen[:, None, None, None] > 0, weights, 0.0)
-    return (weights @ kv[:, 1]).flatten(1)
+    # What a token does not see may be NaN, and 0 * NaN is NaN.
+    values = kv[:, 1].masked_fill(is_unseen[:, None, :, None], 0.0)
+    return (weights @ values).flatten(1)
 
 
 CAPTURABLE = replace(

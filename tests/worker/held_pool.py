@@ -27,3 +27,9 @@ class HeldPool(GrammarPool):
         held, self._held[:] = self._held[:], []
         for work in held:
             super().submit(work)
+
+    def do(self) -> None:
+        """Do everything that was submitted, in this thread."""
+        held, self._held[:] = self._held[:], []
+        for work in held:
+            work()
