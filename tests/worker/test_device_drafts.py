@@ -137,6 +137,22 @@ def test_a_step_with_drafts_takes_one_copy_and_eight_bytes_a_row(tmp_path: Path)
     assert engine.device.copies[1:] == [3 * 8]  # type: ignore[attr-defined]
 
 
+def test_drafts_beside_a_prompt_may_have_more_rows_than_a_graph_picks_out(tmp_path: Path) -> None:
+    found = []
+    for has_graphs in (True, False):
+        device = RecordedDevice(has_graphs=has_graphs)
+        engine = Engine(tmp_path, device, speculative=DRAFTING)
+        drafts_by(engine, Recall({name: [5, 6, 7, 8] for name in ("a", "b", "prompt")}, list))
+        for name in "ab":
+            engine.add(name, [1, 2, 3])
+        engine.step({"a": 3, "b": 3})
+        engine.add("prompt", [1, 2])
+        engine.step({"a": 1, "b": 1, "prompt": 2}, {"a": 3, "b": 3})
+        assert len(device.replays) == has_graphs
+        found.append(engine.outputs)
+    assert found[0] == found[1]
+
+
 def test_a_request_that_has_rows_for_drafts_is_not_computed_ahead(tmp_path: Path) -> None:
     engine = Engine(tmp_path, RecordedDevice(), speculative=DRAFTING)
     engine.add("r", [1, 2, 3])

@@ -268,6 +268,17 @@ def test_a_chunk_that_samples_nothing_is_replayed_with_prompts(tmp_path: Path) -
     assert engine.replayed == [(1, 1), (16, 2), (2, 2)]
 
 
+def test_tokens_whose_logits_a_larger_step_wanted_are_not_looked_for(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, RecordedDevice())
+    for name in "abcd":
+        engine.add(name, [5] * 40)
+    for pair in ("ab", "cd"):  # both pieces of host memory
+        engine.step(dict.fromkeys(pair, 40))
+    engine.add("r", [1, 2, 3])
+    engine.step({"r": 2})
+    assert engine.replayed == [(96, 6), (96, 6), (16, 2)]
+
+
 def test_states_of_prompts_that_are_asked_for_are_those_of_launched_steps(tmp_path: Path) -> None:
     told = []
     for has_graphs in (True, False):
