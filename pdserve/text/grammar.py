@@ -32,7 +32,7 @@ MAX_RULES: Final = 1000
 """Limit for the rules of a Lark grammar, one per line, because long chains of them are costly."""
 _MAX_MESSAGE_CHARS: Final = 400
 _STACK_BYTES: Final = 256 << 20
-_CLOSE_S: Final = 1.0
+_JOIN_S: Final = 1.0
 # Defaults are 2,000 items, 250,000 states and 1,000,000 of fuel: the first refuses objects of some
 # hundred optional properties, the second allows a grammar half a gigabyte, the third a second.
 _LIMITS: Final = LLParserLimits(
@@ -130,13 +130,16 @@ class DeepThreads:
         self._work.put(work)
 
     def close(self) -> None:
-        """End the threads after all submitted tasks, and wait a second for that. May be repeated.
+        """End the threads after all submitted tasks. May be called twice."""
+        for _ in self._threads:
+            self._work.put(None)
+
+    def join(self) -> None:
+        """Wait a second for the threads to end, once closed.
 
         An interpreter that exits while llguidance computes in one of them crashes.
         """
-        for _ in self._threads:
-            self._work.put(None)
-        deadline_s = time.monotonic() + _CLOSE_S
+        deadline_s = time.monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 

@@ -193,9 +193,11 @@ class GrammarPool:
         return Allowed(bits, matcher.is_accepting(), is_over, forced, cpu_s=cpu_s)
 
     def close(self) -> None:
-        """End the threads, each after its current work. May be called twice."""
+        """End the threads, and wait a second for each kind. May be called twice."""
         self._threads.close()
         self._slow_threads.close()
+        self._threads.join()
+        self._slow_threads.join()
 
     def _make_compiler(self) -> None:
         try:

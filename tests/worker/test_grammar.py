@@ -463,12 +463,13 @@ def test_threads_come_last_where_they_are_to(is_last: bool) -> None:
     threads.close()
 
 
-def test_threads_that_are_closed_have_done_their_work() -> None:
+def test_threads_that_have_ended_have_done_their_work() -> None:
     done: list[bytes] = []
     threads = DeepThreads("deep", num_threads=2)
     for _ in range(40):
         threads.submit(lambda: done.append(sha256(bytes(1 << 20)).digest()))
     threads.close()
+    threads.join()
     assert len(done) == 40
 
 
