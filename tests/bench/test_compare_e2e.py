@@ -169,7 +169,7 @@ def test_the_first_peer_sets_the_pace_where_everything_runs_already(tmp_path):
     [
         pytest.param(
             ("--gpus", "97", "98"),
-            "--gpus 97,98: .* finds 0 of these 2 GPUs",
+            "--gpus is 97,98: .* finds 0 of these 2 GPUs",
             id="GPUs that are not there",
         ),
         pytest.param(
