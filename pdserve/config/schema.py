@@ -46,8 +46,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         load_format: auto, safetensors, or dummy (random weights from `seed`).
         generation_config: auto (the model's generation_config.json) or none.
         chat_template: A file; empty means the model's.
-        enforce_eager: Whether every step is launched; else decode steps are replayed as graphs
-            where the device has them.
+        enforce_eager: Whether every step is launched; else decode steps, and steps with prompts of
+            up to 1,024 tokens, are replayed as graphs if the device has them.
         tool_call_parser, reasoning_parser: Names of formats, none, or auto: what the chat template
             teaches, if that is sure.
         enable_auto_tool_choice: Whether a model may be asked to choose tools by itself.

@@ -272,7 +272,7 @@ class CudaDevice:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Keep what only the garbage collector would find: to free its device memory is an error."""
+    """Pause garbage collection: it could free device memory, which a capture does not allow."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

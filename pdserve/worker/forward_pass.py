@@ -1,8 +1,8 @@
 """The forward pass of a rank's steps, launched kernel by kernel or replayed as a graph.
 
-A graph of a step with prompts ends with the final states: the logits that follow are of as many
-tokens as there are requests, and a few launches. Such a step's graph always computes the last
-layer's second half for the tokens whose logits are wanted alone, unless a drafter reads them all.
+A graph of a step with prompts ends with the final states; logits and sampling are a few launches
+behind it. Unless a drafter reads the states of all tokens, the graph computes the second half of
+the last layer only for the tokens whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ForwardPass:
         aux_layers: As of `StreamTap`, if a drafter reads the stream; else None.
 
     Attributes:
-        prompt_graphs: Of steps with prompts; None until `capture`, and where one cannot be
+        prompt_graphs: Graphs of steps with prompts; None until `capture`, and if one cannot be
             captured.
     """
 

@@ -33,8 +33,8 @@ _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _STRIDE = 32
 
 _PROMPT_TOKENS: Final = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
-"""As products cut rows into tiles: padding within a tile takes no time. The device takes longer
-for more tokens than the host does to launch them."""
+"""Close to the tiles of products, in which padding takes no time. With more tokens, the device
+takes longer than the host needs to launch the step."""
 _PROMPT_REQUESTS: Final = (2, 16, 64)
 
 

@@ -1,7 +1,7 @@
-"""Replays steps as graphs, and decode steps with the host up to one step behind the device.
+"""Replays decode steps as graphs, with the host up to one step behind the device.
 
-The tokens of decode steps are on their way to the host when the next one is launched, which takes
-them on the device. The host waits for steps that it takes part in, as with grammars or drafts.
+Their tokens are on their way to the host when the next step is launched, which takes them on the
+device. The host waits for steps that it takes part in, as with grammars or drafts.
 """
 
 from __future__ import annotations

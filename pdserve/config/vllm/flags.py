@@ -285,7 +285,7 @@ ABSENT: Final = {
         enable-bf16x3-router-gemm enable-cutedsl-warmup override-attention-dtype use-fp64-gumbel
         jit-monitor-mode jit-monitor-verbose
     """,
-    "graphs are captured for as many requests as --max-num-seqs allows": """
+    "graphs are captured for up to --max-num-seqs requests and, with prompts, 1,024 tokens": """
         cudagraph-capture-sizes max-cudagraph-capture-size cuda-graph-sizes cudagraph-metrics
     """,
     "keep KV in a store: `pdserve up --kv-tiers`, or `pdserve kv-server`": """
