@@ -119,11 +119,7 @@ def processor(flags: frozenset[str]) -> Finding:
             "cores",
         )
     if platform.machine() == "x86_64" and "avx512_bf16" not in flags:
-        return Finding(
-            f"{text}; bf16 is computed in fp32, because the CPU has no avx512_bf16",
-            Grade.OK,
-            f"{text}; bf16 is computed in fp32, as the CPU has no avx512_bf16",
-        )
+        text += "; bf16 is computed in fp32, because the CPU has no avx512_bf16"
     return Finding("cpu", Grade.OK, text)
 
 

@@ -113,10 +113,7 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
     lines.append(_row("cost, objectives", [f"{each.total:.4f}" for each in costs]))
     lines += [_row(f"  {name}", [f"{each.terms[name]:.4f}" for each in costs]) for name in _TERMS]
     slo = f"{question.ttft_slo_s * 1e3:.0f} ms, then {question.itl_slo_s * 1e3:.0f} ms"
-    lines += [
-        f"objectives {slo}; a split must be better by {decision.margin:.4f}",
-        f"objectives {slo}; a split has to be better by {decision.margin:.4f}",
-    ]
+    lines += ["", f"objectives {slo}; a split must be better by {decision.margin:.4f}"]
     if question.was_split is not None:
         lines.append(f"its session's last request was {'' if question.was_split else 'not '}split")
     titles = ["role", "has", "prompts", "to compute", "streams", "their KV", "of others"]
@@ -160,10 +157,7 @@ def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
         lines.append(_row(title, [of(ours), of(theirs)]))
     worst = sorted(differing, key=lambda pair: pair[1].total - pair[0].decision.chosen.total)
     if worst:
-        lines += [
-            "largest differences",
-            _row("where it differs most", ["as decided", policy, "cost"]),
-        ]
+        lines += ["", _row("largest differences", ["as decided", policy, "cost"])]
     for record, cost in reversed(worst[-_NUM_SHOWN:]):
         chosen = record.decision.chosen
         change = f"{cost.total - chosen.total:+.4f}"

@@ -144,7 +144,9 @@ def test_a_restricted_ptrace_is_a_warning(
     ("flags", "words"), [({"avx2", "avx512_bf16"}, "avx512_bf16"), ({"avx2"}, "fp32"), (set(), "")]
 )
 def test_the_cpu_says_what_it_lacks(flags: set[str], words: str) -> None:
-    assert words in doctor.processor(frozenset(flags)).text
+    finding = doctor.processor(frozenset(flags))
+    assert finding.check == "cpu"
+    assert words in finding.text
 
 
 @pytest.mark.parametrize(("failures", "verdict"), [(1, Grade.OK), (2, Grade.FAIL)])
