@@ -46,7 +46,7 @@ MODEL_HELP: Final = (
 )
 
 _WANTED_DESCRIPTORS: Final = 65536
-_WITHOUT_FLAG: Final = ("engines", "files", "filters", "requests")
+WITHOUT_FLAG: Final = ("engines", "files", "filters", "requests")
 """Settings whose words stand behind the command."""
 
 
@@ -238,7 +238,7 @@ _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 def _add_settings(parser: _Parser, command: Command) -> None:
     table = parser.table = command.table()
     model = next((setting for setting in table.settings if setting.flag == "model"), None)
-    files = next((setting for setting in table.settings if setting.flag in _WITHOUT_FLAG), None)
+    files = next((setting for setting in table.settings if setting.flag in WITHOUT_FLAG), None)
     if files is not None:
         parser.add_argument(files.flag, nargs="*", metavar=files.metavar, help=_text(files.help))
     if model is not None and command.positional:

@@ -7,25 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from pdserve.config.drain import drain_table
+from pdserve.config.compare import PLOT_SETTINGS
+from pdserve.config.doctor import DOCTOR_SETTINGS
+from pdserve.config.drain import DRAIN_SETTINGS
+from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
+from pdserve.config.log import LOG_FORM_SETTINGS
 from pdserve.config.plan import plan_table
 from pdserve.config.route import route_compare_table, route_explain_table
 from pdserve.config.schema import Role
 from pdserve.config.settings import (
     bench_compare_table,
-    bench_plot_table,
     bench_serve_table,
-    doctor_table,
     engine_table,
-    kv_events_table,
-    kv_server_table,
     proxy_table,
-    trace_table,
     up_table,
-    vllm_flags_table,
 )
 from pdserve.config.sweep import sweep_table
+from pdserve.config.tiers import KV_SERVER_SETTINGS
+from pdserve.config.trace import TRACE_SETTINGS
+from pdserve.config.vllm.answers import VLLM_FLAGS_SETTINGS
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ COMMANDS: Final = (
     Command(
         "kv-server",
         "keep KV for the engines of this host beyond requests and restarts (LMCache)",
-        kv_server_table,
+        functools.partial(Table, (*KV_SERVER_SETTINGS, *LOG_FORM_SETTINGS)),
         "pdserve.commands.kv_server:run",
         "pdserve kv-server --kv-tiers cpu:4GiB,disk:/data/kv:50GiB",
         positional="",
@@ -116,7 +117,7 @@ COMMANDS: Final = (
     Command(
         "drain",
         "drain engines within a deadline: their requests finish or move to other engines",
-        drain_table,
+        functools.partial(Table, DRAIN_SETTINGS),
         "pdserve.commands.drain:run",
         "pdserve drain http://127.0.0.1:8200 --deadline 60",
         positional="URL... ",
@@ -124,7 +125,7 @@ COMMANDS: Final = (
     Command(
         "trace",
         "write the last seconds of a running deployment as a timeline for Perfetto",
-        trace_table,
+        functools.partial(Table, TRACE_SETTINGS),
         "pdserve.commands.trace:run",
         "pdserve trace --url http://127.0.0.1:8000 --seconds 10 -o trace.json.gz",
         positional="",
@@ -132,7 +133,7 @@ COMMANDS: Final = (
     Command(
         "kv-events",
         "show which prefixes an engine reports to routers",
-        kv_events_table,
+        functools.partial(Table, KV_EVENTS_READER_SETTINGS),
         "pdserve.commands.kv_events:run",
         "pdserve kv-events --url http://127.0.0.1:8100",
         positional="",
@@ -165,7 +166,7 @@ COMMANDS: Final = (
     Command(
         "doctor",
         "check this machine, and whether running engines match",
-        doctor_table,
+        functools.partial(Table, DOCTOR_SETTINGS),
         "pdserve.commands.doctor:run",
         "pdserve doctor --peer http://127.0.0.1:8100 http://127.0.0.1:8200",
         positional="",
@@ -173,7 +174,7 @@ COMMANDS: Final = (
     Command(
         "vllm-flags",
         "show what pdserve does with vLLM's flags, variables and connectors",
-        vllm_flags_table,
+        functools.partial(Table, VLLM_FLAGS_SETTINGS),
         "pdserve.commands.vllm_flags:run",
         "pdserve vllm-flags quantization",
         positional="[FILTER...] ",
@@ -196,7 +197,7 @@ COMMANDS: Final = (
     Command(
         "bench plot",
         "plot a report of saved runs",
-        bench_plot_table,
+        functools.partial(Table, PLOT_SETTINGS),
         "pdserve.commands.bench_plot:run_plot",
         "pdserve bench plot run.json --output run.html",
         positional="FILE... ",

@@ -10,8 +10,7 @@ from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.settings import engine_flags
 from pdserve.config.vllm import RELEASE
-from pdserve.config.vllm.answers import VllmAnswer, VllmName, table
-from pdserve.config.vllm_flags import VllmFlagsConfig
+from pdserve.config.vllm.answers import VllmAnswer, VllmFlagsConfig, VllmName, table
 
 
 def run(settings: Table, resolved: Mapping[str, Resolved]) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdserve.config.checks import require
+from pdserve.config.checks import require, require_not_negative
 from pdserve.config.setting import declare
 
 
@@ -169,18 +169,10 @@ class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("num-client-processes", self.num_client_processes),
         ):
             require(count is None or count > 0, flag, count, "it must be at least 1")
-        for flag, number in (
-            ("num-warmups", self.num_warmups),
-            ("ready-check-timeout-sec", self.ready_check_timeout_s),
-        ):
-            require(number >= 0, flag, number, "it must not be negative")
+        require_not_negative("num-warmups", self.num_warmups)
+        require_not_negative("ready-check-timeout-sec", self.ready_check_timeout_s)
+        require_not_negative("temperature", self.temperature)
         require(0 <= self.cancel_share <= 1, "cancel-share", self.cancel_share, "use 0 to 1")
-        require(
-            self.temperature is None or self.temperature >= 0,
-            "temperature",
-            self.temperature,
-            "it must not be negative",
-        )
         try:
             content = json.loads(self.extra_body or "{}")
         except ValueError:
@@ -228,12 +220,12 @@ class ResultConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def metrics(self) -> tuple[str, ...]:
         """Which latencies are printed, one by one."""
-        return _words(self.percentile_metrics)
+        return split_words(self.percentile_metrics)
 
     @property
     def percentiles(self) -> tuple[float, ...]:
         """Which percentiles, as numbers."""
-        return tuple(float(word) for word in _words(self.metric_percentiles))
+        return tuple(float(word) for word in split_words(self.metric_percentiles))
 
     def __post_init__(self) -> None:
         for name in self.metrics:
@@ -271,7 +263,7 @@ def _named(given: Iterable[str]) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in parts}
 
 
-def _words(given: Iterable[str]) -> tuple[str, ...]:
+def split_words(given: Iterable[str]) -> tuple[str, ...]:
     """Split words that are joined by commas."""
     return tuple(word.strip() for each in given for word in each.split(",") if word.strip())
 

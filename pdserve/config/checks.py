@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import Final
 
 from pdserve.errors import ConfigError
+
+POSITIVE: Final = "it must be positive"
 
 
 def require(condition: bool, flag: str, value: object, remedy: str) -> None:
@@ -30,18 +33,26 @@ def require_url(url: str, flag: str) -> None:
     require(url.startswith(("http://", "https://")), flag, url, "write it as http://127.0.0.1:8100")
 
 
-def require_not_negative(flag: str, value: float) -> None:
-    """Refuse a negative number."""
-    require(value >= 0, flag, value, "it must not be negative")
+def require_positive(flag: str, value: float | None) -> None:
+    """Refuse a number that is not above 0; None passes."""
+    require(value is None or value > 0, flag, value, POSITIVE)
+
+
+def require_not_negative(flag: str, value: float | None) -> None:
+    """Refuse a negative number; None passes."""
+    require(value is None or value >= 0, flag, value, "it must not be negative")
+
+
+def require_one_of(flag: str, value: str, *choices: str) -> None:
+    """Refuse a value that is none of the choices."""
+    *most, last = choices
+    require(value in choices, flag, value, f"use {', '.join(most)} or {last}")
 
 
 def require_keys(flag: str, keys: tuple[str, ...]) -> None:
     """Refuse an empty key, of a variable that was not set: every client could send it."""
     for key in keys:
         require(bool(key.strip()), flag, key, "give a key, or leave the flag out")
-
-
-POSITIVE = "it must be positive"
 
 
 def is_loopback(host: str) -> bool:

@@ -11,8 +11,14 @@ from typing import Final
 
 import msgspec
 
+from pdserve.config.bench import split_words
 from pdserve.config.boxed import BOXED
-from pdserve.config.checks import require
+from pdserve.config.checks import (
+    require,
+    require_not_negative,
+    require_one_of,
+    require_positive,
+)
 from pdserve.config.setting import declare
 from pdserve.config.tiers import parse_tiers, require_chunk_size
 
@@ -81,7 +87,7 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rates(self) -> tuple[float, ...]:
         """`request_rates` as numbers."""
-        return tuple(float(word) for word in _split(self.request_rates))
+        return tuple(float(word) for word in split_words(self.request_rates))
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -93,11 +99,11 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kinds(self) -> tuple[str, ...]:
         """`topologies`, one by one."""
-        return _split(self.topologies)
+        return split_words(self.topologies)
 
     def __post_init__(self) -> None:
-        for flag, number in (("num-runs", self.num_runs), ("start-timeout", self.start_timeout_s)):
-            require(number > 0, flag, number, "it must be positive")
+        require_positive("num-runs", self.num_runs)
+        require_positive("start-timeout", self.start_timeout_s)
         tiers = parse_tiers(self.kv_tiers)
         require(
             tiers.disk is None and tiers.redis is None,
@@ -106,9 +112,9 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
             "compare with a cpu tier alone: what a run leaves elsewhere is the next one's hit",
         )
         require_chunk_size("kv-chunk-size", self.kv_chunk_size)
-        require(self.pause_s >= 0, "pause", self.pause_s, "it must not be negative")
+        require_not_negative("pause", self.pause_s)
         for budget in self.chunk_tokens:
-            require(budget > 0, "chunk-tokens", budget, "it must be positive")
+            require_positive("chunk-tokens", budget)
         try:
             are_rates = all(0 < rate < math.inf for rate in self.rates)
         except ValueError:
@@ -125,12 +131,7 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.gpus,
             "deployments share --cores or --gpus, not both",
         )
-        require(
-            self.endpoint in ("completions", "chat"),
-            "endpoint",
-            self.endpoint,
-            "use completions or chat",
-        )
+        require_one_of("endpoint", self.endpoint, "completions", "chat")
         for flag, units in (("cores", self.cores), ("gpus", self.gpus)):
             require(len(set(units)) == len(units), flag, units, "name each of them once")
         for flag, words in (
@@ -156,11 +157,6 @@ class PlotConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     files: tuple[str, ...] = ()
     output: str = "pdserve-plot.html"
-
-
-def _split(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Split words that are joined by commas."""
-    return tuple(word.strip() for each in given for word in each.split(",") if word.strip())
 
 
 # fmt: off

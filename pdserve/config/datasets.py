@@ -10,18 +10,9 @@ from typing import Final
 
 import msgspec
 
+from pdserve.config.checks import require_not_negative, require_positive
 from pdserve.config.setting import declare
 from pdserve.errors import ConfigError
-
-
-def _positive(flag: str, number: float) -> None:
-    if not number > 0:
-        raise ConfigError(f"--{flag} is {number:g}: it must be positive", param=flag)
-
-
-def _not_negative(flag: str, number: float) -> None:
-    if not number >= 0:
-        raise ConfigError(f"--{flag} is {number:g}: it must not be negative", param=flag)
 
 
 class DatasetName(enum.Enum):
@@ -66,9 +57,9 @@ class RandomConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_len: int = 0
 
     def __post_init__(self) -> None:
-        _positive("random-input-len", self.input_len)
-        _positive("random-output-len", self.output_len)
-        _not_negative("random-prefix-len", self.prefix_len)
+        require_positive("random-input-len", self.input_len)
+        require_positive("random-output-len", self.output_len)
+        require_not_negative("random-prefix-len", self.prefix_len)
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(
                 f"--random-range-ratio is {self.range_ratio:g}: it must be at least 0 and below 1",
@@ -86,8 +77,7 @@ class ShareGptConfig(msgspec.Struct, frozen=True, kw_only=True):
     output_len: int | None = None
 
     def __post_init__(self) -> None:
-        if self.output_len is not None:
-            _positive("sharegpt-output-len", self.output_len)
+        require_positive("sharegpt-output-len", self.output_len)
 
 
 class CustomConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,8 +91,7 @@ class CustomConfig(msgspec.Struct, frozen=True, kw_only=True):
     output_len: int | None = None
 
     def __post_init__(self) -> None:
-        if self.output_len is not None:
-            _positive("custom-output-len", self.output_len)
+        require_positive("custom-output-len", self.output_len)
 
 
 class PrefixRepetitionConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +109,7 @@ class PrefixRepetitionConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("num-prefixes", self.num_prefixes),
             ("output-len", self.output_len),
         ):
-            _positive(f"prefix-repetition-{name}", number)
+            require_positive(f"prefix-repetition-{name}", number)
 
 
 class TraceDataConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,12 +131,11 @@ class TraceDataConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 512
 
     def __post_init__(self) -> None:
-        _positive("trace-speedup", self.speedup)
-        _not_negative("trace-start", self.start_s)
-        if self.duration_s is not None:
-            _positive("trace-duration", self.duration_s)
-        _positive("trace-length-scale", self.length_scale)
-        _positive("trace-block-size", self.block_size)
+        require_positive("trace-speedup", self.speedup)
+        require_not_negative("trace-start", self.start_s)
+        require_positive("trace-duration", self.duration_s)
+        require_positive("trace-length-scale", self.length_scale)
+        require_positive("trace-block-size", self.block_size)
 
 
 class MultiTurnConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,8 +162,8 @@ class MultiTurnConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("turn-input-len", self.turn_input_len),
             ("output-len", self.output_len),
         ):
-            _positive(f"multi-turn-{name}", number)
-        _not_negative("multi-turn-think-time", self.think_time_s)
+            require_positive(f"multi-turn-{name}", number)
+        require_not_negative("multi-turn-think-time", self.think_time_s)
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,9 +229,8 @@ class InterferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("burst-period", self.burst_period_s),
             ("duration", self.duration_s),
         ):
-            if number is not None:
-                _positive(f"interference-{name}", number)
-        _not_negative("interference-burst-size", self.burst_size)
+            require_positive(f"interference-{name}", number)
+        require_not_negative("interference-burst-size", self.burst_size)
 
 
 class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,7 +261,7 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
     interference: InterferenceConfig = InterferenceConfig()
 
     def __post_init__(self) -> None:
-        _positive("num-prompts", self.num_prompts)
+        require_positive("num-prompts", self.num_prompts)
         if self.name.reads_a_file and not self.path:
             raise ConfigError(
                 f"--dataset-name {self.name.value} reads a file: name it with --dataset-path FILE",

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from pdserve.config.checks import POSITIVE, require, require_url
+from pdserve.config.checks import require_positive, require_url
 from pdserve.config.setting import declare
 from pdserve.config.tiers import parse_tiers
 
@@ -30,13 +30,14 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        require(self.block_size > 0, "block-size", self.block_size, POSITIVE)
+        require_positive("block-size", self.block_size)
         if self.kv_server:
             require_url(self.kv_server, "kv-server")
         if self.kv_tiers:
             parse_tiers(self.kv_tiers)
 
 
+# fmt: off
 DOCTOR_SETTINGS: Final = declare(
     "doctor",
     DoctorConfig,
@@ -45,18 +46,9 @@ DOCTOR_SETTINGS: Final = declare(
         ("peer", "peer", "URL", "running engines to compare with one another"),
         ("json", "json", "", "print one JSON object instead of lines"),
         ("host", "host", "ADDRESS", "address at which the default ports should be free"),
-        (
-            "kv-tiers",
-            "kv_tiers",
-            "TIERS",
-            "check whether a KV store with these tiers can run here, written as for `pdserve up`",
-        ),
-        (
-            "kv-server",
-            "kv_server",
-            "URL",
-            "HTTP address of a running KV store, as http://127.0.0.1:8301",
-        ),
+        ("kv-tiers", "kv_tiers", "TIERS", "check whether a KV store with these tiers can run here, written as for `pdserve up`"),
+        ("kv-server", "kv_server", "URL", "HTTP address of a running KV store, as http://127.0.0.1:8301"),
         ("block-size", "block_size", "N", "block size of the engines that will use the store"),
     ),
 )
+# fmt: on

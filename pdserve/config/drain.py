@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Final
 
 import msgspec
 
 from pdserve.config.checks import require, require_keys, require_url
-from pdserve.config.load import Table
 from pdserve.config.setting import declare
 from pdserve.wire.drain import DEADLINE_S, MAX_DEADLINE_S
 
@@ -59,13 +57,3 @@ DRAIN_SETTINGS: Final = declare(
     ),
 )
 # fmt: on
-
-
-def drain_table() -> Table:
-    """The settings of `pdserve drain`; its engines follow the command without a flag."""
-    return Table(
-        tuple(
-            dataclasses.replace(setting, hidden=True) if setting.flag == "engines" else setting
-            for setting in DRAIN_SETTINGS
-        )
-    )

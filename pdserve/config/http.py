@@ -7,14 +7,14 @@ import enum
 import msgspec
 
 from pdserve.config.checks import (
-    POSITIVE,
     require,
     require_keys,
     require_not_negative,
+    require_one_of,
     require_port,
+    require_positive,
     require_url,
 )
-from pdserve.config.epp import EppConfig
 from pdserve.config.objectives import objectives_by_model
 
 
@@ -61,7 +61,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
             ("header-timeout", self.header_timeout_s),
             ("body-timeout", self.body_timeout_s),
         ):
-            require(number > 0, flag, number, POSITIVE)
+            require_positive(flag, number)
         require(
             self.body_memory >= 6 * self.max_body_bytes,
             "body-memory-bytes",
@@ -195,12 +195,33 @@ class ServerConfig(HttpConfig, frozen=True, kw_only=True):
             require_url(url, "proxy")
         if self.advertise_url:
             require_url(self.advertise_url, "advertise-url")
-        require(
-            self.reasoning_field in ("reasoning", "reasoning_content"),
-            "reasoning-field",
-            self.reasoning_field,
-            "use reasoning or reasoning_content",
-        )
+        require_one_of("reasoning-field", self.reasoning_field, "reasoning", "reasoning_content")
+
+
+class EppConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where gateways ask which engines should serve a request (Envoy's external processing).
+
+    Attributes:
+        port: Port on the proxy's host; 0 picks a free one, None serves no gateways.
+        certfile, keyfile: Its TLS certificate and key, PEM; without them there is no TLS. They are
+            not the proxy's own, because gateways trust certificates that engines do not.
+    """
+
+    port: int | None = None
+    certfile: str = ""
+    keyfile: str = ""
+
+    def __post_init__(self) -> None:
+        if self.port is not None:
+            require_port(self.port, "epp-port")
+        for flag, name in (("epp-ssl-certfile", self.certfile), ("epp-ssl-keyfile", self.keyfile)):
+            is_whole = not name or (self.certfile and self.keyfile and self.port is not None)
+            require(
+                bool(is_whole),
+                flag,
+                name,
+                "TLS needs --epp-port, --epp-ssl-certfile and --epp-ssl-keyfile together",
+            )
 
 
 class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
@@ -270,7 +291,7 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
             ("health-check-interval-secs", self.health_check_interval_s),
             ("health-check-timeout-secs", self.health_check_timeout_s),
         ):
-            require(number > 0, flag, number, POSITIVE)
+            require_positive(flag, number)
         for flag, number in (
             ("ttft-slo", self.ttft_slo_s),
             ("queue-size", self.queue_size),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.config.checks import POSITIVE, is_loopback, require, require_port
+from pdserve.config.checks import is_loopback, require, require_port, require_positive
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("hwm", self.hwm),
             ("max-queue-size", self.max_queue_size),
         ):
-            require(number > 0, f"{prefix}.{key}", number, POSITIVE)
+            require_positive(f"{prefix}.{key}", number)
         require_port(self.port, f"{prefix}.port")
 
     def require_prefix_caching(self, *, is_on: bool) -> None:

@@ -43,6 +43,7 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+# fmt: off
 LOG_FORM_SETTINGS: Final = declare(
     "log",
     LogConfig,
@@ -59,12 +60,8 @@ LOG_SETTINGS: Final = LOG_FORM_SETTINGS + declare(
     LogConfig,
     "output",
     (
-        (
-            "log-requests",
-            "requests",
-            "",
-            "log a line for each request; requests that a server failed always have one",
-        ),
+        ("log-requests", "requests", "", "log a line for each request; requests that a server failed always have one"),
         ("log-stats", "stats", "", "log a summary every 10 s while there is work"),
     ),
 )
+# fmt: on

@@ -8,7 +8,12 @@ from typing import Final
 import msgspec
 
 from pdserve.config.bench import RESULT_SETTINGS, TRAFFIC_SETTINGS
-from pdserve.config.checks import POSITIVE, require, require_not_negative, require_url
+from pdserve.config.checks import (
+    require,
+    require_not_negative,
+    require_positive,
+    require_url,
+)
 from pdserve.config.datasets import DATASET_SETTINGS
 from pdserve.config.load import Table
 from pdserve.config.policies import POLICIES, PREDICTED, SPLIT_POLICIES
@@ -73,12 +78,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.num_engines,
             "--layout gives the number too: leave one of them out",
         )
-        require(
-            self.num_engines is None or self.num_engines > 0,
-            "num-engines",
-            self.num_engines,
-            POSITIVE,
-        )
+        require_positive("num-engines", self.num_engines)
         if self.url:
             require_url(self.url, "url")
         else:
@@ -107,8 +107,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         milliseconds(self.prompt_times, 3, "prompt-times", "4 0.045 2.5e-6")
         milliseconds(self.step_times, 3, "step-times", "7 0.06 6e-5")
         milliseconds(self.wire_times, 2, "wire-times", "1 0.008")
-        if self.hop_ms is not None:
-            require_not_negative("hop-ms", self.hop_ms)
+        require_not_negative("hop-ms", self.hop_ms)
         if self.times_error is not None:
             require(
                 0 <= self.times_error < 1, "times-error", self.times_error, "use 0 to 1, as 0.1"
@@ -119,7 +118,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max-num-batched-tokens", self.max_num_batched_tokens),
             ("max-num-seqs", self.max_num_seqs),
         ):
-            require(number is None or number > 0, flag, number, POSITIVE)
+            require_positive(flag, number)
 
 
 def milliseconds(

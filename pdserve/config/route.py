@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Final
 
 import msgspec
 
-from pdserve.config.checks import POSITIVE, require, require_url
+from pdserve.config.checks import require, require_positive, require_url
 from pdserve.config.load import Table
 from pdserve.config.policies import POLICIES, SPLIT_POLICIES
 from pdserve.config.setting import declare
@@ -41,7 +40,7 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
             f"use one of {', '.join(POLICIES)}, alone or as NAME/SPLIT with one of "
             f"{', '.join(SPLIT_POLICIES)}",
         )
-        require(self.limit > 0, "limit", self.limit, POSITIVE)
+        require_positive("limit", self.limit)
 
 
 # fmt: off
@@ -71,10 +70,4 @@ def route_compare_table() -> Table:
 
 
 def _table(*flags: str) -> Table:
-    return Table(
-        tuple(
-            dataclasses.replace(each, hidden=True) if each.flag == "requests" else each
-            for each in _SETTINGS
-            if each.flag in flags
-        )
-    )
+    return Table(tuple(each for each in _SETTINGS if each.flag in flags))

@@ -12,7 +12,14 @@ from typing import Any
 
 import msgspec
 
-from pdserve.config.checks import POSITIVE, is_loopback, require, require_not_negative, require_port
+from pdserve.config.checks import (
+    is_loopback,
+    require,
+    require_not_negative,
+    require_one_of,
+    require_port,
+    require_positive,
+)
 from pdserve.config.kv_events import KVEventsConfig
 from pdserve.config.numerics import NumericsMode
 from pdserve.config.speculative import SpeculativeConfig
@@ -68,18 +75,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_auto_tool_choice: bool = True
 
     def __post_init__(self) -> None:
-        require(
-            self.dtype in ("auto", "bfloat16", "float16", "float32"),
-            "dtype",
-            self.dtype,
-            "use auto, bfloat16, float16 or float32",
-        )
-        require(
-            self.load_format in ("auto", "safetensors", "dummy"),
-            "load-format",
-            self.load_format,
-            "use auto, safetensors or dummy",
-        )
+        require_one_of("dtype", self.dtype, "auto", "bfloat16", "float16", "float32")
+        require_one_of("load-format", self.load_format, "auto", "safetensors", "dummy")
         require(
             self.max_model_len is None or self.max_model_len > 1,
             "max-model-len",
@@ -129,12 +126,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.gpu_memory_utilization,
             "it must be above 0 and at most 1",
         )
-        blocks = self.num_gpu_blocks_override
-        require(
-            blocks is None or blocks > 0, "num-gpu-blocks-override", blocks, "it must be positive"
-        )
-        size = self.kv_cache_memory_bytes
-        require(size is None or size > 0, "kv-cache-memory-bytes", size, POSITIVE)
+        require_positive("num-gpu-blocks-override", self.num_gpu_blocks_override)
+        require_positive("kv-cache-memory-bytes", self.kv_cache_memory_bytes)
         self.events.require_prefix_caching(is_on=self.enable_prefix_caching)
 
 
@@ -172,19 +165,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         require_not_negative("max-waiting", self.max_waiting)
         require_not_negative("max-waiting-tokens", self.max_waiting_tokens)
         require_not_negative("max-request-tokens", self.max_request_tokens)
-        require(self.max_num_seqs > 0, "max-num-seqs", self.max_num_seqs, "it must be positive")
+        require_positive("max-num-seqs", self.max_num_seqs)
         require(
             self.max_num_batched_tokens >= self.max_num_seqs or self.enable_chunked_prefill,
             "max-num-batched-tokens",
             self.max_num_batched_tokens,
             f"it must be at least --max-num-seqs ({self.max_num_seqs})",
         )
-        require(
-            self.max_num_batched_tokens > 0,
-            "max-num-batched-tokens",
-            self.max_num_batched_tokens,
-            "it must be positive",
-        )
+        require_positive("max-num-batched-tokens", self.max_num_batched_tokens)
         require_not_negative("long-prefill-token-threshold", self.long_prefill_token_threshold)
         require(
             self.long_prefill_token_threshold == 0 or self.enable_chunked_prefill,
@@ -209,11 +197,8 @@ class EplbConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_not_negative("eplb-config.num-redundant-experts", self.num_redundant_experts)
-        for flag, number in (
-            ("eplb-config.window-size", self.window_size),
-            ("eplb-config.step-interval", self.step_interval),
-        ):
-            require(number > 0, flag, number, POSITIVE)
+        require_positive("eplb-config.window-size", self.window_size)
+        require_positive("eplb-config.step-interval", self.step_interval)
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,12 +251,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.distributed_executor_backend
 
     def __post_init__(self) -> None:
-        for flag, number in (
-            ("tensor-parallel-size", self.tensor_parallel_size),
-            ("pipeline-parallel-size", self.pipeline_parallel_size),
-            ("data-parallel-size", self.data_parallel_size),
-        ):
-            require(number > 0, flag, number, POSITIVE)
+        require_positive("tensor-parallel-size", self.tensor_parallel_size)
+        require_positive("pipeline-parallel-size", self.pipeline_parallel_size)
+        require_positive("data-parallel-size", self.data_parallel_size)
+        require_positive("num-threads", self.num_threads)
         stages = self.pipeline_layers
         require(
             not stages or (len(stages) == self.pipeline_parallel_size and min(stages) > 0),
@@ -279,12 +262,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             list(stages),
             f"give one positive number for each of {self.pipeline_parallel_size} stages",
         )
-        require(
-            self.all2all_backend in ("all_gather", "all_to_all"),
-            "all2all-backend",
-            self.all2all_backend,
-            "use all_gather or all_to_all",
-        )
+        require_one_of("all2all-backend", self.all2all_backend, "all_gather", "all_to_all")
         require(
             self.enable_expert_parallel or self.all2all_backend == "all_gather",
             "all2all-backend",
@@ -297,11 +275,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.expert_placement_strategy,
             "it needs --enable-expert-parallel",
         )
-        require(
-            self.expert_placement_strategy in ("linear", "round_robin"),
-            "expert-placement-strategy",
-            self.expert_placement_strategy,
-            "use linear or round_robin",
+        require_one_of(
+            "expert-placement-strategy", self.expert_placement_strategy, "linear", "round_robin"
         )
         require(
             not self.enable_sequence_parallel or self.tensor_parallel_size > 1,
@@ -321,23 +296,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.eplb.num_redundant_experts,
             "it needs --enable-eplb",
         )
+        backend = self.distributed_executor_backend
+        flag = "distributed-executor-backend"
+        require_one_of(flag, backend, "auto", "inline", "multiprocess", "ray")
         require(
-            self.distributed_executor_backend in ("auto", "inline", "multiprocess", "ray"),
-            "distributed-executor-backend",
-            self.distributed_executor_backend,
-            "use auto, inline, multiprocess or ray",
-        )
-        require(
-            self.distributed_executor_backend != "inline" or self.num_ranks == 1,
-            "distributed-executor-backend",
-            self.distributed_executor_backend,
+            backend != "inline" or self.num_ranks == 1,
+            flag,
+            backend,
             f"{self.num_ranks} ranks need their own processes: use multiprocess or ray",
-        )
-        require(
-            self.num_threads is None or self.num_threads > 0,
-            "num-threads",
-            self.num_threads,
-            "it must be positive",
         )
 
 
@@ -415,11 +381,8 @@ class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        for flag, seconds in (
-            ("heartbeat-timeout", self.heartbeat_timeout_s),
-            ("step-timeout", self.step_timeout_s),
-        ):
-            require(seconds > 0, flag, seconds, POSITIVE)
+        require_positive("heartbeat-timeout", self.heartbeat_timeout_s)
+        require_positive("step-timeout", self.step_timeout_s)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -443,8 +406,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculative: SpeculativeConfig = SpeculativeConfig()
 
     def __post_init__(self) -> None:
-        require(
-            self.device in ("auto", "cpu", "cuda"), "device", self.device, "use auto, cpu or cuda"
-        )
+        require_one_of("device", self.device, "auto", "cpu", "cuda")
         self.speculative.require_stages(self.parallel.pipeline_parallel_size)
         self.cache.events.require_secret(self.transfer.secret, self.transfer.host)

@@ -13,25 +13,19 @@ from typing import Final
 
 from pdserve.config.bench import RESULT_SETTINGS, TARGET_SETTINGS, TRAFFIC_SETTINGS
 from pdserve.config.boxed import BOXED
-from pdserve.config.compare import COMPARE_SETTINGS, PLOT_SETTINGS
+from pdserve.config.compare import COMPARE_SETTINGS
 from pdserve.config.connectors import connector_settings
 from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
-from pdserve.config.doctor import DOCTOR_SETTINGS
-from pdserve.config.epp import EPP_FLAGS
 from pdserve.config.http import ProxyConfig, ServerConfig
-from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
-from pdserve.config.log import LOG_FORM_SETTINGS, LOG_SETTINGS
+from pdserve.config.log import LOG_SETTINGS
 from pdserve.config.policies import POLICIES, PREDICTED, SHADOW, SPLIT_POLICIES
 from pdserve.config.schema import EngineConfig, Role
 from pdserve.config.setting import Setting, Shorthand, canonical, declare, parse_object
-from pdserve.config.tiers import KV_SERVER_SETTINGS
-from pdserve.config.trace import TRACE_SETTINGS
 from pdserve.config.up import ROLES_OF_UP, UP_SETTINGS
 from pdserve.config.vllm import translate
 from pdserve.config.vllm.answers import absent_bench_flags, absent_flags
 from pdserve.config.vllm.flags import SHORT as SHORT_FORMS
-from pdserve.config.vllm_flags import VLLM_FLAGS_SETTINGS
 
 # fmt: off
 _ENGINE: Final = (
@@ -247,7 +241,16 @@ _PROXY: Final = (
             ("health-check-timeout-secs", "health_check_timeout_s", "SECONDS", "timeout of a health check"),
         ),
     ),
-    *declare("proxy", ProxyConfig, "gateways", EPP_FLAGS),
+    *declare(
+        "proxy",
+        ProxyConfig,
+        "gateways",
+        (
+            ("epp-port", "epp.port", "PORT", "port for gateways that relay the requests themselves (ext_proc); needs pdserve[epp]"),
+            ("epp-ssl-certfile", "epp.certfile", "FILE", "certificate for the gateways"),
+            ("epp-ssl-keyfile", "epp.keyfile", "FILE", "its key"),
+        ),
+    ),
     *declare("proxy", ProxyConfig, "server", _HTTP),
 )
 
@@ -386,31 +389,6 @@ def up_table() -> Table:
     )
 
 
-def kv_server_table() -> Table:
-    """The settings of `pdserve kv-server`."""
-    return Table((*KV_SERVER_SETTINGS, *LOG_FORM_SETTINGS))
-
-
-def trace_table() -> Table:
-    """The settings of `pdserve trace`."""
-    return Table(TRACE_SETTINGS)
-
-
-def kv_events_table() -> Table:
-    """The settings of `pdserve kv-events`."""
-    return Table(KV_EVENTS_READER_SETTINGS)
-
-
-def doctor_table() -> Table:
-    """The settings of `pdserve doctor`."""
-    return Table(DOCTOR_SETTINGS)
-
-
-def vllm_flags_table() -> Table:
-    """The settings of `pdserve vllm-flags`; its words stand behind it without a flag."""
-    return Table(tuple(dataclasses.replace(s, hidden=True) for s in VLLM_FLAGS_SETTINGS))
-
-
 def bench_serve_table() -> Table:
     """The settings of `pdserve bench serve`."""
     own = (*TARGET_SETTINGS, *DATASET_SETTINGS, *TRAFFIC_SETTINGS, *RESULT_SETTINGS)
@@ -435,14 +413,4 @@ def bench_compare_table() -> Table:
             "temperature": 0.0,
             "dataset-name": DatasetName.PD_INTERFERENCE,
         },
-    )
-
-
-def bench_plot_table() -> Table:
-    """The settings of `pdserve bench plot`; its files stand behind it without a flag."""
-    return Table(
-        tuple(
-            dataclasses.replace(setting, hidden=True) if setting.flag == "files" else setting
-            for setting in PLOT_SETTINGS
-        )
     )

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from pdserve.config.checks import POSITIVE, require, require_not_negative
+from pdserve.config.checks import POSITIVE, require, require_not_negative, require_positive
 
 DRAFT_MODEL: Final = "draft_model"
 MEDUSA: Final = "medusa"
@@ -88,12 +88,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             num,
             f"it must be from 1 to {MAX_DRAFTED}",
         )
-        require(
-            self.prompt_lookup_min > 0,
-            "speculative-config.prompt-lookup-min",
-            self.prompt_lookup_min,
-            "it must be positive",
-        )
+        require_positive("speculative-config.prompt-lookup-min", self.prompt_lookup_min)
         require(
             self.prompt_lookup_max >= self.prompt_lookup_min,
             "speculative-config.prompt-lookup-max",

@@ -197,6 +197,7 @@ def require_chunk_size(flag: str, chunk_size: int) -> None:
     require(chunk_size > 0, flag, chunk_size, f"{POSITIVE}, and a multiple of --block-size")
 
 
+# fmt: off
 KV_SERVER_SETTINGS: Final = declare(
     "kv",
     KvServerConfig,
@@ -205,11 +206,7 @@ KV_SERVER_SETTINGS: Final = declare(
         ("kv-tiers", "tiers", "TIERS", "cpu:SIZE[,disk:FOLDER:SIZE][,redis:redis://HOST:PORT]"),
         ("port", "port", "PORT", "port on loopback"),
         ("http-port", "http_port", "PORT", "HTTP port, also on loopback"),
-        (
-            "chunk-size",
-            "chunk_size",
-            "N",
-            "tokens per chunk, a multiple of --block-size",
-        ),
+        ("chunk-size", "chunk_size", "N", "tokens per chunk, a multiple of --block-size"),
     ),
 )
+# fmt: on

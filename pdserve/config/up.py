@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from pdserve.config.checks import POSITIVE, require, require_not_negative
+from pdserve.config.checks import POSITIVE, require, require_not_negative, require_positive
 from pdserve.config.setting import declare
 from pdserve.config.tiers import KV_PORT, parse_tiers, require_chunk_size
 
@@ -64,10 +64,11 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
             require_not_negative(flag, count)
             has_one = count + self.both_replicas > 0
             require(has_one, flag, count, f"{POSITIVE}, or --both-replicas must be")
-        require(self.max_tokens > 0, "max-tokens", self.max_tokens, POSITIVE)
-        require(self.start_timeout_s > 0, "start-timeout", self.start_timeout_s, POSITIVE)
+        require_positive("max-tokens", self.max_tokens)
+        require_positive("start-timeout", self.start_timeout_s)
 
 
+# fmt: off
 UP_SETTINGS: Final = declare(
     "up",
     UpConfig,
@@ -75,47 +76,17 @@ UP_SETTINGS: Final = declare(
     (
         ("host", "host", "ADDRESS", "address on which all servers listen"),
         ("port", "port", "PORT", "port of the proxy"),
-        (
-            "prefill-port",
-            "prefill_port",
-            "PORT",
-            "port of the first prefill engine; the others count up",
-        ),
-        (
-            "decode-port",
-            "decode_port",
-            "PORT",
-            "port of the first decode engine; the others count up",
-        ),
+        ("prefill-port", "prefill_port", "PORT", "port of the first prefill engine; the others count up"),
+        ("decode-port", "decode_port", "PORT", "port of the first decode engine; the others count up"),
         ("prefill-replicas", "prefill_replicas", "N", "prefill engines to start"),
         ("decode-replicas", "decode_replicas", "N", "decode engines to start"),
-        (
-            "both-port",
-            "both_port",
-            "PORT",
-            "port of the first engine for both; the others count up",
-        ),
-        (
-            "both-replicas",
-            "both_replicas",
-            "N",
-            "engines for both roles to start; --proxy.split-policy predicted gives them home roles",
-        ),
-        (
-            "kv-tiers",
-            "kv_tiers",
-            "TIERS",
-            "keep KV beyond requests and restarts: cpu:SIZE[,disk:FOLDER:SIZE][,redis:redis://HOST:PORT]",
-        ),
+        ("both-port", "both_port", "PORT", "port of the first engine for both; the others count up"),
+        ("both-replicas", "both_replicas", "N", "engines for both roles to start; --proxy.split-policy predicted gives them home roles"),
+        ("kv-tiers", "kv_tiers", "TIERS", "keep KV beyond requests and restarts: cpu:SIZE[,disk:FOLDER:SIZE][,redis:redis://HOST:PORT]"),
         ("kv-port", "kv_port", "PORT", "port of the KV server"),
         ("kv-http-port", "kv_http_port", "PORT", "HTTP port of the KV server"),
         ("kv-chunk-size", "kv_chunk_size", "N", "tokens per chunk in the KV server"),
-        (
-            "start-timeout",
-            "start_timeout_s",
-            "SECONDS",
-            "time limit for all processes to become ready",
-        ),
+        ("start-timeout", "start_timeout_s", "SECONDS", "time limit for all processes to become ready"),
     ),
 ) + declare(
     "up",
@@ -127,3 +98,4 @@ UP_SETTINGS: Final = declare(
         ("once", "once", "", "exit after the demo request, with code 0"),
     ),
 )
+# fmt: on

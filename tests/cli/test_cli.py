@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pdserve as package
-from pdserve.cli import make_parser, normalise, settings_of
+from pdserve.cli import WITHOUT_FLAG, make_parser, normalise, settings_of
 from pdserve.commands import engine
 from pdserve.commands.catalogue import COMMANDS, Command
 from pdserve.config.load import Source
@@ -57,7 +57,9 @@ def test_version_is_printed() -> None:
 def test_every_flag_is_in_its_commands_help(command: Command) -> None:
     text = pdserve_here(*command.name.split(), "--help").stdout
     table = command.table()
-    shown = [s.flag for s in table.settings if not s.hidden and s.flag != "model"]
+    shown = [
+        s.flag for s in table.settings if not s.hidden and s.flag not in (*WITHOUT_FLAG, "model")
+    ]
     shown += [s.flag for s in table.shorthands if not s.hidden]
     assert [flag for flag in shown if f"--{flag}" not in text] == []
     assert "==SUPPRESS==" not in text

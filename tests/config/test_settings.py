@@ -11,7 +11,7 @@ from pdserve.config import connectors
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
 from pdserve.config.connectors import read_settings
 from pdserve.config.datasets import DatasetConfig
-from pdserve.config.doctor import DoctorConfig
+from pdserve.config.doctor import DOCTOR_SETTINGS, DoctorConfig
 from pdserve.config.http import ProxyConfig, ServerConfig
 from pdserve.config.load import Table, build, resolve
 from pdserve.config.log import LogConfig
@@ -19,7 +19,6 @@ from pdserve.config.schema import EngineConfig, Role, TransferConfig
 from pdserve.config.setting import parse
 from pdserve.config.settings import (
     bench_serve_table,
-    doctor_table,
     engine_table,
     proxy_table,
     up_table,
@@ -38,7 +37,7 @@ ROOTS: list[tuple[str, type[msgspec.Struct], Table]] = [
     ("log", LogConfig, ENGINE),
     ("proxy", ProxyConfig, proxy_table()),
     ("up", UpConfig, up_table()),
-    ("doctor", DoctorConfig, doctor_table()),
+    ("doctor", DoctorConfig, Table(DOCTOR_SETTINGS)),
     ("target", TargetConfig, bench_serve_table()),
     ("traffic", TrafficConfig, bench_serve_table()),
     ("dataset", DatasetConfig, bench_serve_table()),

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from pdserve.config.epp import EppConfig
-from pdserve.config.http import ProxyConfig
+from pdserve.config.http import EppConfig, ProxyConfig
 from pdserve.config.schema import ModelConfig
 from pdserve.errors import ConfigError
 from pdserve.proxy.app import Proxy

@@ -11,6 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
+from pdserve.config.setting import declare
 from pdserve.config.vllm import RELEASE, commands, connectors, flags, variables
 
 
@@ -46,6 +49,24 @@ class VllmName:
     name: str
     answer: VllmAnswer
     text: str = ""
+
+
+class VllmFlagsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rows of the table are shown.
+
+    Attributes:
+        filters: Rows that have each of these words, in any case.
+    """
+
+    filters: tuple[str, ...] = ()
+
+
+VLLM_FLAGS_SETTINGS: Final = declare(
+    "vllm_flags",
+    VllmFlagsConfig,
+    "output",
+    (("filters", "filters", "FILTER", "words that a row must have"),),
+)
 
 
 def table(settings: Collection[str]) -> list[VllmName]:
