@@ -313,8 +313,7 @@ class ModelRunner:
         verified = self._device_sampler.verified(coming)
         forward_s = time.perf_counter() - began_s
         if read and self._drafts is not None:
-            # Until the next replay, and what reads it may keep it.
-            hidden, *aux = (each.clone() for each in read)
+            hidden, *aux = read
             self._drafts.observe(prepared, hidden, aux, verified.token_ids)
         output = ModelRunnerOutput(step_id=step.step_id, forward_s=forward_s)
         return self._with_tokens(output, prepared, verified)
@@ -383,7 +382,9 @@ class ModelRunner:
         if self._link is None:
             self._batch.extend(rows, verified.token_ids)
             if self._drafts is not None:
-                self._drafts.note(rows.tolist(), verified.token_ids)
+                note = partial(self._drafts.note, rows.tolist(), verified.token_ids)
+                if self._replays is None or not self._replays.defers(note):
+                    note()
             self._batch.sit_out(rows[list(verified.hindered)])
         return self._answer(told_of(output, request_ids, verified, prepared.drafts))
 

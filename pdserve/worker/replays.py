@@ -60,6 +60,7 @@ class ReplayedSteps:
         self._all = StepGraphs(device, sizes, buffers.stage_padding, self._run)
         self.graphs: StepGraphs[tuple[Tensor, ...]] | None = None
         self._ahead: StepAhead | None = None
+        self._deferred: Callable[[], None] | None = None
         self._collected_s = 0.0
 
     def capture(self) -> None:
@@ -113,19 +114,31 @@ class ReplayedSteps:
         """Replay a step whose inputs are uploaded, and choose its tokens.
 
         Returns:
-            The tokens and the step's other outputs, both valid until the next replay.
+            The tokens, valid until the next replay, and copies of the step's other outputs, for
+            their reader to keep.
         """
         assert self.graphs is not None
         assert prepared.graph is not None
         results = self.graphs.replay(prepared.graph)
         logits, tokens, peaks, *read = (each[: prepared.num_tokens] for each in results)
-        return self._sampler.give(logits, tokens, peaks, staged), read
+        return self._sampler.give(logits, tokens, peaks, staged), [each.clone() for each in read]
 
     def go_ahead(self, prepared: PreparedStep, coming: ComingTokens, began_s: float) -> StepAhead:
         """Leave a launched step to the device, and let its requests go on meanwhile."""
         awaited = self._batch.wait_for(prepared.rows)
         self._ahead = StepAhead(prepared.request_ids, coming, awaited, began_s)
         return self._ahead
+
+    def defers(self, note: Callable[[], None]) -> bool:
+        """Put off what a later step notes until the tokens of the step ahead have been noted.
+
+        Returns:
+            False if there is no step ahead.
+        """
+        if self._ahead is None:
+            return False
+        self._deferred = note
+        return True
 
     def collect(self, step_id: int, ahead: StepAhead, drafts: Drafts | None) -> ModelRunnerOutput:
         """Wait for the tokens of the oldest step, and give them to its requests and drafter."""
@@ -137,11 +150,14 @@ class ReplayedSteps:
         token_ids: list[list[int]] = sampled.token_ids[:, None].tolist()
         if drafts is not None:
             rows = ahead.awaited.rows.tolist()
-            for row, told, has_request in zip(rows, token_ids, is_there, strict=True):
+            for row, sampled_ids, has_request in zip(rows, token_ids, is_there, strict=True):
                 if has_request:
-                    drafts.note([row], [told])
+                    drafts.note([row], [sampled_ids])
         if self._ahead is ahead:
             self._ahead = None
+        if self._deferred is not None:
+            self._deferred()
+            self._deferred = None
         return ModelRunnerOutput(
             step_id=step_id,
             request_ids=ahead.request_ids,

@@ -109,18 +109,22 @@ class Driver:
             rows: For drafts behind them.
         """
         output = self.worker.execute(self.plan(num_tokens, rows))
-        for name, num in num_tokens.items():
-            self._num_computed[name] += num - (name in output.unready_ids)
+        self.take(output)
+        return output
+
+    def take(self, output: ModelRunnerOutput) -> None:
+        """Take what was sampled in a step."""
+        for name in output.unready_ids:
+            self._num_computed[name] -= 1
         for name, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
             self.tokens[name] += tokens
             self.outputs[name] += tokens
             self._num_computed[name] += len(tokens) - 1
-        return output
 
     def plan(
         self, num_tokens: dict[str, int], rows: dict[str, int] | None = None
     ) -> SchedulerOutput:
-        """Return the step that computes so many tokens of each request."""
+        """Return the step that computes so many tokens of each request: they count from here on."""
         rows = rows or {}
         new, known = [], []
         for name, num in num_tokens.items():
@@ -142,6 +146,7 @@ class Driver:
                 )
             else:
                 known.append((RequestId(name), fresh, self._num_computed[name]))
+            self._num_computed[name] += num
         gone, self._gone = self._gone, []
         self._step_id += 1
         return SchedulerOutput(

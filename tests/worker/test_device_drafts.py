@@ -24,6 +24,7 @@ from tests.worker.test_drafting import DRAFTING, Recall, drafts_by, noisy, run
 from tests.worker.test_graphs import CPU, Engine
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from pdserve.wire.ids import RequestId
@@ -159,6 +160,39 @@ def test_a_request_that_has_rows_for_drafts_is_not_computed_ahead(tmp_path: Path
     engine.step({"r": 3})
     assert engine.runner.may_follow(engine.plan({"r": 1}))
     assert not engine.runner.may_follow(engine.plan({"r": 1}, {"r": 1}))
+
+
+class Listener(Recall):
+    """Drafts nothing, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__({}, list)
+        self.tokens: list[int] = []
+
+    def note(self, row: int, token_ids: Sequence[int]) -> None:
+        self.tokens += token_ids
+
+    def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
+        return {}
+
+
+def test_tokens_of_a_step_that_runs_to_its_end_are_noted_behind_those_of_the_step_before(
+    tmp_path: Path,
+) -> None:
+    engine = Engine(tmp_path, RecordedDevice(), speculative=DRAFTING)
+    listener = Listener()
+    drafts_by(engine, listener)
+    engine.add("r", [1, 2, 3])
+    engine.add("cut", [4, 5, 6])
+    engine.step({"r": 3, "cut": 1})
+    ahead = engine.runner.launch(engine.plan({"r": 1}))
+    behind = engine.runner.launch(engine.plan({"r": 1, "cut": 1}))  # "cut" samples nothing
+    for launched in (ahead, behind):
+        engine.take(engine.runner.collect(launched))
+    engine.step({"r": 1, "cut": 1}, {"r": 1})
+    engine.runner.finish_step()
+    assert listener.tokens[:4] == engine.outputs["r"]
+    assert len(set(listener.tokens[1:3])) == 2
 
 
 def test_drafts_that_are_looked_up_follow_steps_that_ran_ahead(tmp_path: Path) -> None:
