@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from pdserve.wire.ids import RequestId
     from pdserve.wire.sampling import SamplingParams, TokenLogprobs
+    from pdserve.worker.drafting.drafter import StepStates
 
 pytestmark = pytest.mark.slow
 
@@ -232,6 +233,32 @@ def test_what_drafts_by_a_model_reads_replayed_steps_as_launched_ones(
     assert found[0] == found[1]
     assert {size.num_tokens == size.num_requests for size in engine.replayed} == {True, False}
     assert (len(device.replays) > len(engine.replayed)) == (method == "draft_model")
+
+
+def test_states_of_replayed_steps_are_the_drafters_to_keep(tmp_path: Path) -> None:
+    target, _ = write_pair(tmp_path, num_layers=2)
+    write_eagle(tmp_path / "eagle3", "eagle3", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    speculative = SpeculativeConfig(
+        method="eagle3", model=str(tmp_path / "eagle3"), num_speculative_tokens=3
+    )
+    engine = Engine(target, RecordedDevice(), num_rows=2, speculative=speculative)
+    shown: list[tuple[torch.Tensor, torch.Tensor]] = []
+    drafts = engine.runner._drafts
+    assert drafts is not None
+    reader = drafts.reader
+    assert reader is not None
+    observe = reader.observe
+
+    def keep(states: StepStates) -> None:
+        shown.extend((each, each.clone()) for each in (states.hidden, *states.aux))
+        observe(states)
+
+    reader.observe = keep  # type: ignore[method-assign]
+    drafted_by(engine, 3)
+    engine.runner.finish_step()
+    assert len(shown) == 4 * len(engine.replayed)
+    assert {size.num_tokens == size.num_requests for size in engine.replayed} == {True, False}
+    assert all(torch.equal(each, at_first) for each, at_first in shown)
 
 
 def drafted_by(
