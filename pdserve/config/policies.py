@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import Final
 
 POLICIES: Final = {
-    "round_robin": "pdserve.proxy.policies.round_robin:round_robin",
-    "least_loaded": "pdserve.proxy.policies.least_loaded:least_loaded",
-    "prefix_sticky": "pdserve.proxy.policies.prefix_sticky:prefix_sticky",
-    "cache_aware": "pdserve.proxy.policies.cache_aware:cache_aware",
-    "power_of_two": "pdserve.proxy.policies.power_of_two:power_of_two",
-    "dynamo_cost": "pdserve.proxy.policies.dynamo_cost:dynamo_cost",
-    "llmd_blend": "pdserve.proxy.policies.llmd_blend:llmd_blend",
+    name: f"pdserve.proxy.policies.choosing:{name}"
+    for name in (
+        "round_robin",
+        "least_loaded",
+        "prefix_sticky",
+        "cache_aware",
+        "power_of_two",
+        "dynamo_cost",
+        "llmd_blend",
+    )
 }
 """By name, `module:function`."""
 SPLIT_POLICIES: Final = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from pdserve.proxy.brain.work import EngineWork, PromptWork, prompt_work
-from pdserve.proxy.policies.least_loaded import STALE_AFTER_S
+from pdserve.proxy.policies.choosing import STALE_AFTER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -5,7 +5,7 @@ one of them. It keeps no state, reads no clock and draws no random numbers, so t
 question has the same answer here, in a test and in a simulation of thousands of engines.
 What makes an engine fit is not a policy's concern: it is shown no other.
 
-To add one, write a function in this folder and add its line to `config/policies.py`, from which the
+To add one, write a function in this folder and add its name to `config/policies.py`, from which the
 command line and the property suite take all of them.
 """
 

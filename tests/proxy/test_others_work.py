@@ -14,7 +14,7 @@ from pdserve.proxy.brain.decision import repeated
 from pdserve.proxy.brain.ledger import WorkLedger
 from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.brain.work import EngineWork
-from pdserve.proxy.policies.least_loaded import STALE_AFTER_S
+from pdserve.proxy.policies.choosing import STALE_AFTER_S
 from pdserve.wire.events import RoutingLoad
 from pdserve.wire.hop import Registration
 from pdserve.wire.request import EngineInfo

@@ -17,9 +17,7 @@ from pdserve.proxy.policies import (
     policy_named,
     split_policy_named,
 )
-from pdserve.proxy.policies.cache_aware import cache_aware
-from pdserve.proxy.policies.least_loaded import least_loaded
-from pdserve.proxy.policies.prefix_sticky import prefix_sticky
+from pdserve.proxy.policies.choosing import cache_aware, least_loaded, prefix_sticky
 from tests.proxy.scripted import ScriptedEngine, text_of
 
 views = st.lists(
