@@ -178,13 +178,15 @@ class Transcript:
             if self._took_alike(data):
                 return
             end = data.find(b"\n\n") + 2
-            self._read(data[:end])
+            self.read(data[:end])
             data = data[end:]
-        self._read(data)
+        self.read(data)
 
-    def read(self) -> None:
-        """Do the same event by event, for few events."""
-        self._read(self._taken())
+    def read(self, data: bytes) -> None:
+        """Note whole events one by one, at once."""
+        for event in SseParser().feed(data):
+            if not event.is_done:
+                self._note(event)
 
     def _taken(self) -> bytes:
         data = b"".join(self._recent)
@@ -201,11 +203,6 @@ class Transcript:
         choice = self.choices.setdefault(self._mould.choice, _Choice())
         choice.runs.setdefault(self._mould.path, _Run()).add(text, self._mould.path)
         return True
-
-    def _read(self, data: bytes) -> None:
-        for event in SseParser().feed(data):
-            if not event.is_done:
-                self._note(event)
 
     def _note(self, event: Event) -> None:
         try:
@@ -234,8 +231,7 @@ def _mould_of(raw: bytes) -> _Mould | None:
 def _only_run(event: bytes, length: int) -> tuple[int, Path] | None:
     """Return the place of an event's only run, if it has that length; else None."""
     sample = Transcript()
-    sample.add(event)
-    sample.read()
+    sample.read(event)
     for index, choice in sample.choices.items():
         runs = [(path, run.length) for path, run in choice.runs.items()]
         has_more = len(sample.choices) > 1 or choice.roles or choice.has_ended

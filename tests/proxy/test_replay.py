@@ -234,6 +234,14 @@ def test_a_transcript_is_small_however_long_its_stream(make):
     assert long - short < 2 * RECENT_BYTES
 
 
+def test_an_event_longer_than_what_is_kept_unread_is_compared_like_any_other():
+    long = "a" * (RECENT_BYTES + 1)
+    replay = after(event(chat(0, long, role=True)))
+    assert what_a_client_sees(run(replay, event(chat(0, long + "b", role=True)))) == {
+        0: ("b", "b", 0, 0)
+    }
+
+
 def test_a_stream_that_cannot_be_read_is_not_begun_again():
     with pytest.raises(DivergedError, match="cannot be read"):
         after(b"data: nonsense\n\n")
