@@ -77,9 +77,9 @@ class Fields:
         return int(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """True or false."""
-        value = self._config.get(name)
-        value = default if value is None else value
+        """True or false; null is false, as in transformers."""
+        value = self._config.get(name, default)
+        value = False if value is None else value
         if not isinstance(value, bool):
             raise self.error(name, value, "true or false is needed")
         return value

@@ -86,7 +86,7 @@ def read_eagle(directory: Path, method: str, target: ModelArch) -> EagleArch:
             raise top.error("transformer_layer_config", section, "an object is needed")
         layer = section
     top.only("norm_before_fc", False)
-    arch = parse_arch({**layer, "architectures": ["LlamaForCausalLM"]})
+    arch = parse_arch({**layer, "architectures": ["LlamaForCausalLM"], "model_type": None})
     if arch.num_layers != 1:
         raise top.error("num_hidden_layers", arch.num_layers, "heads of one layer are served")
     for name, found, wanted in (

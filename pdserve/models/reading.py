@@ -33,8 +33,14 @@ def read_arch(directory: Path) -> ModelArch:
     """Read `directory/config.json`.
 
     Raises:
-        ConfigError: There is no such directory or file, or `parse_arch` refuses it.
+        ConfigError: There is no such directory or file, `parse_arch` refuses it, or there is an
+            adapter beside it.
     """
+    if (adapter := directory / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{adapter}: adapters are not applied: merge it into the weights, or remove it",
+            param="model",
+        )
     return parse_arch(read_config(directory))
 
 
@@ -57,7 +63,9 @@ def parse_arch(config: dict[str, Any]) -> ModelArch:
         raise ConfigError(
             f"architecture {name!r} is not supported: use one of {', '.join(KNOWN)}", param="model"
         )
-    return _FAMILIES[name](Fields(name, config))
+    fields = Fields(name, config)
+    fields.only("model_type", *_MODEL_TYPES[name])
+    return _FAMILIES[name](fields)
 
 
 class _Defaults(NamedTuple):
@@ -97,10 +105,15 @@ def _decoder(
     read_fp8(fields)  # or it is not quantised
     fields.only("hidden_act", "silu", "swish")
     fields.only("is_encoder_decoder", False)
+    fields.only("is_causal", True)
+    fields.only("per_layer_config", {})
     fields.only("partial_rotary_factor", 1, 1.0)
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
-    num_kv_heads = fields.count("num_key_value_heads", defaults.num_kv_heads)
+    is_null = "num_key_value_heads" in fields and fields.get("num_key_value_heads") is None
+    num_kv_heads = fields.count(
+        "num_key_value_heads", num_heads if is_null else defaults.num_kv_heads
+    )
     if num_heads % num_kv_heads:
         raise fields.error(
             "num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})"
@@ -401,6 +414,18 @@ _FAMILIES: dict[str, Callable[[Fields], ModelArch]] = {
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
 }
+
+_MODEL_TYPES: dict[str, tuple[str, ...]] = {
+    "LlamaForCausalLM": ("llama",),
+    "MistralForCausalLM": ("mistral",),
+    "Qwen2ForCausalLM": ("qwen2",),
+    "Qwen3ForCausalLM": ("qwen3",),
+    "MixtralForCausalLM": ("mixtral",),
+    "Qwen3MoeForCausalLM": ("qwen3_moe",),
+    "DeepseekV2ForCausalLM": ("deepseek_v2",),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "kimi_k2"),
+}
+"""Types of a family's configurations, by which transformers chooses the model that it builds."""
 
 KNOWN = tuple(sorted(_FAMILIES))
 """Names of all architectures that can be read."""

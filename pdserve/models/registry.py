@@ -17,6 +17,7 @@ from pdserve.models.arch import ModelArch
 from pdserve.models.layers.linear import kv_heads_of
 from pdserve.models.layers.parameter import Placement
 from pdserve.models.reading import read_arch
+from pdserve.models.tied_head import check_tied_head
 from pdserve.models.weights import Checkpoint, DummyWeights, WeightSource, load_weights
 from pdserve.parallel import placed
 from pdserve.parallel.mesh import split_layers
@@ -204,6 +205,8 @@ def load_model(
     arch = read_arch(directory)
     max_model_len = _max_model_len(config.model, arch)
     checkpoint = None if config.model.load_format == "dummy" else Checkpoint(directory)
+    if checkpoint is not None and arch.tie_embeddings:
+        check_tied_head(checkpoint)
     dtype = _dtype(config.model, arch, checkpoint)
     source: WeightSource = checkpoint or DummyWeights(
         seed=config.model.seed, std=arch.initializer_range, dtype=dtype, identity=arch.digest

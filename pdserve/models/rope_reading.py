@@ -29,8 +29,23 @@ _ROPE_FIELDS = {
 
 
 def rope_section(fields: Fields) -> Fields | None:
-    """The scaling of rotary embedding, from transformers 5's or 4's field; None = not there."""
-    return fields.section("rope_parameters") or fields.section("rope_scaling")
+    """The scaling of rotary embedding, from transformers 5's or 4's field; None = not there.
+
+    Raises:
+        ConfigError: Both are there and differ; transformers would take the older one alone.
+    """
+    found = [
+        section
+        for name in ("rope_parameters", "rope_scaling")
+        if (section := fields.section(name)) is not None and section.names()
+    ]
+    if len(found) == 2 and fields.get("rope_parameters") != fields.get("rope_scaling"):
+        raise fields.error(
+            "rope_scaling",
+            fields.get("rope_scaling"),
+            "rope_parameters differs from it: keep one of them, with all of its fields",
+        )
+    return found[0] if found else None
 
 
 def read_rope(fields: Fields, max_positions: int, default_theta: float) -> RopeArch:

@@ -15,7 +15,6 @@ import struct
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -25,16 +24,17 @@ from pdserve.errors import ConfigError
 from pdserve.models import fp8
 from pdserve.models.config_json import Fields, read_config
 from pdserve.models.file_digest import DigestCache, FileDigest
+from pdserve.models.shard_paths import LFS_MAGIC, shard_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from torch import Tensor
 
     from pdserve.parallel.group import World
 
-_LFS_MAGIC = b"version https://git-lfs"
 _DECODER = "model."
 """How tensors of a decoder with a head are named."""
 _MAX_DIGEST_THREADS = 4
@@ -152,15 +152,15 @@ class Checkpoint:
     tensor names relative to their decoder. FP8 weights are widened (`fp8`).
 
     Raises:
-        ConfigError: No safetensors, a shard named by the index is missing, a file is a Git LFS
-            pointer or is cut short; or it is quantised in a format other than FP8.
+        ConfigError: `shard_paths` refuses the directory, a file is a Git LFS pointer or is cut
+            short; or it is quantised in a format other than FP8.
     """
 
     def __init__(self, directory: Path) -> None:
         has_config = (directory / "config.json").is_file()
         config = read_config(directory) if has_config else {}
         self._fp8 = fp8.read_fp8(Fields("", config))
-        self._shards = [_Shard(path) for path in _shard_paths(directory)]
+        self._shards = [_Shard(path) for path in shard_paths(directory)]
         if not any(shard.tensors for shard in self._shards):
             raise ConfigError(
                 f"the safetensors files in {str(directory)!r} hold no tensors", param="model"
@@ -322,7 +322,7 @@ class _Shard:
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(64)
-            if start.startswith(_LFS_MAGIC):
+            if start.startswith(LFS_MAGIC):
                 raise ConfigError(
                     f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in "
                     f"{str(path.parent)!r}, or download the file itself",
@@ -365,37 +365,6 @@ class _Shard:
                         yield name, file.get_slice(stored)[region]
         except (SafetensorError, OSError) as error:
             raise self._broken(str(error)) from None
-
-
-def _shard_paths(directory: Path) -> list[Path]:
-    """The files an index names, or else every safetensors file. Sorted by name."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        content = index.read_bytes()
-        if content.startswith(_LFS_MAGIC):
-            raise ConfigError(f"{index} is a Git LFS pointer: run `git lfs pull`", param="model")
-        try:
-            names = sorted(set(json.loads(content)["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{index} has no weight_map", param="model") from None
-        paths = [directory / name for name in names]
-        missing = [path.name for path in paths if not path.is_file()]
-        if missing:
-            raise ConfigError(
-                f"model {str(directory)!r} lacks {len(missing)} of the {len(paths)} shards that "
-                f"its index names: {', '.join(missing)}",
-                param="model",
-            )
-        return paths
-    single = directory / "model.safetensors"
-    paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-    if not paths:
-        raise ConfigError(
-            f"model {str(directory)!r} has no *.safetensors: convert its weights to safetensors, "
-            "or use --load-format dummy for random weights",
-            param="model",
-        )
-    return paths
 
 
 class DummyWeights:

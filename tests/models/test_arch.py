@@ -96,6 +96,18 @@ def test_rope_is_read_as_either_transformers_writes_it(fields: dict[str, Any]) -
     assert arch.max_context_len == 1024
 
 
+def test_rope_that_is_written_in_both_ways_alike_is_read() -> None:
+    linear = {"rope_type": "linear", "factor": 2.5}
+    for other in ({}, linear):
+        arch = parse_arch(config(rope_parameters=other, rope_scaling=linear))
+        assert (arch.rope.kind, arch.rope.factor) == (RopeKind.LINEAR, 2.5)
+
+
+def test_kv_heads_that_are_null_are_as_many_as_query_heads() -> None:
+    arch = parse_arch(config(architectures=["MistralForCausalLM"], num_key_value_heads=None))
+    assert arch.num_kv_heads == 4
+
+
 def test_yarn_extends_the_context_beyond_its_pretraining() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     arch = parse_arch(config(rope_scaling=scaling))
@@ -250,6 +262,12 @@ def test_pairs_rotate_as_neighbours_unless_deepseek_v3_says_halves() -> None:
     assert not mla_of(**V3, rope_interleave=False)[1].interleaved_rope
 
 
+@pytest.mark.parametrize("name", ["norm_topk_prob", "rope_interleave"])
+def test_a_flag_of_deepseek_v3_that_is_null_is_false(name: str) -> None:
+    assert parse_arch(config(**{**V3, name: None})) == parse_arch(config(**{**V3, name: False}))
+    assert parse_arch(config(**{**V3, name: None})) != parse_arch(config(**V3))
+
+
 def test_equal_shapes_have_equal_digests_and_others_not() -> None:
     assert parse_arch(config()).digest == parse_arch(config(transformers_version="9")).digest
     assert parse_arch(config()).digest != parse_arch(config(rope_theta=5e5)).digest
@@ -272,7 +290,14 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
             {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
             "rope_parameters.full_attention",
         ),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "linear"}},
+            "rope_scaling is {'type': 'linear'}: rope_parameters differs",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"is_causal": False}, "is_causal is False"),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}, "per_layer_config is"),
+        ({"model_type": "mistral"}, "model_type is 'mistral': only 'llama'"),
         ({"sliding_window": 100}, "sliding_window"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
         ({"head_dim": 15}, "head_dim is 15"),
@@ -329,6 +354,13 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_arch(tmp_path)
+
+
+def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: adapters are not applied"):
         read_arch(tmp_path)
 
 

@@ -124,6 +124,17 @@ def test_rotary_buffers_and_a_repeated_tied_head_are_not_unexpected(
     load(tmp_path)
 
 
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(
+    save_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    save_model(tie_word_embeddings=True)
+    rewrite(
+        tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].roll(1, 0)})
+    )
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings is True, but lm_head\.weight"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -161,6 +172,15 @@ def test_a_missing_shard_is_named(save_model: Callable[..., Any], tmp_path: Path
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(ConfigError, match=rf"lacks 1 of the \d+ shards.*{gone.name}"):
+        load(tmp_path)
+
+
+def test_a_whole_model_beside_other_shards_is_refused(
+    save_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    save_model(max_shard_size="60KB")
+    shutil.copy(min(tmp_path.glob("*.safetensors")), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not one of the shards"):
         load(tmp_path)
 
 
