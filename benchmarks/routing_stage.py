@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.deployments import Asker, until_ready
 from benchmarks.shapes import SMOLLM2_135M, write_model
-from pdserve.bench.caches import reset_prefix_caches
 from pdserve.bench.datasets.prompts import Segment
-from pdserve.bench.endpoint import ask_served
+from pdserve.bench.endpoint import ask_served, reset_prefix_caches
 from pdserve.bench.preparing import plan_of, prompts_of
 from pdserve.bench.records import Planned
 from pdserve.bench.target import Target

@@ -32,13 +32,13 @@ from pdserve.commands.exit_codes import (
     EXIT_PEER,
     EXIT_USAGE,
 )
-from pdserve.commands.lifeline import end_with_supervisor
 from pdserve.config.load import Resolved, Table, did_you_mean, resolve, unknown_variables
 from pdserve.config.setting import Required, Setting, Shorthand, canonical, parse
 from pdserve.config.settings import SHORT
 from pdserve.config.vllm.answers import unread
 from pdserve.config.vllm.commands import ABSENT_COMMANDS
 from pdserve.errors import ConfigError, PdserveError, PeerError
+from pdserve.lifeline import end_with_supervisor
 
 MODEL_HELP: Final = (
     "a directory in Hugging Face format, a model on the hub, or the word boxed for the model that "

@@ -1,4 +1,4 @@
-"""A child process that never outlives the process that started it."""
+"""Child processes that never outlive the process that started them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
+SUPERVISOR_VARIABLE: Final = "PDSERVE_SUPERVISOR_PID"
+"""Names the supervisor's process id to a child."""
 
 
 def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -22,3 +24,10 @@ def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent_pid:
         sys.exit(1)
+
+
+def end_with_supervisor() -> None:
+    """If a supervisor started this process, drain and end when it does."""
+    supervisor = os.environ.pop(SUPERVISOR_VARIABLE, None)
+    if supervisor is not None:
+        end_with_parent(int(supervisor), signal.SIGTERM)

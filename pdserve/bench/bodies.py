@@ -101,10 +101,10 @@ def follow(before: Prompt, text: str, token_ids: list[int], prompt: Prompt) -> P
     first, second = list(before), list(prompt)
     if first and isinstance(first[0], dict):
         answer: Message = {"role": "assistant", "content": text}
-        return [*first, answer, *second]  # type: ignore[return-value]
+        return [*first, answer, *second]
     if not token_ids:
         raise ValueError("the server does not return token ids (return_token_ids)")
-    return [*first, *token_ids, *second]  # type: ignore[return-value]
+    return [*first, *token_ids, *second]
 
 
 def unlike(prompt: Prompt) -> Prompt:

@@ -1,4 +1,8 @@
-"""Checks that an endpoint answers, and for which model, before anything is measured."""
+"""What is asked of an endpoint before anything is measured.
+
+Which model it serves, whether it answers, and to drop its prefix cache, so that a run does not
+benefit from an earlier one.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from pdserve.errors import PeerError
 AnswerT = TypeVar("AnswerT")
 
 _AGAIN_S: Final = 0.2
+_TIMEOUT: Final = aiohttp.ClientTimeout(total=30.0)
 _FINAL_STATUSES: Final = (400, 401, 403, 404, 405, 413, 422)
 """Statuses that waiting does not change."""
 
@@ -78,7 +83,7 @@ async def ask_served(target: Target, timeout_s: float = 0.0) -> ServedModel:
             raise PeerError(f"{url} has no model {target.model!r}: use one of its models ({known})")
         raise PeerError(f"{url} names no model: name one with --model")
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30.0)) as session:
+    async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
         return await _patiently(ask, url, timeout_s)
 
 
@@ -115,6 +120,26 @@ async def until_answers(
             raise PeerError(f"{target.url} answered with an error: {answer.error}")
 
     await _patiently(ask, target.url, timeout_s)
+
+
+async def reset_prefix_caches(target: Target) -> str | None:
+    """Reset the cache; return None on success, else the reason in words.
+
+    pdserve's engines and its proxy support it, and vLLM with VLLM_SERVER_DEV_MODE=1.
+    """
+    url = f"{target.base_url.rstrip('/')}/reset_prefix_cache"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT) as session,
+            session.post(url, headers=target.headers) as response,
+        ):
+            if response.status == 200:
+                return None
+            if response.status in {404, 405}:
+                return f"{url} does not exist: {response.status}"
+            return f"{url} answered {response.status}: {(await response.text())[:300].strip()}"
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return f"{url} did not answer: {error or type(error).__name__}"
 
 
 async def _patiently(ask: Callable[[], Awaitable[AnswerT]], url: str, timeout_s: float) -> AnswerT:

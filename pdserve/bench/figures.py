@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -47,7 +47,7 @@ def figures(
         that caches had, and that were computed), `stages`, `client`, `cores`, `valid`,
         `why_not`, `topology`, `environment`.
     """
-    good = [each for each in run.outcomes if each.is_good]
+    good = run.answered
     duration_s = run.duration_s or math.nan
     num_in = sum(each.num_prompt_tokens for each in good)
     num_out = sum(each.num_output_tokens for each in good)
@@ -60,7 +60,7 @@ def figures(
         "num_prompts": len(run.outcomes),
         "duration": run.duration_s,
         "completed": len(good),
-        "failed": _num_failed(run.outcomes),
+        "failed": sum(each.has_failed for each in run.outcomes),
         "total_input_tokens": num_in,
         "total_output_tokens": num_out,
         "request_throughput": len(good) / duration_s,
@@ -101,7 +101,7 @@ def figures(
         },
         "cores": msgspec.to_builtins(run.cores),
         "groups": _groups(run, goodput, percentiles),
-        "prompts": _prompts(good),
+        "prompts": prompt_figures(good),
         "stages": _stages(good),
         "topology": run.engines,
         "finish_reasons": dict(Counter(each.finish_reason or "none" for each in good)),
@@ -127,10 +127,6 @@ def details(run: Run) -> dict[str, Any]:
 def percentile_word(percent: float) -> str:
     """Return a percentile as used in keys: `p99`, `p99.9`."""
     return f"p{percent:g}"
-
-
-def _num_failed(outcomes: Iterable[Outcome]) -> int:
-    return sum(not each.is_good and not each.is_cancelled for each in outcomes)
 
 
 def _latencies(good: Sequence[Outcome], percentiles: Sequence[float]) -> dict[str, float]:
@@ -167,19 +163,19 @@ def _groups(
         result[name] = {
             "num_prompts": len(members),
             "completed": len(good),
-            "failed": _num_failed(members),
+            "failed": sum(each.has_failed for each in members),
             "cancelled": sum(each.is_cancelled for each in members),
             "total_input_tokens": sum(each.num_prompt_tokens for each in good),
             "total_output_tokens": sum(each.num_output_tokens for each in good),
             "request_goodput": within / duration_s if goodput else None,
-            "prompts": _prompts(good),
+            "prompts": prompt_figures(good),
             **_latencies(good, percentiles),
         }
     return result
 
 
-def _prompts(good: Sequence[Outcome]) -> dict[str, float] | None:
-    """Computed tokens of the prompts, over requests whose cached tokens are known."""
+def prompt_figures(good: Sequence[Outcome]) -> dict[str, float] | None:
+    """Computed and cached tokens of the prompts, over requests whose cached tokens are known."""
     reporting = [each for each in good if each.num_cached_tokens is not None]
     if not reporting:
         return None

@@ -30,9 +30,18 @@ def save(run: Run | None, figures: Mapping[str, Any], path: Path) -> None:
         ConfigError: The file cannot be written.
     """
     content = dict(figures) if run is None else {**figures, _RUN_KEY: msgspec.to_builtins(run)}
+    write_file(path, msgspec.json.format(msgspec.json.encode(content), indent=1))
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file of text that ends in a line feed; its directory is created if missing.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+        path.write_bytes(content + b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 

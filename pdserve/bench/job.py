@@ -6,8 +6,7 @@ A frame is its length in four bytes, big endian, and one struct. Knows no proces
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -19,24 +18,13 @@ from pdserve.bench.records import Outcome, Planned
 _LENGTH: Final = struct.Struct(">I")
 
 
-class Sent(Planned, frozen=True, kw_only=True, omit_defaults=True):
-    """A planned request in a message, where the prompt's form must be explicit."""
-
-    prompt: Any
-
-
-def to_send(plan: Iterable[Planned]) -> list[Sent]:
-    """Return a plan in the form for messages."""
-    return [Sent(**msgspec.structs.asdict(each)) for each in plan]
-
-
 class ClientJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One process's share of a run; its first message."""
 
     asking: Asking
     sending: Sending
-    plan: list[Sent]
-    warmups: list[Sent]
+    plan: list[Planned]
+    warmups: list[Planned]
 
 
 class BeginJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):

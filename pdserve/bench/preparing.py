@@ -11,11 +11,10 @@ from pathlib import Path
 import msgspec
 
 from pdserve.bench.arrivals import ArrivalLaw, cancel_some, schedule
-from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.registry import make_plan
 from pdserve.bench.endpoint import ServedModel
-from pdserve.bench.records import Planned
+from pdserve.bench.records import Planned, RequestPlan
 from pdserve.bench.runner import Options
 from pdserve.bench.target import ApiEndpoint, Target
 from pdserve.config.bench import TargetConfig, TrafficConfig

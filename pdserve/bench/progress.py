@@ -6,6 +6,7 @@ A terminal gets the former, a file or a pipe the latter.
 from __future__ import annotations
 
 import math
+import shutil
 from typing import Final, TextIO
 
 from pdserve.bench.runner import RunProgress
@@ -15,16 +16,11 @@ _CLEAR: Final = "\r\x1b[2K"
 
 
 class ProgressLine:
-    """Draws progress.
+    """Draws progress on `out`, usually stderr, as wide as the terminal is."""
 
-    Args:
-        out: Usually stderr.
-        width: Width of the terminal, in columns.
-    """
-
-    def __init__(self, out: TextIO, *, width: int = 100) -> None:
+    def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._width = width
+        self._width = shutil.get_terminal_size((100, 24)).columns
         self._is_tty = out.isatty()
         self._next_s = 0.0
         self._is_drawn = False
@@ -45,7 +41,7 @@ class ProgressLine:
             return
         self._out.flush()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Clear the line, so that the next output begins on an empty one."""
         if self._is_drawn:
             self._out.write(_CLEAR)

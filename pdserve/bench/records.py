@@ -8,12 +8,14 @@ seconds since its start. Knows no endpoint, no clock and no figure.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 Message = dict[str, str]
-Prompt = str | list[int] | list[Message]
+Prompt = str | Sequence[int | Message]
+"""Text, token ids, or chat messages."""
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -21,7 +23,6 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         index: Its place in the run; unique.
-        prompt: Text, token ids, or chat messages.
         max_tokens: Output tokens to ask for.
         num_prompt_tokens: Prompt tokens, if the data set knows.
         at_s: When it is due; None before arrivals were drawn. With `after`: never before this.
@@ -45,6 +46,21 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     delay_s: float = 0.0
     cancel_after_s: float | None = None
     cancel_after_tokens: int | None = None
+
+
+class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a data set produces: the requests of a run before arrivals are drawn.
+
+    Attributes:
+        requests: Requests by `index`. Those of a data set with its own times have `at_s`.
+        description: The data set and its parameters in words, for `Run.dataset`.
+        notes: Sentences for readers of the figures: what was left out and how much, and what was
+            repeated.
+    """
+
+    requests: list[Planned]
+    description: str
+    notes: list[str] = []
 
 
 class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -98,6 +114,11 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
     def is_good(self) -> bool:
         """Whether it was answered to the end, with at least one token."""
         return not self.error and not self.is_cancelled and bool(self.chunk_s)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it was neither answered nor cancelled on purpose."""
+        return not self.is_good and not self.is_cancelled
 
     @property
     def ttft_s(self) -> float:
@@ -216,3 +237,8 @@ class Run(msgspec.Struct, kw_only=True):
     health: RunHealth
     engines: list[dict[str, str]] = []
     cores: CoresUsed | None = None
+
+    @property
+    def answered(self) -> list[Outcome]:
+        """Outcomes of the requests that were answered to the end."""
+        return [each for each in self.outcomes if each.is_good]

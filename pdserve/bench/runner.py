@@ -24,7 +24,7 @@ from pdserve.bench.clients import ClientProcess, client_processes
 from pdserve.bench.cores import CpuReading, Watched, read_cpu, serving, used_cores
 from pdserve.bench.endpoint import ask_served, until_answers
 from pdserve.bench.histogram import Histogram
-from pdserve.bench.job import BeginJob, ClientJob, Ended, JobNews, JobReady, to_send
+from pdserve.bench.job import BeginJob, ClientJob, Ended, JobNews, JobReady
 from pdserve.bench.records import CoresUsed, Outcome, Planned, Run
 from pdserve.bench.stages import FETCH_EVERY, Stages
 from pdserve.bench.target import Target
@@ -302,8 +302,8 @@ def _share_out(plan: Sequence[Planned], asking: Asking, options: Options) -> lis
                 keep_text=options.keep_text,
                 id_prefix=f"bench-{run_id}-",
             ),
-            plan=to_send(share),
-            warmups=to_send(warmups[process::number]),
+            plan=share,
+            warmups=warmups[process::number],
         )
         for process, share in enumerate(shares)
     ]

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from pdserve.bench.files import write_file
 from pdserve.bench.search import LoadAxis, Search, bracket
 from pdserve.errors import ConfigError, PdserveError
 
@@ -350,11 +351,7 @@ def save(sweep: Sweep, path: Path) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(sweep), indent=1) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    write_file(path, msgspec.json.format(msgspec.json.encode(sweep), indent=1))
 
 
 def is_sweep(content: bytes) -> bool:

@@ -56,6 +56,11 @@ def log_start(command: str, resolved: Mapping[str, Resolved]) -> None:
     _log.info(LogEvent("start", fields, text))
 
 
+def say(text: str, end: str = "\n") -> None:
+    """Write to the person who runs the command."""
+    print(text, end=end, flush=True)
+
+
 def tell_note(text: str) -> None:
     """Say that something was set without effect: in the command's log, or on stderr alone."""
     if logging.getLogger("pdserve").handlers:

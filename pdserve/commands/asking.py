@@ -36,7 +36,7 @@ def asked(base_url: str, path: str, api_keys: Sequence[str]) -> bytes:
             body: bytes = response.read()
             return body
     except urllib.error.HTTPError as error:
-        message = _message(error.read()) or f"status {error.code}"
+        message = error_message(error.read()) or f"status {error.code}"
         if error.code in {401, 403}:
             raise ConfigError(
                 f"{base_url} needs a key ({message}): give it with --api-key, or set "
@@ -52,8 +52,8 @@ def asked(base_url: str, path: str, api_keys: Sequence[str]) -> bytes:
         ) from error
 
 
-def _message(body: bytes) -> str:
-    """What an error object says; empty if it is none."""
+def error_message(body: bytes) -> str:
+    """Return what an error object says; empty if it is none."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

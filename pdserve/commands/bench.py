@@ -7,10 +7,10 @@ may not be believed (unless `--allow-invalid`): the client was too slow, or othe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import re
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +55,6 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
     arrivals_of(traffic)  # before anything is asked
     print("\n".join([title("bench serve"), *given_lines(resolved)]), flush=True)
     target = target_of(target_config, os.environ)
-    line = ProgressLine(sys.stderr, width=shutil.get_terminal_size((100, 24)).columns)
 
     async def work() -> tuple[Run, list[Planned], list[str]]:
         served = await ask_served(target, traffic.ready_check_timeout_s)
@@ -92,10 +91,8 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
         )
         return run, requests, [*measured, *plan.notes]
 
-    try:
+    with contextlib.closing(ProgressLine(sys.stderr)) as line:
         run, requests, notes = asyncio.run(work())
-    finally:
-        line.end()
     found = figures_of(run, slos, result, traffic, target)
     found["pdserve"]["notes"] = [*notes, *found["pdserve"]["notes"], *_short(run, requests)]
     print(
@@ -148,7 +145,7 @@ def figures_of(
 def _short(run: Run, requests: Sequence[Planned]) -> list[str]:
     """Say if answers were shorter than asked for: figures of other runs have other lengths."""
     asked = {each.index: each.max_tokens for each in requests}
-    good = [each for each in run.outcomes if each.is_good]
+    good = run.answered
     short = sum(each.num_output_tokens < asked[each.index] for each in good)
     if not short:
         return []

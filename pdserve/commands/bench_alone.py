@@ -32,12 +32,7 @@ def one_engine(topologies: Sequence[Topology]) -> Topology | None:
 
     None if everything runs already.
     """
-    engines = [
-        engine
-        for topology in topologies
-        if topology.kind is Kind.DISAGGREGATED
-        for engine in topology.engines
-    ] or [engine for topology in topologies for engine in topology.engines]
+    engines = _of_pd(topologies) or [each for one in topologies for each in one.engines]
     if not engines:
         return None
     cores = min((engine.cores for engine in engines), key=len)
@@ -46,12 +41,7 @@ def one_engine(topologies: Sequence[Topology]) -> Topology | None:
 
 def why_no_bound(topologies: Sequence[Topology]) -> str | None:
     """Why the rate-matched bound says nothing here; empty if there is no P/D to say it of."""
-    engines = [
-        engine
-        for topology in topologies
-        if topology.kind is Kind.DISAGGREGATED
-        for engine in topology.engines
-    ]
+    engines = _of_pd(topologies)
     if not engines:
         return ""
     if len({len(engine.cores) for engine in engines}) > 1:
@@ -59,6 +49,10 @@ def why_no_bound(topologies: Sequence[Topology]) -> str | None:
             "The rate-matched bound was not measured: the engines have different numbers of cores."
         )
     return None
+
+
+def _of_pd(topologies: Sequence[Topology]) -> list[EnginePlace]:
+    return [each for one in topologies if one.kind is Kind.DISAGGREGATED for each in one.engines]
 
 
 async def measure_rates(

@@ -36,7 +36,6 @@ from pdserve.bench.compare.topology import (
     Topology,
     baseline,
 )
-from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.digits import number
 from pdserve.bench.endpoint import ServedModel, ask_served
 from pdserve.bench.goodput import Slo, parse_goodput
@@ -49,10 +48,10 @@ from pdserve.bench.preparing import (
     sampling_in_words,
     traffic_of,
 )
-from pdserve.bench.records import Planned
+from pdserve.bench.records import Planned, RequestPlan
 from pdserve.bench.report.page import chosen_rate, render
 from pdserve.bench.target import Target
-from pdserve.commands.announce import given_lines, title
+from pdserve.commands.announce import given_lines, say, title
 from pdserve.commands.bench_alone import measure_rates, one_engine, why_no_bound
 from pdserve.commands.bench_chosen import paths_of, topologies_of
 from pdserve.commands.bench_deployments import Running, Starter, commands_of
@@ -106,9 +105,7 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
             _write(render(comparison), report)
             say(f"Report: {report}")
         has_failed = any(
-            not outcome.is_good and not outcome.is_cancelled
-            for each in comparison.measured
-            for outcome in each.run.outcomes
+            outcome.has_failed for each in comparison.measured for outcome in each.run.outcomes
         )
         is_valid = not any(comparison.why_not(m.deployment, m.rate) for m in comparison.measured)
         return EXIT_FAILED if has_failed or not (is_valid or result.allow_invalid) else EXIT_DONE
@@ -403,8 +400,3 @@ def _write(page: str, path: Path) -> None:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--report {path} cannot be written: {error.strerror}") from error
-
-
-def say(text: str) -> None:
-    """Write to the person who started all this."""
-    print(text, flush=True)

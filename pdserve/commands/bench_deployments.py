@@ -24,7 +24,7 @@ import aiohttp
 
 from pdserve.bench.compare.topology import EnginePlace, Kind, Topology
 from pdserve.bench.cores import PROXY, SERVERS, STORE, Watched
-from pdserve.commands.children import Child, ChildFailedError, ChildSpec
+from pdserve.commands.children import Child, ChildFailedError, ChildSpec, while_alive
 from pdserve.commands.demo import wait_ready
 from pdserve.commands.segments import remove_ownerless
 from pdserve.config.compare import CompareConfig
@@ -81,17 +81,7 @@ class Running:
         Raises:
             ChildFailedError: One did.
         """
-        task = asyncio.create_task(work)
-        try:
-            await asyncio.wait({task, *self.lives}, return_when=asyncio.FIRST_COMPLETED)
-            for life in self.lives:
-                if life.done():
-                    life.result()
-            return await task
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+        return await while_alive(work, self.lives)
 
 
 def members_of(

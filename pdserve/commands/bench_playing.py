@@ -6,13 +6,13 @@ Knows no topology but what it is called, and no figure.
 from __future__ import annotations
 
 import asyncio
-import shutil
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Final
 
-from pdserve.bench.caches import reset_prefix_caches
 from pdserve.bench.compare.topology import Kind, Topology
+from pdserve.bench.endpoint import reset_prefix_caches
 from pdserve.bench.progress import ProgressLine
 from pdserve.bench.records import Planned, Run
 from pdserve.bench.runner import Options, PlanOrigin, run_plan
@@ -78,8 +78,7 @@ class Player:
             ChildFailedError: A process of it ended.
             PdserveError: What `run_plan` raises.
         """
-        line = ProgressLine(sys.stderr, width=shutil.get_terminal_size((100, 24)).columns)
-        try:
+        with contextlib.closing(ProgressLine(sys.stderr)) as line:
             return await running.while_alive(
                 run_plan(
                     requests,
@@ -90,8 +89,6 @@ class Player:
                     watched=running.watched,
                 )
             )
-        finally:
-            line.end()
 
     async def reset(self, topology: Topology, target: Target) -> None:
         """Empty the prefix caches; what a peer cannot do is noted.

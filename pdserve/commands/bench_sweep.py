@@ -9,9 +9,9 @@ runs that are not; what was measured is saved in any case.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -22,21 +22,20 @@ import msgspec
 
 from pdserve.bench import environment
 from pdserve.bench.arrivals import ArrivalLaw, cancel_some, schedule
-from pdserve.bench.caches import reset_prefix_caches
-from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.registry import make_plan
-from pdserve.bench.endpoint import ask_served
+from pdserve.bench.endpoint import ask_served, reset_prefix_caches
 from pdserve.bench.figures import figures
 from pdserve.bench.goodput import Slo, parse_goodput
 from pdserve.bench.preparing import (
     options_of,
+    prompts_of,
     sampling_in_words,
     target_of,
-    tokenizer_of,
     traffic_of,
 )
 from pdserve.bench.progress import ProgressLine
+from pdserve.bench.records import RequestPlan
 from pdserve.bench.runner import PlanOrigin, run_plan
 from pdserve.bench.search import LoadAxis, Search
 from pdserve.bench.sweep import Point, Sweep, carry_out, heading, run_line, save, summary
@@ -91,11 +90,7 @@ async def _run(
 ) -> int:
     served = await ask_served(target, traffic.ready_check_timeout_s)
     target = msgspec.structs.replace(target, model=served.model)
-    prompts = PromptMaker(
-        tokenizer_of(tokenizer, served),
-        endpoint=target.endpoint,
-        max_model_len=served.max_model_len,
-    )
+    prompts = prompts_of(target, served, tokenizer=tokenizer)
     runs = _Runs(
         target, prompts, config, dataset, traffic, slos=slos, shows_progress=result.progress
     )
@@ -216,8 +211,7 @@ class _Runs:
         plan = self.plan(seed, self._num_prompts(load))
         requests = schedule(plan.requests, arrivals, seed)
         requests = cancel_some(requests, self._traffic.cancel_share, seed)
-        line = ProgressLine(sys.stderr, width=shutil.get_terminal_size((100, 24)).columns)
-        try:
+        with contextlib.closing(ProgressLine(sys.stderr)) as line:
             run = await run_plan(
                 requests,
                 self._target,
@@ -225,8 +219,6 @@ class _Runs:
                 origin=PlanOrigin(plan.description, words, sampling_in_words(self._traffic), seed),
                 on_progress=line if self._shows_progress else None,
             )
-        finally:
-            line.end()
         self._tell(plan.notes)
         return figures(run, self._slos)
 

@@ -14,13 +14,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from pdserve.commands.exit_codes import EXIT_CONFIG, EXIT_USAGE
-from pdserve.commands.lifeline import SUPERVISOR_VARIABLE
+from pdserve.lifeline import SUPERVISOR_VARIABLE
 from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
+
+T = TypeVar("T")
 
 _BACK_OFF_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 _STEADY_S: Final = 30.0
@@ -197,6 +199,28 @@ class Child:
     def _kill_group(pid: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+
+
+async def while_alive(work: Coroutine[Any, Any, T], lives: Sequence[asyncio.Task[None]]) -> T:
+    """Do `work`, unless a child ends for good.
+
+    Args:
+        lives: Tasks that run `Child.run`.
+
+    Raises:
+        ChildFailedError: One did; `work` is cancelled.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task, *lives}, return_when=asyncio.FIRST_COMPLETED)
+        for life in lives:
+            if life.done():
+                life.result()
+        return await task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
 
 
 def _stay_on(cores: tuple[int, ...]) -> None:

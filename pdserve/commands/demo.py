@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from pdserve.commands.asking import error_message
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
 
@@ -115,7 +116,8 @@ async def ask(
         ) as response:
             status = response.status
             if status != 200:
-                raise DemoFailedError(_message(await response.read()) or f"HTTP {status}", status)
+                message = error_message(await response.read()) or f"HTTP {status}"
+                raise DemoFailedError(message, status)
             async for line in response.content:
                 data = line.strip().removeprefix(b"data: ")
                 if data == b"[DONE]":
@@ -132,10 +134,3 @@ async def ask(
     except aiohttp.ClientError as error:
         raise DemoFailedError(str(error), status) from error
     raise DemoFailedError("the answer ended too early", status)
-
-
-def _message(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return ""

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.commands.asking import error_message
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
 from pdserve.config.drain import DrainConfig
 from pdserve.config.load import build
 from pdserve.errors import ConfigError, PeerError
-from pdserve.http.replies import ErrorAnswer
 from pdserve.wire.drain import PATH, DrainReport, DrainRequest
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
         with opener.open(request, timeout=config.deadline_s + _SLACK_S) as response:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
-        message = _message(error.read()) or f"status {error.code}"
+        message = error_message(error.read()) or f"status {error.code}"
         if error.code in {401, 403}:
             raise ConfigError(
                 f"{proxy} needs a key ({message}): give it with --api-key, or set PDSERVE_API_KEY",
@@ -102,11 +102,3 @@ def _report(proxy: str, answer: bytes) -> DrainReport:
         return msgspec.json.decode(answer, type=DrainReport)
     except msgspec.MsgspecError as error:
         raise PeerError(f"{proxy} did not answer as a pdserve proxy does: {error}") from error
-
-
-def _message(body: bytes) -> str:
-    """Return what an error object says; empty if it is none."""
-    try:
-        return msgspec.json.decode(body, type=ErrorAnswer).error.message
-    except msgspec.MsgspecError:
-        return ""

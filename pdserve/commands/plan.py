@@ -8,10 +8,10 @@ says how far off its simulation is. Exit code 0 if the best layout meets the obj
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -21,10 +21,9 @@ import msgspec
 
 from pdserve.bench import calibration
 from pdserve.bench.arrivals import schedule
-from pdserve.bench.caches import reset_prefix_caches
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.registry import make_plan
-from pdserve.bench.endpoint import ServedModel, ask_served
+from pdserve.bench.endpoint import ServedModel, ask_served, reset_prefix_caches
 from pdserve.bench.goodput import SloMetric, parse_goodput
 from pdserve.bench.preparing import arrivals_of, tokenizer_of
 from pdserve.bench.progress import ProgressLine
@@ -42,11 +41,9 @@ from pdserve.config.load import build
 from pdserve.config.plan import PlanConfig, milliseconds
 from pdserve.config.sweep import SweepConfig
 from pdserve.errors import ConfigError
-from pdserve.planner.check import compare
-from pdserve.planner.figures import load_figures
+from pdserve.planner.figures import compare, load_figures
 from pdserve.planner.planning import Planner, PlanQuestion, TimesError
-from pdserve.planner.work import FleetCosts, FleetLayout, parse_layout
-from pdserve.planner.workload import workload_of
+from pdserve.planner.work import FleetCosts, FleetLayout, parse_layout, workload_of
 from pdserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -56,8 +53,7 @@ if TYPE_CHECKING:
     from pdserve.bench.records import Planned
     from pdserve.commands.plan_asking import RunningFleet
     from pdserve.config.load import Resolved, Table
-    from pdserve.planner.check import PlanCheck
-    from pdserve.planner.figures import LoadFigures
+    from pdserve.planner.figures import LoadFigures, PlanCheck
 
 _USUAL_ERROR: Final = TimesError(prefill=0.1, step=0.1, wire=0.1)
 _ITL_SLO_S: Final = 0.05
@@ -102,23 +98,21 @@ def run(table_: Table, resolved: Mapping[str, Resolved]) -> int:
     shows_progress = build("result", ResultConfig, table_, resolved).progress
     if not config.json:
         print("\n".join([title("plan"), *given_lines(resolved)]), flush=True)
-    line = ProgressLine(sys.stderr, width=shutil.get_terminal_size((100, 24)).columns)
     begun_s = time.monotonic()
+    line = ProgressLine(sys.stderr)
 
     def show(number: int, layout: str, figures: LoadFigures) -> None:
         if shows_progress:
             words = f"simulation {number}: {layout}, {figures.goodput:.1%} within objectives"
             line.draw(words, time.monotonic() - begun_s)
 
-    try:
+    with contextlib.closing(line):
         asked = _asked(config, slos, objectives.share, table_, resolved)
         planner = Planner(asked.question, show)
         check = None
         if config.check:
             check = asyncio.run(_check(asked, config.check, line if shows_progress else None))
         plan = planner.plan(config.num_engines or 0, layouts)
-    finally:
-        line.end()
     per_s = len(asked.requests) / _span_s(asked.requests)
     commands = start_commands(plan.best, asked.model, asked.question.settings)
     if config.json:

@@ -13,8 +13,7 @@ from pdserve.planner.work import parse_layout
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pdserve.planner.check import PlanCheck
-    from pdserve.planner.figures import LoadFigures
+    from pdserve.planner.figures import LoadFigures, PlanCheck
     from pdserve.planner.planning import FleetPlan, LayoutFigures
 
 _COLUMNS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")

@@ -52,12 +52,12 @@ def measure(*, backends: Sequence[str] = ("UCX",), timeout_s: float = 30.0) -> R
     Raises:
         ProbeError: NIXL is not there, or does not move bytes between processes here.
     """
-    with _start("source", backends) as source:
+    with start(__name__, "source", *backends) as source:
         timer = threading.Timer(timeout_s, source.kill)
         timer.start()
         try:
-            announcement = _line_of(source)
-            with _start("reader", backends) as reader:
+            announcement = said_by(source, b"{")
+            with start(__name__, "reader", *backends) as reader:
                 try:
                     assert reader.stdin is not None
                     reader.stdin.write(announcement)
@@ -75,20 +75,26 @@ def measure(*, backends: Sequence[str] = ("UCX",), timeout_s: float = 30.0) -> R
             source.kill()
 
 
-def _start(part: str, backends: Sequence[str]) -> subprocess.Popen[bytes]:
+def start(module: str, part: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """Run a probe's module as a program that is one part of it, with pipes."""
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, part, *backends],
+        [sys.executable, "-m", module, part, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
 
 
-def _line_of(process: subprocess.Popen[bytes]) -> bytes:
+def said_by(process: subprocess.Popen[bytes], begin: bytes) -> bytes:
+    """Return the line of a part's output that begins like this.
+
+    Raises:
+        ProbeError: It ended without one; the message is its last error.
+    """
     assert process.stdout is not None
     assert process.stderr is not None
     for line in process.stdout:
-        if line.startswith(b"{"):  # UCX logs there too, if its variables say so
+        if line.startswith(begin):  # UCX logs there too, if its variables say so
             return line
     raise ProbeError(_last_line(process.stderr.read()))
 

@@ -11,61 +11,41 @@ import subprocess
 import sys
 import threading
 import time
-from typing import IO, Final
+from typing import Final
 
-from pdserve.commands.transfer_probe import ProbeError
+from pdserve.commands.transfer_probe import said_by, start
 from pdserve.errors import PdserveError
 
 MESSAGE_BYTES: Final = 8 << 20
 _NUM_MESSAGES: Final = 8
 _POLL_S: Final = 0.1
+_TIMEOUT_S: Final = 30.0
 
 
-def measure(*, timeout_s: float = 30.0) -> float:
+def measure() -> float:
     """Send messages from one process to another; return the best rate, in bytes per second.
 
     Raises:
         ProbeError: ucxx cannot be loaded, or moves no messages between processes here.
     """
     with contextlib.ExitStack() as stack:
-        parts = [stack.enter_context(_start(name)) for name in ("sender", "receiver")]
+        parts = [stack.enter_context(start(__name__, name)) for name in ("sender", "receiver")]
         for part in parts:
             stack.callback(part.kill)
-        timer = threading.Timer(timeout_s, _kill, [parts])
+        timer = threading.Timer(_TIMEOUT_S, _kill, [parts])
         timer.start()
         stack.callback(timer.cancel)
-        addresses = [_said_by(part, b"address ") for part in parts]
+        addresses = [said_by(part, b"address ").split()[1] for part in parts]
         for part, address in zip(parts, reversed(addresses), strict=True):
-            _pipe(part.stdin).write(address)
-            _pipe(part.stdin).flush()
-        return float(_said_by(parts[1], b"rate "))
+            assert part.stdin is not None
+            part.stdin.write(address + b"\n")
+            part.stdin.flush()
+        return float(said_by(parts[1], b"rate ").split()[1])
 
 
 def _kill(parts: list[subprocess.Popen[bytes]]) -> None:
     for part in parts:
         part.kill()
-
-
-def _start(part: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__, part],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def _said_by(process: subprocess.Popen[bytes], word: bytes) -> bytes:
-    for line in _pipe(process.stdout):
-        if line.startswith(word):  # UCX logs there, too
-            return line.removeprefix(word)
-    lines = _pipe(process.stderr).read().decode(errors="replace").strip().splitlines()
-    raise ProbeError(lines[-1] if lines else "nothing arrived in time")
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
 
 
 def _run(part: str) -> None:

@@ -21,14 +21,14 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import aiohttp
 
 from pdserve.commands import child_log
-from pdserve.commands.announce import START, given_lines, program, title
-from pdserve.commands.children import Child, ChildFailedError
+from pdserve.commands.announce import START, given_lines, program, say, title
+from pdserve.commands.children import Child, ChildFailedError, while_alive
 from pdserve.commands.demo import DemoFailedError, Question, ask, wait_ready
 from pdserve.commands.findings import Grade, RunningEngine, compatible
 from pdserve.commands.running import run_until_signalled
@@ -44,8 +44,6 @@ from pdserve.config.up import UpConfig
 from pdserve.errors import ConfigError
 from pdserve.http.tls import client_context
 from pdserve.wire.hop import INFO_PATH
-
-T = TypeVar("T")
 
 _KILL_AFTER_S: Final = 10.0
 _DEMO_LINE_TIMEOUT_S: Final = 2.0
@@ -119,11 +117,11 @@ class Supervisor:
                 ):  # one that has just died is reported elsewhere
                     await self._require_pairs(session)
                 self._is_ready = True
-                answered = await self._while_alive(self._demo(session))
+                answered = await while_alive(self._demo(session), self._lives)
             if self._config.once or not answered:
                 return 0 if answered else 1
             say(self._next_steps())
-            await self._while_alive(asyncio.Event().wait())
+            await while_alive(asyncio.Event().wait(), self._lives)
             return 0
         except ChildFailedError as error:
             say(f"{error}; stopping the other processes.")
@@ -136,18 +134,6 @@ class Supervisor:
         for child in self._children:
             child.kill()
 
-    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work`, unless a child cannot be kept alive."""
-        task = asyncio.create_task(work)
-        try:
-            await asyncio.wait({task, *self._lives}, return_when=asyncio.FIRST_COMPLETED)
-            for life in self._lives:
-                if life.done():
-                    life.result()
-            return await task
-        finally:
-            task.cancel()
-
     async def _start(
         self, session: aiohttp.ClientSession, roles: Sequence[str], started_s: float
     ) -> None:
@@ -155,7 +141,7 @@ class Supervisor:
         pairs = zip(self._members, self._children, strict=True)
         chosen = [(member, child) for member, child in pairs if member.role in roles]
         self._lives += [asyncio.create_task(child.run()) for _, child in chosen]
-        await self._while_alive(self._all_ready(session, chosen, started_s))
+        await while_alive(self._all_ready(session, chosen, started_s), self._lives)
 
     async def _all_ready(
         self,
@@ -302,11 +288,6 @@ See it at work, and what it counts:
         finally:
             self.kill()
             remove_ownerless()
-
-
-def say(text: str, end: str = "\n") -> None:
-    """Write to the person who started all this."""
-    print(text, end=end, flush=True)
 
 
 def _bold(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Work of engines in virtual time: requests, durations and outcomes. Values only."""
+"""Work of engines in virtual time: requests, durations and outcomes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from pdserve.wire.ids import GRAIN_TOKENS, grain_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pdserve.bench.records import Planned
+    from pdserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE: Final = 50_000
 """Tokens that answers are made of."""
@@ -86,7 +89,7 @@ class FleetLayout:
         return "".join(f"{number}{letter}" for number, letter in parts if number)
 
 
-def parse_layout(text: str, *, flag: str = "layout") -> FleetLayout:
+def parse_layout(text: str) -> FleetLayout:
     """Return the layout that 4P4D, 6P2D or 8B means.
 
     Raises:
@@ -96,9 +99,9 @@ def parse_layout(text: str, *, flag: str = "layout") -> FleetLayout:
     layout = FleetLayout(*(int(number or 0) for number in found.groups())) if found else None
     if layout is None or not (layout.num_both or (layout.num_prefill and layout.num_decode)):
         raise ConfigError(
-            f"--{flag} is {text!r}: write layouts such as 4P4D (prefill and decode engines), 8B "
+            f"--layout is {text!r}: write layouts such as 4P4D (prefill and decode engines), 8B "
             "(engines for both) or 1P1D2B",
-            param=flag,
+            param="layout",
         )
     return layout
 
@@ -193,3 +196,35 @@ def least_computed(workload: Sequence[Work]) -> int:
         total += len(work.prompt) - depth * GRAIN_TOKENS
         seen.update(grains)
     return total
+
+
+def workload_of(requests: Sequence[Planned], tokenizer: Tokenizer) -> list[Work]:
+    """Return scheduled requests as work: as long, as alike, at the same times.
+
+    Raises:
+        ConfigError: All of them are due at once, which is no load that lasts.
+    """
+    place_of = {each.index: place for place, each in enumerate(requests)}
+    if len(requests) > 1 and not any(each.at_s for each in requests):
+        raise ConfigError(
+            "all requests arrive at once: give --request-rate RPS, or use a data set that has "
+            "arrival times (--dataset-name trace)",
+            param="request-rate",
+        )
+    return [
+        Work(
+            at_s=each.at_s or 0.0,
+            prompt=_tokens(each, tokenizer),
+            num_output=each.max_tokens,
+            after=None if each.after is None else place_of[each.after],
+            delay_s=each.delay_s,
+        )
+        for each in requests
+    ]
+
+
+def _tokens(request: Planned, tokenizer: Tokenizer) -> list[int]:
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return [token for token in prompt if isinstance(token, int)]

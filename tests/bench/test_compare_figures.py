@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdserve.bench.compare import bound, console, verdict
+from pdserve.bench.compare import console, verdict
 from pdserve.bench.compare.result import EngineRates, compact, load, save
 from pdserve.bench.compare.summary import (
     Figure,
@@ -265,11 +265,11 @@ class TestBound:
     RATES = EngineRates(num_cores=1, ctx_rate=20.0, gen_rate=8.0, out_tok_s=960.0)
 
     def test_the_bound_is_the_formula(self):
-        assert bound.per_core(self.RATES) == pytest.approx(960 / (1 * 8 / 20 + 1))
+        assert self.RATES.bound_per_core == pytest.approx(960 / (1 * 8 / 20 + 1))
 
     def test_whole_engines_go_at_the_pace_of_the_slower_side(self):
-        assert bound.of_pair(self.RATES, 1, 1) == pytest.approx(960)
-        assert bound.of_pair(self.RATES, 1, 4) == pytest.approx(20 * 120)
+        assert self.RATES.reach(1, 1) == pytest.approx(960)
+        assert self.RATES.reach(1, 4) == pytest.approx(20 * 120)
 
 
 class TestTopologies:

@@ -44,12 +44,15 @@ def test_what_is_left_follows_the_schedule_or_the_pace_whichever_is_longer() -> 
     assert "left" not in shown(progress(100.0, 100))
 
 
-def test_a_terminal_sees_one_line_that_is_rewritten_and_taken_away() -> None:
+def test_a_terminal_sees_one_line_that_is_rewritten_and_taken_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
     out = Terminal()
-    line = ProgressLine(out, width=30)
+    line = ProgressLine(out)
     line(progress(1.0, 1))
     line(progress(1.2, 2))
-    line.end()
+    line.close()
     assert "\n" not in out.getvalue()
     first, second, last = out.getvalue().split("\r\x1b[2K")[1:]
     assert (first[:5], second[:5], last) == ("1/100", "2/100", "")
@@ -61,7 +64,7 @@ def test_a_file_gets_a_line_every_few_seconds() -> None:
     line = ProgressLine(out)
     for tenth in range(120):
         line(progress(tenth / 10, tenth))
-    line.end()
+    line.close()
     assert len(out.getvalue().splitlines()) == 3
 
 

@@ -10,7 +10,7 @@ from typing import Self
 import pytest
 from aiohttp import web
 
-from pdserve.bench.caches import reset_prefix_caches
+from pdserve.bench.endpoint import reset_prefix_caches
 from pdserve.bench.sweep import load
 from pdserve.bench.target import Target
 

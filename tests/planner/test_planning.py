@@ -14,8 +14,7 @@ from pdserve.planner.candidates import demand_of, splits
 from pdserve.planner.figures import load_figures
 from pdserve.planner.fleet import Fleet
 from pdserve.planner.planning import Planner, PlanQuestion, TimesError, longer
-from pdserve.planner.work import FleetCosts, FleetLayout, Work, parse_layout
-from pdserve.planner.workload import workload_of
+from pdserve.planner.work import FleetCosts, FleetLayout, Work, parse_layout, workload_of
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow

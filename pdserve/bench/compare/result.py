@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from pdserve.bench.files import write_file
 from pdserve.bench.goodput import Slo
 from pdserve.bench.records import Outcome, Run
 from pdserve.errors import ConfigError
@@ -76,6 +77,28 @@ class EngineRates(msgspec.Struct, frozen=True, kw_only=True):
     ctx_rate: float
     gen_rate: float
     out_tok_s: float
+
+    @property
+    def bound_per_core(self) -> float:
+        """The rate-matched bound, in output tokens per second and core.
+
+        `out_tok_s / (num_ctx * gen_rate / ctx_rate + num_gen)` is the output per core with exactly
+        enough prefill cores for the decode cores that neither side waits for the other. It ignores
+        handoffs, proxy and client, and that engines cannot be divided: a deployment can approach
+        but not exceed it. The name and the formula are TensorRT-LLM's.
+        """
+        num_ctx, num_gen = self.num_cores, self.num_cores
+        return self.out_tok_s / (num_ctx * self.gen_rate / self.ctx_rate + num_gen)
+
+    def reach(self, num_prefill: int, num_decode: int) -> float:
+        """Return the output tokens per second of whole engines: the slower side sets the pace."""
+        requests = min(num_prefill * self.ctx_rate, num_decode * self.gen_rate)
+        return requests * self.out_tok_s / self.gen_rate
+
+    @property
+    def best_share(self) -> float:
+        """Prefill engines per decode engine at which neither waits."""
+        return self.gen_rate / self.ctx_rate
 
 
 class Comparison(msgspec.Struct, kw_only=True):
@@ -172,11 +195,7 @@ def save(
             if set(outcome.get("chunk_tokens", ())) == {1}:
                 del outcome["chunk_tokens"]
             outcome["chunk_ticks"] = [*at[:1], *(b - a for a, b in itertools.pairwise(at))]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(content) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    write_file(path, msgspec.json.encode(content))
 
 
 def is_comparison(content: bytes) -> bool:

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from pdserve.bench.compare.result import Comparison
+from pdserve.bench.figures import prompt_figures
 from pdserve.bench.goodput import Slo, is_within
 from pdserve.bench.records import Outcome, Run
 
@@ -138,7 +139,7 @@ def rows(comparison: Comparison, rate: float | None) -> list[Row]:
                 values={figure: value for figure, value in values.items() if value is not None},
                 ratios={} if label == comparison.baseline else _ratios(repeats, base),
                 num_requests=sum(len(run.outcomes) for run in runs),
-                num_failed=sum(_has_failed(one) for run in runs for one in run.outcomes),
+                num_failed=sum(one.has_failed for run in runs for one in run.outcomes),
                 why_not=comparison.why_not(label, rate),
                 is_behind=any(fell_behind(run) for run in runs),
             )
@@ -185,7 +186,7 @@ def figures_of(run: Run, slos: Sequence[Slo]) -> dict[Figure, float]:
 
     TTFT and rates cover all requests; ITL and TPOT only the steady group if there is one.
     """
-    good = [one for one in run.outcomes if one.is_good]
+    good = run.answered
     figures: dict[Figure, float] = {}
     if not good:
         return figures
@@ -198,12 +199,9 @@ def figures_of(run: Run, slos: Sequence[Slo]) -> dict[Figure, float]:
         figures[Figure.ITL_MAX] = max(gaps)
     if tpot:
         figures[Figure.TPOT_P50] = percentiles(tpot, 50)[0]
-    told = [one for one in good if one.num_cached_tokens is not None]
-    if told:
-        num_cached = sum(one.num_cached_tokens or 0 for one in told)
-        num_prompt = sum(one.num_prompt_tokens for one in told)
-        figures[Figure.COMPUTED] = float(num_prompt - num_cached)
-        figures[Figure.CACHED] = 100 * num_cached / max(1, num_prompt)
+    if (prompts := prompt_figures(good)) is not None:
+        figures[Figure.COMPUTED] = float(prompts["computed_tokens"])
+        figures[Figure.CACHED] = 100 * prompts["hit_rate"]
     if run.duration_s > 0:
         tokens = sum(one.num_output_tokens for one in good)
         figures[Figure.THROUGHPUT] = tokens / run.duration_s
@@ -220,15 +218,14 @@ def percentiles(values: Sequence[float], *percents: float) -> list[float]:
 
 def steady(run: Run) -> list[Outcome]:
     """Answered requests of the steady group; without one, all of them."""
-    good = [one for one in run.outcomes if one.is_good]
-    return [one for one in good if one.group == STEADY] or good
+    return [one for one in run.answered if one.group == STEADY] or run.answered
 
 
 def others(run: Run) -> list[Outcome]:
     """Requests of the other groups, whose prompts interfere; none without a steady group."""
     if not has_steady(run):
         return []
-    return [one for one in run.outcomes if one.group != STEADY and one.is_good]
+    return [one for one in run.answered if one.group != STEADY]
 
 
 def has_steady(run: Run) -> bool:
@@ -241,7 +238,7 @@ def fell_behind(run: Run) -> bool:
 
     Long is a quarter of the schedule plus the best time of a request of the slowest group.
     """
-    good = [one for one in run.outcomes if one.is_good]
+    good = run.answered
     if not good:
         return False
     due_s = max(one.scheduled_s for one in run.outcomes)
@@ -258,10 +255,6 @@ def typical(runs: Sequence[Run]) -> Run:
         return figures_of(run, ()).get(Figure.ITL_P99, 0.0)
 
     return sorted(runs, key=height)[(len(runs) - 1) // 2]
-
-
-def _has_failed(outcome: Outcome) -> bool:
-    return not outcome.is_good and not outcome.is_cancelled
 
 
 _PREFILL: Final = "prefill"

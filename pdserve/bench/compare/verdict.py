@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.bench.compare import bound
 from pdserve.bench.compare.result import Comparison, Deployment
 from pdserve.bench.compare.summary import (
     Figure,
@@ -358,7 +357,7 @@ def _bound_words(comparison: Comparison) -> list[str]:
     rates = comparison.rates
     assert rates is not None
     cores = max((each.num_cores for each in comparison.deployments), default=0)
-    top = bound.per_core(rates)
+    top = rates.bound_per_core
     text = (
         f"Rate-matched bound: one engine on {rates.num_cores} core"
         f"{'' if rates.num_cores == 1 else 's'} prefills {number(rates.ctx_rate)} of these "
@@ -366,13 +365,13 @@ def _bound_words(comparison: Comparison) -> list[str]:
         f"answers/s ({number(rates.out_tok_s)} tok/s). "
         f"{number(rates.out_tok_s)} / ({rates.num_cores} × {number(rates.gen_rate)} / "
         f"{number(rates.ctx_rate)} + {rates.num_cores}) = {number(top)} tok/s per core, "
-        f"{number(top * cores)} tok/s on {cores}, would need {number(bound.best_share(rates))} "
+        f"{number(top * cores)} tok/s on {cores}, would need {number(rates.best_share)} "
         "prefill engines per decode engine."
     )
     return [
         text,
         *(
-            _reach_words(each.label, bound.of_pair(rates, each.num_prefill, each.num_decode))
+            _reach_words(each.label, rates.reach(each.num_prefill, each.num_decode))
             for each in comparison.deployments
             if each.is_disaggregated and not each.is_crowded
         ),

@@ -12,11 +12,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.reading import Entry, json_lines
 from pdserve.bench.datasets.sampling import Asked, plan_of
-from pdserve.bench.records import Message, Prompt
+from pdserve.bench.records import Message, Prompt, RequestPlan
 from pdserve.bench.target import ApiEndpoint
 from pdserve.config.datasets import DatasetConfig
 

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
-from pdserve.bench.records import Planned
+from pdserve.bench.records import Planned, RequestPlan
 from pdserve.config.datasets import DatasetConfig, InterferenceConfig, Pace
 from pdserve.errors import InternalError
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import random
 
-from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
-from pdserve.bench.records import Planned
+from pdserve.bench.records import Planned, RequestPlan
 from pdserve.config.datasets import DatasetConfig
 
 

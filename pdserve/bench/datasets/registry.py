@@ -20,8 +20,8 @@ from pdserve.bench.datasets import (
     sharegpt,
     trace,
 )
-from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
+from pdserve.bench.records import RequestPlan
 from pdserve.config.datasets import DatasetConfig, DatasetName
 from pdserve.errors import ConfigError
 

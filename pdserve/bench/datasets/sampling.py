@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final, Generic, TypeVar
 
-from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.reading import Entry
-from pdserve.bench.records import Planned, Prompt
+from pdserve.bench.records import Planned, Prompt, RequestPlan
 from pdserve.config.datasets import DatasetConfig
 
 T = TypeVar("T")

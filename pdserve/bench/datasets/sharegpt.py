@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.reading import Entry, json_array
 from pdserve.bench.datasets.sampling import Asked, plan_of
+from pdserve.bench.records import RequestPlan
 from pdserve.config.datasets import DatasetConfig
 
 MIN_TOKENS: Final = 4

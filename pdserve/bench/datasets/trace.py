@@ -24,10 +24,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from pdserve.bench.datasets.plan import RequestPlan
 from pdserve.bench.datasets.prompts import PromptMaker, Segment
 from pdserve.bench.datasets.reading import Entry, csv_rows, json_lines
-from pdserve.bench.records import Planned
+from pdserve.bench.records import Planned, RequestPlan
 from pdserve.config.datasets import DatasetConfig, TraceDataConfig
 
 _FORM: Final = (

@@ -11,7 +11,7 @@ from typing import Final
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import has_steady, steady
 from pdserve.bench.report.charts import Chart, Place, Scale, Series
-from pdserve.bench.report.picture import Picture, answered, at_rate, colours, ends_of
+from pdserve.bench.report.picture import Picture, at_rate, colours, ends_of
 
 _NUM_QUANTILES: Final = 160
 
@@ -21,7 +21,7 @@ def cdfs(comparison: Comparison, rate: float | None) -> list[Picture]:
     ttft, itl = {}, {}
     for each in comparison.deployments:
         runs = comparison.runs(each.label, rate)
-        ttft[each.label] = [one.ttft_s * 1e3 for run in runs for one in answered(run)]
+        ttft[each.label] = [one.ttft_s * 1e3 for run in runs for one in run.answered]
         itl[each.label] = [gap * 1e3 for run in runs for one in steady(run) for gap in one.itl_s]
     whose = (
         " of the steady decoders"

@@ -5,7 +5,6 @@ Knows what the figures mean; knows no page.
 
 from __future__ import annotations
 
-from pdserve.bench.compare import bound
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import Figure, Row, rows
 from pdserve.bench.digits import number
@@ -128,12 +127,12 @@ def rate_matched(comparison: Comparison, rate: float | None) -> Picture | None:
     rates = comparison.rates
     cores = max(each.num_cores for each in comparison.deployments)
     tracks = [
-        _flat(f"rate-matched bound, {cores} cores", "bound", bound.per_core(rates) * cores),
+        _flat(f"rate-matched bound, {cores} cores", "bound", rates.bound_per_core * cores),
         *(
             _flat(
                 f"{each.label}, whole engines",
                 "reach",
-                bound.of_pair(rates, each.num_prefill, each.num_decode),
+                rates.reach(each.num_prefill, each.num_decode),
             )
             for each in comparison.deployments
             if each.is_disaggregated and not each.is_crowded

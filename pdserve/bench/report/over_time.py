@@ -12,7 +12,7 @@ from pdserve.bench.compare.summary import has_steady, others, percentiles, prefi
 from pdserve.bench.digits import number
 from pdserve.bench.records import Outcome, Run
 from pdserve.bench.report.charts import Band, Chart, Marks, Rule, Scale, Series, Track
-from pdserve.bench.report.picture import Picture, answered, at_rate, colours, ends_of, typical_runs
+from pdserve.bench.report.picture import Picture, at_rate, colours, ends_of, typical_runs
 from pdserve.bench.report.stages import WAIT
 
 _MAX_TRACKS: Final = 120
@@ -129,10 +129,10 @@ def timelines(comparison: Comparison, rate: float | None) -> list[Picture]:
     runs = typical_runs(comparison, rate)
     if not runs:
         return []
-    end = max(one.end_s for run in runs.values() for one in answered(run))
+    end = max(one.end_s for run in runs.values() for one in run.answered)
     charts, names, is_cut = [], [], False
     for label, run in runs.items():
-        good = sorted(answered(run), key=lambda one: one.sent_s)
+        good = sorted(run.answered, key=lambda one: one.sent_s)
         is_cut |= len(good) > _MAX_TRACKS
         charts.append(
             Chart(

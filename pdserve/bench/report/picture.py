@@ -11,7 +11,7 @@ from typing import Final
 
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import percentiles, typical
-from pdserve.bench.records import Outcome, Run
+from pdserve.bench.records import Run
 from pdserve.bench.report.charts import Chart
 
 _LEAST_MS: Final = 0.05
@@ -55,15 +55,10 @@ def typical_runs(comparison: Comparison, rate: float | None) -> dict[str, Run]:
     """The run that stands for each deployment; a deployment without runs is left out."""
     found = {}
     for each in comparison.deployments:
-        runs = [run for run in comparison.runs(each.label, rate) if answered(run)]
+        runs = [run for run in comparison.runs(each.label, rate) if run.answered]
         if runs:
             found[each.label] = typical(runs)
     return found
-
-
-def answered(run: Run) -> list[Outcome]:
-    """The answered requests of a run."""
-    return [one for one in run.outcomes if one.is_good]
 
 
 def at_rate(rate: float | None) -> str:

@@ -13,7 +13,7 @@ from pdserve.bench.compare.result import Comparison
 from pdserve.bench.digits import number
 from pdserve.bench.records import Outcome
 from pdserve.bench.report.charts import Chart, Scale, Track, stacked
-from pdserve.bench.report.picture import Picture, answered, at_rate
+from pdserve.bench.report.picture import Picture, at_rate
 
 WAIT: Final = "until first token"
 """Stage for the time that the server does not report."""
@@ -24,7 +24,7 @@ def stages(comparison: Comparison, rate: float | None) -> Picture | None:
     """Mean milliseconds of each stage up to the first, and from there to the second token."""
     first, second = [], []
     good = {
-        each.label: [one for run in comparison.runs(each.label, rate) for one in answered(run)]
+        each.label: [one for run in comparison.runs(each.label, rate) for one in run.answered]
         for each in comparison.deployments
     }
     groups = list(dict.fromkeys(one.group for those in good.values() for one in those))
