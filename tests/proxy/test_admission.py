@@ -44,6 +44,24 @@ async def test_a_place_given_to_one_who_leaves_in_that_moment_goes_to_the_next()
     assert (admission.num_running, admission.num_waiting) == (0, 0)
 
 
+@pytest.mark.parametrize("why", ["leaves", "has waited too long"])
+async def test_who_gets_a_place_and_does_not_take_it_gives_it_back_and_is_charged_nothing(why):
+    admission = AdmissionQueue(1, 10, 5.0 if why == "leaves" else 0.0)
+    order = []
+    claim = Claim("absent", cost=100.0, grant=lambda: order.append("granted"))
+    async with admission.place(Claim("other")):
+        waiting = asyncio.create_task(admission.place(claim).__aenter__())
+        await asyncio.sleep(0)
+    # Granted, and it has not run since: its time is up as well, if it may not wait at all.
+    assert (order, claim.is_running, waiting.done()) == (["granted"], True, False)
+    if why == "leaves":
+        waiting.cancel()
+    with pytest.raises((asyncio.CancelledError, OverloadedError)):
+        await waiting
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
+    assert not admission.places.is_over_share("absent")
+
+
 async def test_a_full_queue_refuses_at_once_and_a_long_wait_later():
     admission = AdmissionQueue(1, 1, 0.02)
     async with admission.place(Claim()):
