@@ -89,3 +89,24 @@ async def test_of_those_that_wait_no_more_begin_at_once_than_an_engine_will_comp
         opened.set()
         await asyncio.gather(*waiting)
     assert ledger.at(prefill.url).num_prompts == 0
+
+
+async def test_who_leaves_between_its_grant_and_its_turn_is_no_work_of_an_engine(stack):
+    prefill, decode = stack.engines
+    places, ledger = stack.proxy.admission.places, stack.proxy.pairing.ledger
+    ask, handlers = places.ask, []
+
+    def note(claim):
+        handlers.append(asyncio.current_task())
+        ask(claim)
+
+    places.ask = note
+    with ledger.hold(decode.url, "local", 200_000, 0):
+        with ledger.hold(prefill.url, "prefill", 10_000, 0):
+            client = asyncio.create_task(served(stack, "", 4000, 600))
+            await until(lambda: places.num_waiting == 1)
+        assert (places.num_running, ledger.at(prefill.url).num_prompts) == (1, 1)
+        handlers[0].cancel()  # it has not run since
+        await asyncio.gather(client, return_exceptions=True)
+    assert (places.num_running, ledger.at(prefill.url).num_prompts) == (0, 0)
+    assert prefill.calls == []
