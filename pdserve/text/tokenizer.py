@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from pdserve.errors import BadRequestError, ConfigError
+from pdserve.text.added_tokens import add_tokens, token_content
 from pdserve.text.segments import MIN_CHARS, segmented
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Tokenizer:
         self.special_tokens = {
             name: content
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-            if (content := _token_content(config.get(name))) is not None
+            if (content := token_content(config.get(name))) is not None
         }
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
@@ -118,6 +119,7 @@ class Tokenizer:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         config = read_json(directory / "special_tokens_map.json")
         config |= read_json(directory / "tokenizer_config.json")
+        add_tokens(backend, config, read_json(directory / "added_tokens.json"))
         return cls(backend, config, *_find_chat_templates(directory, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -204,13 +206,6 @@ class Tokenizer:
             return None
         token_id: int | None = self._backend.token_to_id(content)
         return token_id
-
-
-def _token_content(value: object) -> str | None:
-    """`tokenizer_config.json` writes a special token as a string or as an object."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _part_types(part: dict[str, Any] | None, parts_name: str) -> list[str]:

@@ -1,0 +1,90 @@
+"""Tokens that a directory names beside its `tokenizer.json`, added to it as transformers does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NAMED = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+_MORE = ("additional_special_tokens", "extra_special_tokens")
+
+
+def token_content(value: object) -> str | None:
+    """`tokenizer_config.json` writes a special token as a string or as an object."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def add_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], older: Mapping[str, int]
+) -> None:
+    """Add the tokens that `tokenizer.json` lacks, or describes otherwise.
+
+    A token that is in the vocabulary keeps its id; the others take the ids after the last.
+
+    Args:
+        config: The parsed `tokenizer_config.json`.
+        older: The parsed `added_tokens.json`, ids by text; an `added_tokens_decoder` replaces it.
+
+    Raises:
+        ConfigError: A token is not described as one, or gets another id than is said; or special
+            tokens are to be split.
+    """
+    if config.get("split_special_tokens"):
+        raise ConfigError("tokenizer_config.json: split_special_tokens is True: not supported")
+    known = backend.get_added_tokens_decoder().values()
+    names = {token.content for token in known}
+    special = _special_tokens(config)
+    try:
+        said = {
+            int(token_id): _token(fields)
+            for token_id, fields in (config.get("added_tokens_decoder") or {}).items()
+        } or {
+            token_id: special.get(content) or tokenizers.AddedToken(content)
+            for content, token_id in older.items()
+            if content not in names
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"the added tokens of the tokenizer are not readable: {error}") from None
+    described = {repr(token) for token in known}
+    adding = [token for _, token in sorted(said.items()) if repr(token) not in described]
+    names |= {token.content for token in adding}
+    backend.add_tokens(adding + [each for name, each in special.items() if name not in names])
+    for token_id, token in said.items():
+        if backend.token_to_id(token.content) != token_id:
+            raise ConfigError(
+                f"the added token {token.content!r} is {token_id} by tokenizer_config.json or "
+                f"added_tokens.json, and {backend.token_to_id(token.content)} by tokenizer.json"
+            )
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, tokenizers.AddedToken]:
+    """The special tokens that `config` names, by their texts."""
+    values = [config.get(name) for name in _NAMED]
+    for name in _MORE:
+        more = config.get(name) or []
+        values += more.values() if isinstance(more, dict) else more
+    return {
+        content: _token(
+            {"normalized": False, **(value if isinstance(value, dict) else {})}, content
+        )
+        for value in values
+        if (content := token_content(value)) is not None
+    }
+
+
+def _token(fields: dict[str, Any], special: str | None = None) -> tokenizers.AddedToken:
+    """A token as it is described, or a special one of this text."""
+    options = {name: value for name, value in fields.items() if name != "__type"}
+    if special is not None:
+        options |= {"content": special, "special": True}
+    return tokenizers.AddedToken(**options)

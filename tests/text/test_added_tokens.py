@@ -1,0 +1,76 @@
+"""Tokens that are named beside `tokenizer.json`; what is expected is what transformers 5 makes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.text.tokenizer import Tokenizer
+from tests.text.tiny import byte_level_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NEXT_ID = 1 + max(
+    *json.loads(byte_level_json())["model"]["vocab"].values(),
+    *(token["id"] for token in json.loads(byte_level_json())["added_tokens"]),
+)
+EXTRA = {"content": "<extra>", "special": True, "normalized": False, "__type": "AddedToken"}
+
+
+def read(directory: Path, *, older: Any = None, **config: Any) -> Tokenizer:
+    (directory / "tokenizer.json").write_text(byte_level_json())
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if older is not None:
+        (directory / "added_tokens.json").write_text(json.dumps(older))
+    return Tokenizer.from_directory(directory)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"added_tokens_decoder": {str(NEXT_ID): EXTRA}},
+        {"additional_special_tokens": ["<extra>"]},
+        {"extra_special_tokens": {"image": EXTRA}},
+        {"pad_token": "<extra>"},
+        {"older": {"<extra>": NEXT_ID}, "pad_token": "<extra>"},
+    ],
+    ids=str,
+)
+def test_a_token_that_tokenizer_json_lacks_is_the_next_and_is_not_split(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    tokenizer = read(tmp_path, **fields)
+    ids = tokenizer.encode("a<extra>", add_special_tokens=False)
+    assert ids == [*tokenizer.encode("a", add_special_tokens=False), NEXT_ID]
+    assert tokenizer.special_ids >= {NEXT_ID}
+
+
+def test_a_special_token_of_the_vocabulary_keeps_its_id_and_has_no_text(tmp_path: Path) -> None:
+    plain = read(tmp_path)
+    token_id = plain.encode("dog", add_special_tokens=False)[0]
+    said = plain.token(token_id)
+    tokenizer = read(tmp_path, eos_token=said)
+    assert tokenizer.eos_token_id == token_id
+    assert tokenizer.decode([token_id]) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"added_tokens_decoder": {str(NEXT_ID + 1): EXTRA}}, f"'<extra>' is {NEXT_ID + 1} by"),
+        ({"older": {"<extra>": 3}}, "'<extra>' is 3 by"),
+        ({"added_tokens_decoder": {"x": EXTRA}}, "not readable"),
+        ({"added_tokens_decoder": {"1": "<extra>"}}, "not readable"),
+        ({"split_special_tokens": True}, "split_special_tokens is True"),
+    ],
+    ids=str,
+)
+def test_tokens_that_cannot_be_added_as_said_are_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, **fields)
