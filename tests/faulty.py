@@ -47,7 +47,6 @@ import msgspec
 
 from pdserve.connectors.base import KVConnectorBase, KVConnectorWorker
 from pdserve.connectors.handover.instructions import (
-    End,
     EndLease,
     Instructions,
     Load,
@@ -307,9 +306,11 @@ class FaultyWorker(KVConnectorWorker):
     def _admit(self, item: _Item) -> list[_Item]:
         """What goes on now because of it; some or all of it may be held back."""
         plan, what = self._plan, item.what
+        is_end = isinstance(what, EndLease) or item.field == "ends"
+        may_repeat = is_end or isinstance(what, Watch) or item.field == "aborts"
         if item.key not in self._held:
             is_load = isinstance(what, Load | Reserve)
-            may_drop = is_load or isinstance(what, Watch | End) or item.field == "aborts"
+            may_drop = is_load or (may_repeat and not isinstance(what, EndLease))
             if may_drop and plan.strikes(FaultKind.DROP):
                 if isinstance(what, Load | Reserve):
                     self._lose(what)
@@ -321,9 +322,8 @@ class FaultyWorker(KVConnectorWorker):
         else:
             self._held[item.key].append((0, item))
             admitted = []
-        if isinstance(what, EndLease | End):
+        if is_end:
             self._past_ends.append(item)
-        may_repeat = isinstance(what, Watch | EndLease | End) or item.field == "aborts"
         if admitted and may_repeat and plan.strikes(FaultKind.DUPLICATE):
             admitted.append(item)
         if self._past_ends and plan.strikes(FaultKind.REPLAY):

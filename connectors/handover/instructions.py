@@ -1,8 +1,8 @@
 """Instructions of a connector's scheduler half to its worker halves, and their answers.
 
 `Instructions` belong to no step and are posted as soon as they are staged; every rank gets the
-same value and does its part. `StepInstructions` travel with a step: what it computes of requests
-that are handed over.
+same value and does its part. `Chunk`s travel with a step: what it computes of requests that are
+handed over.
 
 One `Instructions` is applied in the order of its fields.
 
@@ -11,6 +11,8 @@ concern pushes at P, come back in their opaque payload: `PushNews`.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import msgspec
 
@@ -79,7 +81,6 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     local_block_ids: list[BlockId]
     first_token: int
     num_tokens: int
-    generations: list[int] = []
 
 
 class Reserve(msgspec.Struct, frozen=True, array_like=True):
@@ -122,19 +123,13 @@ class Stop(msgspec.Struct, frozen=True, array_like=True):
     reason: str
 
 
-class End(msgspec.Struct, frozen=True, array_like=True):
-    """At P: end a lease from this side."""
-
-    nonce: str
-    end: LeaseEnd
-
-
 class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Instructions that are posted at once.
 
     Attributes:
         unwatches: At D: nonces, possibly unknown, whose heartbeats stop. Their owners are not
             notified: another engine takes the leases over, or they expire.
+        ends: At P: nonces of leases that will not be read.
         keeps: At P: nonces of leases that cannot be read yet, as their handoffs are still here.
         aborts: Requests whose load or reservation must stop; each still ends in one report.
     """
@@ -148,7 +143,7 @@ class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     unwatches: list[str] = []
     aborts: list[RequestId] = []
     stops: list[Stop] = []
-    ends: list[End] = []
+    ends: list[str] = []
     keeps: list[str] = []
 
     def __bool__(self) -> bool:
@@ -190,21 +185,6 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     is_unproven: bool = False
 
 
-class StepInstructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Instructions for one step: what it computes of prompts that are handed over."""
-
-    chunks: list[Chunk] = []
-
-    def to_metadata(self) -> ConnectorMetadata:
-        """Encode."""
-        return ConnectorMetadata(msgspec.msgpack.encode(self))
-
-    @staticmethod
-    def from_metadata(metadata: ConnectorMetadata) -> StepInstructions:
-        """Decode what `to_metadata` made."""
-        return _STEP_DECODER.decode(metadata.payload)
-
-
 class Registered(msgspec.Struct, frozen=True, kw_only=True):
     """D has reserved blocks for the push `nonce`. Counts once every rank has it."""
 
@@ -241,5 +221,5 @@ class PushNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 # Made here and not at the first use, which is in a transfer thread: msgspec 0.22 crashes when two
 # threads of a process make a decoder for the same type at once.
 _DECODER = msgspec.msgpack.Decoder(Instructions)
-_STEP_DECODER = msgspec.msgpack.Decoder(StepInstructions)
 _NEWS_DECODER = msgspec.msgpack.Decoder(PushNews)
+read_chunks: Final = msgspec.msgpack.Decoder(list[Chunk]).decode

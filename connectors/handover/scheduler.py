@@ -11,17 +11,17 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from pdserve.connectors.base import ConnectorNews, Hold, KVConnectorScheduler, KVSource, Match
 from pdserve.connectors.handover.checks import why_not_handoff, why_not_ticket
 from pdserve.connectors.handover.instructions import (
-    End,
     EndLease,
     Expect,
     Grant,
     Instructions,
     PushNews,
     Reserve,
-    StepInstructions,
     Stop,
     Watch,
 )
@@ -29,7 +29,7 @@ from pdserve.connectors.handover.transfers import Incoming, Outgoing, PushStage
 from pdserve.errors import HandoffRefusedError, InternalError
 from pdserve.wire.ids import EngineId, prompt_digest
 from pdserve.wire.request import FinishReason
-from pdserve.wire.transfer import Failed, KVHandoff, LeaseEnd, LoadFailure
+from pdserve.wire.transfer import ConnectorMetadata, Failed, KVHandoff, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,14 +39,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.views import RequestView, StepView
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId, RequestId
-    from pdserve.wire.transfer import (
-        ConnectorMetadata,
-        ConnectorReport,
-        Endpoint,
-        PushTicket,
-        Received,
-        Settled,
-    )
+    from pdserve.wire.transfer import ConnectorReport, Endpoint, PushTicket, Received, Settled
 
 _TICKETS_REMEMBERED: Final = 1 << 13
 """How many recent tickets are remembered, to detect replays and reports about unknown pushes."""
@@ -240,7 +233,7 @@ class HandoverScheduler(KVConnectorScheduler):
         ]
         chunks = [outgoing.take_chunk(each, step.num_tokens) for outgoing, each in scheduled]
         told = [chunk for chunk in chunks if chunk is not None]
-        return StepInstructions(chunks=told).to_metadata() if told else None
+        return ConnectorMetadata(msgspec.msgpack.encode(told)) if told else None
 
     def take_instructions(self) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`."""
@@ -328,8 +321,7 @@ class HandoverScheduler(KVConnectorScheduler):
         whose handoff cannot be used has failed: its lease was not read, and is left to other
         engines.
         """
-        for nonce in filter(self._is_leased, report.given_up):
-            self._staged.ends.append(End(nonce, LeaseEnd.RELEASED))
+        self._staged.ends.extend(filter(self._is_leased, report.given_up))
         self._staged.keeps.extend(filter(self._is_leased, report.kept))
         ready = [
             each

@@ -102,8 +102,8 @@ class Incoming:
         if self.handoff is None:
             self.load = Reserve(*named, local, first_token, self.num_tokens)
         else:
-            there, generations = self.handoff.block_ids, self.handoff.generations
-            self.load = Load(*named, there, local, first_token, self.num_tokens, generations)
+            there = self.handoff.block_ids
+            self.load = Load(*named, there, local, first_token, self.num_tokens)
         return self.load
 
     def is_loading(self, load_id: int) -> bool:

@@ -92,8 +92,8 @@ class TransferMachine:
         for stop in todo.stops:
             server.pushing.stop(stop)
         now_s = self._clock.monotonic_s()
-        for end in todo.ends:
-            server.leases.release(end.nonce, now_s, end.end)
+        for nonce in todo.ends:
+            server.leases.release(nonce, now_s)
         server.leases.heartbeat(todo.keeps, now_s)
 
     def add_step(self, step: ChunkStep) -> None:

@@ -66,7 +66,12 @@ class ChunkStep:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The cost of a step's last chunk, for `LayerwiseChoice.observe`."""
+    """The cost of a step's last chunk, for `LayerwiseChoice`.
+
+    Attributes:
+        step_s: Seconds from the start of the step to the end of its computation.
+        exposed_s: Seconds from there to the last byte written.
+    """
 
     num_step_tokens: int
     layerwise: bool

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve.connectors.base import KVConnectorWorker
-from pdserve.connectors.handover.instructions import StepInstructions
+from pdserve.connectors.handover.instructions import read_chunks
 from pdserve.connectors.transfer.pushes import ChunkStep
 from pdserve.errors import InternalError
 from pdserve.wire.transfer import ConnectorReport
@@ -104,17 +104,10 @@ class LayerwiseChoice:
             return best if bucket.num_chosen % 2 else not best
         return best if bucket.num_chosen % _EXPLORE_EVERY else not best
 
-    def observe(
-        self, num_step_tokens: int, *, layerwise: bool, step_s: float, exposed_s: float
-    ) -> None:
-        """Learn the cost of a step.
-
-        Args:
-            step_s: Seconds from the start of the step to the end of its computation.
-            exposed_s: Seconds from there to the last byte written.
-        """
-        costs = self._bucket(num_step_tokens).costs[layerwise]
-        costs.append((step_s + exposed_s) / max(1, num_step_tokens))
+    def observe(self, seen: Observation) -> None:
+        """Learn the cost of a step."""
+        costs = self._bucket(seen.num_step_tokens).costs[seen.layerwise]
+        costs.append((seen.step_s + seen.exposed_s) / max(1, seen.num_step_tokens))
 
     def is_better(self, num_step_tokens: int) -> bool:
         """Whether layer by layer is the cheaper way at this length, as far as is known."""
@@ -175,14 +168,8 @@ class TransferWorker(KVConnectorWorker):
         """
         observations = self._started().observations
         while observations:
-            seen = observations.popleft()
-            self._choice.observe(
-                seen.num_step_tokens,
-                layerwise=seen.layerwise,
-                step_s=seen.step_s,
-                exposed_s=seen.exposed_s,
-            )
-        self._chunks = StepInstructions.from_metadata(metadata).chunks
+            self._choice.observe(observations.popleft())
+        self._chunks = read_chunks(metadata.payload)
         self._step_began_s = self._clock.monotonic_s()
         proven = [chunk for chunk in self._chunks if not chunk.is_unproven]
         last = [chunk for chunk in proven if chunk.end_token >= chunk.num_tokens]

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
@@ -27,12 +28,12 @@ from pdserve.connectors.handover.instructions import (
     Load,
     PushNews,
     Reserve,
-    StepInstructions,
     Watch,
 )
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import (
+    ConnectorMetadata,
     Endpoint,
     EngineRef,
     Failed,
@@ -229,7 +230,7 @@ class PushEngine:
             num_tokens,
             end - first,
         )
-        metadata = StepInstructions(chunks=[chunk]).to_metadata()
+        metadata = ConnectorMetadata(msgspec.msgpack.encode([chunk]))
         layerwise = [worker.start_load_kv(metadata) for worker in self.workers]
         for layer in range(max(kv.shape[1] for kv in self.kvs)):
             if not is_computed:
@@ -285,7 +286,6 @@ class PushEngine:
             [BlockId(b) for b in mine],
             0,
             num_tokens,
-            [1] * len(theirs),
         )
         self.post(watches=[Watch(nonce, owner, self.lease_s)], loads=[load])
 

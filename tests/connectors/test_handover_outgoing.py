@@ -11,8 +11,8 @@ from pdserve.connectors.handover.instructions import (
     Chunk,
     PushNews,
     Registered,
-    StepInstructions,
     Withdrawn,
+    read_chunks,
 )
 from pdserve.connectors.handover.scheduler import HandoverScheduler
 from pdserve.connectors.views import ScheduledRequest, StepView
@@ -59,7 +59,7 @@ def chunks(
     }
     step = StepView({RequestId(name): num for name, _, num in tokens}, scheduled.__getitem__)
     metadata = half.build_connector_meta(step)
-    return [] if metadata is None else StepInstructions.from_metadata(metadata).chunks
+    return [] if metadata is None else read_chunks(metadata.payload)
 
 
 def withdraw(p: HandoverScheduler, nonce: str = "push") -> None:
@@ -73,7 +73,7 @@ def test_a_lease_is_released_by_its_nonce_until_it_has_settled() -> None:
     give_up(p, "no such nonce")
     assert p.take_instructions() is None
     give_up(p, handoff.nonce)
-    assert [(e.nonce, e.end) for e in staged(p).ends] == [(handoff.nonce, LeaseEnd.RELEASED)]
+    assert staged(p).ends == [handoff.nonce]
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.RELEASED, nonce=handoff.nonce)
     p.update_connector_output(ConnectorReport(settled=[settled]))
     give_up(p, handoff.nonce)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from pdserve.connectors.transfer.pushes import Observation
 from pdserve.connectors.transfer.worker import LayerwiseChoice
 
 LENGTHS = (16, 40, 100, 200, 400, 900, 2000, 4000)
@@ -48,7 +49,7 @@ def teach(machine: Machine, choice: LayerwiseChoice, num_steps: int) -> None:
         num_tokens = LENGTHS[step % len(LENGTHS)]
         way = choice.choose(num_tokens)
         step_s, exposed_s = machine.run(num_tokens, layerwise=way)
-        choice.observe(num_tokens, layerwise=way, step_s=step_s, exposed_s=exposed_s)
+        choice.observe(Observation(num_tokens, way, step_s, exposed_s))
 
 
 @pytest.mark.parametrize("post_s", [10e-6, 80e-6, 500e-6, 5e-3])
@@ -83,7 +84,7 @@ def test_it_changes_its_mind_when_the_machine_does() -> None:
 def test_one_slow_step_does_not_decide() -> None:
     machine, choice = Machine(post_s=1e-6, noise=0.0), LayerwiseChoice()
     teach(machine, choice, 20 * len(LENGTHS))
-    choice.observe(2000, layerwise=True, step_s=30.0, exposed_s=1.0)
+    choice.observe(Observation(2000, layerwise=True, step_s=30.0, exposed_s=1.0))
     assert choice.is_better(2000)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.connectors.conformance.engines import Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
-from pdserve.connectors.handover.instructions import End, Instructions
+from pdserve.connectors.handover.instructions import Instructions
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.connectors.nixl import NixlConnector, NixlSettings
@@ -214,7 +214,7 @@ def test_a_part_whose_lease_is_lost_leaves_no_token_beyond_what_d_had(
 ) -> None:
     p, d = make("P", shape=make_shape(tp=2)), make("D")
     handoff = p.prefill(PROMPT, SOURCE)
-    ends = Instructions(ends=[End(handoff.nonce, LeaseEnd.EXPIRED)])
+    ends = Instructions(ends=[handoff.nonce])
     p.ranks[1].worker.post(ends.to_metadata())
     d.write(TARGET, 1, 0, BLOCK)
     d.load(d.queue(PROMPT, handoff), TARGET, num_computed=BLOCK)

@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.connectors.base import KVLayout
 from pdserve.connectors.conformance.engines import prompt_of
-from pdserve.connectors.handover.instructions import End, Instructions
+from pdserve.connectors.handover.instructions import Instructions
 from pdserve.connectors.nixl import NixlConnector, mover
 from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
@@ -141,7 +141,7 @@ def test_a_rank_that_alone_has_lost_its_lease_fails_the_load_of_all(
 ) -> None:
     p, d = make("P"), make("D")
     handoff = p.prefill(PROMPT, [1, 2, 3])
-    ends = Instructions(ends=[End(handoff.nonce, LeaseEnd.EXPIRED)])
+    ends = Instructions(ends=[handoff.nonce])
     p.ranks[1].post(ends.to_metadata())
     d.load(d.queue(PROMPT, handoff, "r"), [4, 5, 6])
     d.until(lambda: d.failed)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
-from pdserve.connectors.handover.instructions import Chunk, Grant, StepInstructions
+from pdserve.connectors.handover.instructions import Chunk, Grant
 from pdserve.wire.ids import BlockId, RequestId
-from pdserve.wire.transfer import Failed, LeaseEnd, LoadFailure, Received, Settled
+from pdserve.wire.transfer import (
+    ConnectorMetadata,
+    Failed,
+    LeaseEnd,
+    LoadFailure,
+    Received,
+    Settled,
+)
 from tests.connectors.making import making
 from tests.connectors.push_engines import PushEngine
 
@@ -66,7 +74,7 @@ def compute_ahead(p: PushEngine, end: int, *, generation: int = 1) -> None:
     request_id = RequestId("p-n")
     chunk = Chunk("", request_id, blocks, [generation] * 3, 0, end, N, end)
     for worker in p.workers:
-        worker.start_load_kv(StepInstructions(chunks=[chunk]).to_metadata())
+        worker.start_load_kv(ConnectorMetadata(msgspec.msgpack.encode([chunk])))
         worker.wait_for_save()
 
 
