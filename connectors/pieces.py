@@ -69,15 +69,6 @@ def count_runs(source: npt.NDArray[np.int32], dest: npt.NDArray[np.int32]) -> in
     return 1 + int(np.count_nonzero((np.diff(source) != 1) | (np.diff(dest) != 1)))
 
 
-def unit_bytes(source: KVShape, dest: KVShape, route: Route, *, one_layer: bool) -> int:
-    """Bytes of a unit on this route; 0 if it is empty.
-
-    Args:
-        one_layer: For `pieces` with `layers`.
-    """
-    return _cut(source, dest, route, one_layer=one_layer).unit_bytes if route else 0
-
-
 def pieces(
     source: KVShape,
     dest: KVShape,
@@ -107,8 +98,7 @@ def pieces(
     is_empty = not route or first_token >= num_tokens
     layers_here = route.layers if layers is None else overlap(route.layers, layers)
     if is_empty or not layers_here:
-        size = unit_bytes(source, dest, route, one_layer=layers is not None)
-        return Pieces(max(1, size), _NOTHING, _NOTHING)
+        return Pieces(1, _NOTHING, _NOTHING)
     if first_token % token_step(source, dest):
         raise InternalError(
             f"a transfer begins at token {first_token}, not at a multiple of "

@@ -27,7 +27,6 @@ from pdserve.connectors.transfer.protocol import Process, Region
 from pdserve.connectors.transfer.seams import (
     Direction,
     ExposedMemory,
-    JobEnd,
     OneSided,
     Remote,
     Seams,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.handover.instructions import Load, Reserve
     from pdserve.connectors.memory.exchange import Exchange, ExchangeMember, Trouble
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
-    from pdserve.connectors.transfer.seams import Job, PeerLink
+    from pdserve.connectors.transfer.seams import Job, JobEnd, PeerLink
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
@@ -50,7 +49,6 @@ POLLS_ON_THE_WIRE: Final = 3
 _MAX_POSTED: Final = 16
 # A stuck copy is ended this long after it was abandoned.
 _SETTLE_S: Final = 0.5
-_NEVER = float("inf")
 _lives = itertools.count()
 
 
@@ -100,7 +98,6 @@ class MemoryRank:
                     digests=BlockDigests(kv, context.shape, context.rank),
                     background=self._later,
                     processes=self,
-                    quarantine_s=context.config.transfer.quarantine_s,
                     piece_bytes=piece_bytes,
                     slices=deque(maxlen=0),  # nothing is traced
                 )
@@ -401,16 +398,8 @@ class MemoryMover(OneSided):
             self._end(copy, None)
 
     def _end(self, copy: _Copy, failure: str | None) -> None:
-        job, now_s = copy.job, self._now_s()
-        is_wanted = failure is None and job.abandoned_s == _NEVER
-        copy.end = JobEnd(
-            failure=failure,
-            value=job.then() if is_wanted and job.then is not None else None,
-            posted_s=job.posted_s,
-            moved_s=now_s,
-            settled_s=now_s,
-            num_descriptors=count_runs(job.remote_units, job.local_units),
-        )
+        num_descriptors = count_runs(copy.job.remote_units, copy.job.local_units)
+        copy.end = copy.job.ended(failure, self._now_s, num_descriptors=num_descriptors)
         self._posted.remove(copy)
         self._ended.append(copy)
 

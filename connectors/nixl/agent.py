@@ -33,6 +33,7 @@ import numpy as np
 from pdserve.connectors.nixl.descriptors import close_gently
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.transfer.seams import Direction
+from pdserve.connectors.transfer_thread.host import UCX_DEFAULTS
 from pdserve.errors import ConfigError, PeerError
 from pdserve.observe.log import log_event
 
@@ -46,14 +47,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# UCX notices a silent partition after about 5 s with the first three, and not at all without.
-# Without the last it connects inside `add_peer` and waits there, for minutes if nobody answers.
-_UCX_DEFAULTS = {
-    "UCX_TCP_KEEPIDLE": "2s",
-    "UCX_TCP_KEEPINTVL": "1s",
-    "UCX_TCP_KEEPCNT": "3",
-    "UCX_TCP_CONN_NB": "y",
-}
 # UCX reads from GPUs of a machine without NVLink, one GPU alone included, over TCP: 0.4 GB/s on an
 # H100, and 1,100 with this. Where it has not loaded its CUDA part, it warns of the variable.
 _UCX_GPU_DEFAULTS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
@@ -102,7 +95,7 @@ class NixlAgent:
         net_devices: str | None = None,
         is_on_gpu: bool = False,
     ) -> None:
-        for variable, value in (_UCX_DEFAULTS | (_UCX_GPU_DEFAULTS if is_on_gpu else {})).items():
+        for variable, value in (UCX_DEFAULTS | (_UCX_GPU_DEFAULTS if is_on_gpu else {})).items():
             os.environ.setdefault(variable, value)
         if net_devices is not None:
             os.environ.setdefault(_NET_DEVICES, net_devices)

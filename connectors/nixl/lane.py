@@ -18,7 +18,7 @@ from pdserve.connectors.nixl.agent import (
     in_units,
 )
 from pdserve.connectors.pieces import count_runs
-from pdserve.connectors.transfer.seams import Direction, Job, JobEnd
+from pdserve.connectors.transfer.seams import Direction, Job
 from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.nixl.agent import NixlAgent, Prepared, Transfer
     from pdserve.connectors.transfer.protocol import Region
-    from pdserve.connectors.transfer.seams import Remote
+    from pdserve.connectors.transfer.seams import JobEnd, Remote
     from pdserve.observe.clock import Clock
 
 _log = logging.getLogger(__name__)
@@ -325,21 +325,9 @@ class Lane:
             self._settle(posted.what, failure, posted.num_descriptors)
 
     def _settle(self, job: Job, failure: str | None, num_descriptors: int = 0) -> None:
-        moved_s = self._clock.monotonic_s()
-        value, settled_s = None, moved_s
-        if failure is None and job.then is not None and job.abandoned_s == _NEVER:
-            value = job.then()
-            settled_s = self._clock.monotonic_s()
+        now_s = self._clock.monotonic_s
         self._dispatcher.say_settled(
-            job,
-            JobEnd(
-                failure=failure,
-                value=value,
-                posted_s=job.posted_s,
-                moved_s=moved_s,
-                settled_s=settled_s,
-                num_descriptors=num_descriptors,
-            ),
+            job, job.ended(failure, now_s, num_descriptors=num_descriptors)
         )
 
     def _check_bounds(self, job: Job) -> None:
@@ -349,15 +337,12 @@ class Lane:
             AgentError: The peer's pool does not have the unit.
             InternalError: This side's pool does not have it.
         """
-        if not len(job.local_units):
-            return
-        for units, pool in ((job.local_units, self._pool), (job.remote_units, job.remote.pool)):
-            first, last = int(units.min()), int(units.max())
-            if first < 0 or last >= pool.num_bytes // job.unit_bytes:
-                where = f"units {first} to {last} of {job.unit_bytes} bytes are not in {pool}"
-                if pool is self._pool:
-                    raise InternalError(where)
-                raise AgentError(where)
+        why = self._pool.why_outside(job.local_units, job.unit_bytes)
+        if why is not None:
+            raise InternalError(why)
+        why = job.remote.pool.why_outside(job.remote_units, job.unit_bytes)
+        if why is not None:
+            raise AgentError(why)
 
     def _prepare_local(self, unit_bytes: int) -> Prepared:
         prepared = self._local.get(unit_bytes)

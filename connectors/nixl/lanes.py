@@ -72,7 +72,6 @@ class Lanes(OneSided):
     ) -> None:
         self._clock = clock
         self._wake = wake
-        self._num_jobs = 0
         self._lock = threading.Lock()
         self._events: list[Callable[[], None]] = []
         self._queues: dict[Remote, deque[Job]] = {}  # the first is whose turn it is
@@ -101,11 +100,6 @@ class Lanes(OneSided):
         """Threads."""
         return len(self._lanes)
 
-    @property
-    def num_jobs(self) -> int:
-        """Number of jobs and warm-ups whose `on_settled` has not been called."""
-        return self._num_jobs
-
     def meet(self, metadata: bytes, pool: Region) -> Remote:
         """See `Mover`: lanes begin with the first peer."""
         if not self._is_started:
@@ -131,7 +125,6 @@ class Lanes(OneSided):
     ) -> None:
         """See `Mover`: once that has ended on all lanes, with the first failure."""
         warm_up = WarmUp(tag, remote, source, on_settled, len(self._lanes))
-        self._num_jobs += 1
         with self._lock:
             self._warm_ups.add(warm_up)
             for lane in self._lanes:
@@ -140,7 +133,6 @@ class Lanes(OneSided):
 
     def submit(self, job: Job) -> None:
         """See `Mover`: as soon as a lane is free; peers in turn."""
-        self._num_jobs += 1
         with self._lock:
             self._queues.setdefault(job.remote, deque()).append(job)
             # A broken one may get an agent again, if no other has the time.
@@ -156,9 +148,7 @@ class Lanes(OneSided):
         now_s = self._clock.monotonic_s()
         with self._lock:
             for remote, queue in list(self._queues.items()):
-                wanted = [job for job in queue if job.tag != tag]
-                self._num_jobs -= len(queue) - len(wanted)
-                self._set_queue(remote, deque(wanted))
+                self._set_queue(remote, deque(job for job in queue if job.tag != tag))
             in_flight = [job for job in self._taken if job.tag == tag]
             for job in in_flight:
                 job.abandoned_s = min(job.abandoned_s, now_s)
@@ -248,7 +238,6 @@ class Lanes(OneSided):
         """Report that `job` is over."""
 
         def tell() -> None:
-            self._num_jobs -= 1
             with self._lock:
                 self._taken.discard(job)  # until now `abandon` counts it
             job.on_settled(settled)
@@ -257,11 +246,6 @@ class Lanes(OneSided):
 
     def say_warm(self, warm_up: WarmUp, failure: str | None) -> None:
         """Report that one lane has ended a warm-up."""
-
-        def tell() -> None:
-            self._num_jobs -= 1
-            warm_up.on_settled(warm_up.failure)
-
         with self._lock:
             warm_up.failure = warm_up.failure or failure
             warm_up.num_left -= 1
@@ -269,7 +253,7 @@ class Lanes(OneSided):
             if is_last:
                 self._warm_ups.discard(warm_up)
         if is_last:
-            self._say(tell)
+            self._say(functools.partial(warm_up.on_settled, warm_up.failure))
 
     def say_reset(self) -> None:
         """Report that a lane has a new agent."""

@@ -41,13 +41,17 @@ cannot be asked any more, once D's own agent has been destroyed, and, where P wr
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from pdserve.connectors.slicing import block_bytes
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import KVHandoff, KVShape, LeaseEnd, Numerics
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 """What comes over the wire is refused by the decoder if it is below."""
@@ -84,6 +88,17 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return (
             f"should have {wanted[0]} blocks of {wanted[1]} bytes, it has {found[0]} of {found[1]}"
         )
+
+    def why_outside(self, units: npt.NDArray[np.int32], unit_bytes: int) -> str | None:
+        """Return why these cannot be units, of `unit_bytes` each, of this; None = they can."""
+        if self.num_bytes % unit_bytes:
+            return f"units of {unit_bytes} bytes do not divide {self} evenly"
+        num_units = self.num_bytes // unit_bytes
+        if len(units) > num_units:
+            return f"{len(units)} units of {unit_bytes} bytes are more than {self} has"
+        if len(units) and not 0 <= units.min() <= units.max() < num_units:
+            return f"units {units.min()} to {units.max()} of {unit_bytes} bytes are not in {self}"
+        return None
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

@@ -386,7 +386,7 @@ class Receiving:
         is_alone = self._is_alone() and all(
             part.reservation.failure is not None for part in self._open.parts(*EXPOSED)
         )
-        if is_alone or now_s >= min(part.lost_s for part in lost) + self._seams.quarantine_s:
+        if is_alone or now_s >= min(part.lost_s for part in lost) + self._transfer.quarantine_s:
             self._facts.faults["push_fenced"] += 1
             self.stop_all("a rank of P was lost while it could write here")
 

@@ -230,6 +230,18 @@ class Job:
         """Bytes it moves."""
         return len(self.local_units) * self.unit_bytes
 
+    def ended(
+        self, failure: str | None, now_s: Callable[[], float], *, num_descriptors: int
+    ) -> JobEnd:
+        """End it: call `then` if all bytes are there and it was not abandoned. For movers."""
+        moved_s = settled_s = now_s()
+        value = None
+        if failure is None and self.then is not None and self.abandoned_s == _NEVER:
+            value = self.then()
+            settled_s = now_s()
+        posted_s = min(self.posted_s, moved_s)
+        return JobEnd(failure, value, posted_s, moved_s, settled_s, num_descriptors)
+
 
 class Mover(Protocol):
     """Copies between this side's KV memory and that of peers. It calls back in one thread."""
@@ -348,7 +360,6 @@ class Seams:
 
     Attributes:
         context: This engine and rank.
-        quarantine_s: How long a fence for LOST parts waits for other transfers it would end.
         piece_bytes: Approximate bytes per job into which transfers are cut.
         slices: The latest work of jobs, for traces; the reporter removes it, from any thread.
     """
@@ -360,7 +371,6 @@ class Seams:
     digests: BlockDigests
     background: Background
     processes: Processes
-    quarantine_s: float
     piece_bytes: int
     slices: deque[RankSlice]
 

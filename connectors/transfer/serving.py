@@ -88,18 +88,6 @@ class _Parked:
     until_s: float
 
 
-@dataclass(slots=True, eq=False)
-class _Granted:
-    """The grant under a nonce.
-
-    Attributes:
-        is_digested: Whether its digests are taken.
-    """
-
-    grant: Grant
-    is_digested: bool = False
-
-
 class Server:
     """All connected Ds and all leases.
 
@@ -119,7 +107,8 @@ class Server:
         self._clients: dict[_Client, None] = {}
         self._parked: list[_Parked] = []
         self.leases = LeaseTable(self._transfer.lease_s)
-        self._granted: dict[str, _Granted] = {}
+        self._grants: dict[str, Grant] = {}
+        self._undigested: set[str] = set()
         self.pushing = Pushing(seams, self.leases, facts)
 
     @property
@@ -182,11 +171,12 @@ class Server:
             self._facts.faults["grant_repeated"] += 1
             return
         self.pushing.grant(grant)
-        self._granted[grant.nonce] = granted = _Granted(grant)
+        self._grants[grant.nonce] = grant
+        self._undigested.add(grant.nonce)
         # Taking digests holds the blocks, like a reader that never hangs.
-        self.leases.begin_read(grant.nonce, granted, now_s, until_s=float("inf"))
+        self.leases.begin_read(grant.nonce, self, now_s, until_s=float("inf"))
         self._take_up_reads(grant.nonce)
-        self._take_digests(granted)
+        self._take_digests(grant)
         self._look_at_parked(grant.nonce)
 
     def add_step(self, step: ChunkStep) -> None:
@@ -218,7 +208,7 @@ class Server:
         """Leases, and stopped pushes, that settled since the last call."""
         settled = self.leases.take_settled()
         for lease in settled:
-            self._granted.pop(lease.nonce, None)
+            self._grants.pop(lease.nonce, None)
         return settled
 
     def drop_all(self, reason: str) -> None:
@@ -319,13 +309,11 @@ class Server:
             first_token=first_token,
         )
 
-    def _take_digests(self, granted: _Granted) -> None:
-        grant = granted.grant
-
+    def _take_digests(self, grant: Grant) -> None:
         def done() -> None:
-            granted.is_digested = True
+            self._undigested.discard(grant.nonce)
             self._look_at_parked(grant.nonce)
-            self.leases.end_read(grant.nonce, granted)
+            self.leases.end_read(grant.nonce, self)
 
         table = (grant.block_ids, grant.generations)
         self._seams.take_digests(table, grant.num_tokens, grant.request_id, done)
@@ -341,8 +329,7 @@ class Server:
     def _answer(self, client: _Client, done: Done) -> None:
         """Confirm a read, refuse it, or let it wait for its grant or for the digests."""
         now_s = self._clock.monotonic_s()
-        granted = self._granted.get(done.nonce)
-        if granted is not None and not granted.is_digested:
+        if done.nonce in self._undigested:
             # It stays a reader, because the digests must be of the blocks it has read.
             self._parked.append(_Parked(client, done, now_s + self._transfer.transfer_timeout_s))
             return
@@ -358,10 +345,10 @@ class Server:
 
     def _confirm(self, client: _Client, done: Done) -> None:
         """Confirm that the lease is valid, and send the digests."""
-        granted, destination = self._granted[done.nonce], client.destination
+        grant, destination = self._grants[done.nonce], client.destination
         if destination is None:
             return
-        grant, hello = granted.grant, destination.hello
+        hello = destination.hello
         route = route_between(self._context.shape, hello.shape, self._context.rank, hello.rank)
         digests = b""
         if route and 0 <= done.first_token < grant.num_tokens:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.pieces import Pieces
     from pdserve.connectors.slicing import Route
-    from pdserve.connectors.transfer.protocol import Hello, Region, Register
+    from pdserve.connectors.transfer.protocol import Hello, Register
     from pdserve.connectors.transfer.seams import JobEnd, Mover, Remote, Seams
     from pdserve.wire.ids import BlockId
 
@@ -71,7 +70,6 @@ class _Memory:
     """
 
     remote: Remote
-    pool: Region
     is_warm: bool = False
     is_warming: bool = False
     connections: set[Destination] = field(default_factory=set)
@@ -107,7 +105,7 @@ class Destinations:
         memory = self._memories.get(hello.agent_metadata)
         if memory is None:
             remote = self._mover.meet(hello.agent_metadata, hello.pool)
-            memory = self._memories[hello.agent_metadata] = _Memory(remote, hello.pool)
+            memory = self._memories[hello.agent_metadata] = _Memory(remote)
         memory.connections.add(destination)
         memory.remote.link = destination.link
         memory.users.add(user)
@@ -143,7 +141,7 @@ class Destinations:
         memory.is_warming = True
         self._mover.warm_up(
             memory.remote,
-            memory.pool,
+            memory.remote.pool,
             tag=memory,
             on_settled=lambda failure: self._on_warm(memory, failure),
         )
@@ -240,8 +238,7 @@ class OutgoingPart:
         self._on_slow = on_slow
         self._todo: deque[Span] = deque()
         self._begun: list[_Begun] = []
-        self._jobs: dict[int, Job] = {}
-        self._numbers = itertools.count()
+        self._jobs: set[Job] = set()
 
     @property
     def is_through(self) -> bool:
@@ -263,7 +260,7 @@ class OutgoingPart:
     @property
     def posted_since_s(self) -> float:
         """When the oldest unfinished write was posted; inf if there is none."""
-        return min((job.posted_s for job in self._jobs.values()), default=float("inf"))
+        return min((job.posted_s for job in self._jobs), default=float("inf"))
 
     def add(self, span: Span) -> None:
         """Add a span, to be written after those added before."""
@@ -314,24 +311,24 @@ class OutgoingPart:
         self.num_jobs = self._seams.mover.abandon(self)
 
     def _submit(self, begun: _Begun, piece: Pieces, remote: Remote) -> None:
-        number = next(self._numbers)
-        job = self._jobs[number] = Job(
+        job = Job(
             tag=self,
             direction=Direction.WRITE,
             remote=remote,
             unit_bytes=piece.unit_bytes,
             local_units=piece.source_units,
             remote_units=piece.dest_units,
-            on_settled=functools.partial(self._settled, begun, number),
+            on_settled=lambda settled: self._settled(begun, job, settled),
             on_slow=functools.partial(self._on_slow, self),
             link=self.destination.link,
         )
+        self._jobs.add(job)
         begun.num_jobs += 1
         self.num_jobs += 1
         self._seams.mover.submit(job)
 
-    def _settled(self, begun: _Begun, number: int, settled: JobEnd) -> None:
-        job = self._jobs.pop(number)
+    def _settled(self, begun: _Begun, job: Job, settled: JobEnd) -> None:
+        self._jobs.discard(job)
         self._seams.trace(Direction.WRITE, job.num_bytes, self.register.request_id, settled)
         self.num_jobs -= 1
         begun.num_jobs -= 1

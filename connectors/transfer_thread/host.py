@@ -16,7 +16,7 @@ import functools
 import ipaddress
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import psutil
 
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 
     import torch
 
+# UCX notices a silent partition after about 5 s with the first three, and never without. Without
+# the last it connects at once, and blocks, for minutes, while the peer does not answer.
+UCX_DEFAULTS: Final = {
+    "UCX_TCP_KEEPIDLE": "2s",
+    "UCX_TCP_KEEPINTVL": "1s",
+    "UCX_TCP_KEEPCNT": "3",
+    "UCX_TCP_CONN_NB": "y",
+}
 _LOOPBACK = "lo"
 _INFINIBAND = Path("/sys/class/infiniband")
 # Without one of these in UCX_TLS there is no such transport.

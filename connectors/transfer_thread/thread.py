@@ -168,7 +168,6 @@ class TransferThread:
                 digests=BlockDigests(kv, context.shape, context.rank),
                 background=self._background,
                 processes=self._mover.processes,
-                quarantine_s=transfer.quarantine_s,
                 piece_bytes=DEVICE_PIECE_BYTES if kv.is_cuda else PIECE_BYTES,
                 slices=self._slices,
             )

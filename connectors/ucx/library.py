@@ -20,6 +20,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pdserve.connectors.transfer_thread.host import UCX_DEFAULTS
 from pdserve.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
@@ -27,13 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-# With the first three, UCX notices a silent partition after about 5 s; without them, never.
-# Without the fourth, `connect` blocks while the peer does not answer.
-_UCX_DEFAULTS = {
-    "UCX_TCP_KEEPIDLE": "2s",
-    "UCX_TCP_KEEPINTVL": "1s",
-    "UCX_TCP_KEEPCNT": "3",
-    "UCX_TCP_CONN_NB": "y",
+_UCX_DEFAULTS = UCX_DEFAULTS | {
     # Between two processes on one host this moves a third more than 8 KiB does.
     "UCX_TCP_TX_SEG_SIZE": "256k",
     "UCX_TCP_RX_SEG_SIZE": "256k",

@@ -24,7 +24,6 @@ from pdserve.connectors.transfer.seams import (
     ExposedMemory,
     Fault,
     FrameError,
-    JobEnd,
     Remote,
 )
 from pdserve.connectors.transfer_thread.host import HostProcesses, net_devices, region_of
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import KVLayout
     from pdserve.connectors.transfer.protocol import Region
-    from pdserve.connectors.transfer.seams import Job, MoverLink
+    from pdserve.connectors.transfer.seams import Job, JobEnd, MoverLink
     from pdserve.observe.clock import Clock
 
 _NEVER = float("inf")
@@ -202,7 +201,7 @@ class UcxMover:
     def submit(self, job: Job) -> None:
         """See `Mover`."""
         for units, pool in ((job.local_units, self._pool), (job.remote_units, job.remote.pool)):
-            why = _why_outside(units, job.unit_bytes, pool)
+            why = pool.why_outside(units, job.unit_bytes)
             if why is not None:
                 self._settle(job, why)
                 return
@@ -405,16 +404,8 @@ class UcxMover:
 
     def _settle(self, job: Job, failure: str | None) -> None:
         """End a job; `deliver` notifies its owner."""
-        moved_s = self._clock.monotonic_s()
-        value = job.then() if failure is None and job.then is not None else None
-        end = JobEnd(
-            failure=failure,
-            value=value,
-            posted_s=min(job.posted_s, moved_s),
-            moved_s=moved_s,
-            settled_s=self._clock.monotonic_s(),
-            num_descriptors=count_runs(job.remote_units, job.local_units),
-        )
+        num_descriptors = count_runs(job.remote_units, job.local_units)
+        end = job.ended(failure, self._clock.monotonic_s, num_descriptors=num_descriptors)
         self._ended.append((job, end))
 
     def _named(self, unit_bytes: int, raw: bytes) -> npt.NDArray[np.int32]:
@@ -426,22 +417,10 @@ class UcxMover:
         if not raw or len(raw) % 4:
             raise FrameError(Fault.UNEXPECTED, f"{len(raw)} bytes do not list units")
         units = to_units(raw)
-        why = _why_outside(units, unit_bytes, self._pool)
+        why = self._pool.why_outside(units, unit_bytes)
         if why is not None:
             raise FrameError(Fault.UNEXPECTED, why)
         return units
-
-
-def _why_outside(units: npt.NDArray[np.int32], unit_bytes: int, pool: Region) -> str | None:
-    """Return why these cannot be units of a pool; None = they can."""
-    if pool.num_bytes % unit_bytes:
-        return f"units of {unit_bytes} bytes do not divide {pool} evenly"
-    num_units = pool.num_bytes // unit_bytes
-    if len(units) > num_units:
-        return f"{len(units)} units of {unit_bytes} bytes are more than {pool} has"
-    if len(units) and not 0 <= units.min() <= units.max() < num_units:
-        return f"units {units.min()} to {units.max()} of {unit_bytes} bytes are not in {pool}"
-    return None
 
 
 def _linked(link: MoverLink | None) -> MoverLink:

@@ -151,7 +151,6 @@ class Pair:
                 digests=digests,
                 background=self.background,
                 processes=HostProcesses(is_direct=True),
-                quarantine_s=30.0,
                 piece_bytes=PIECE_BYTES,
                 slices=deque(),
             )

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.connectors.pieces import pieces, unit_bytes
+from pdserve.connectors.pieces import pieces
 from pdserve.connectors.slicing import (
     Route,
     Shard,
@@ -353,22 +353,21 @@ def test_equal_shapes_with_contiguous_blocks_are_one_descriptor() -> None:
     plan = pieces(EIGHT_B, EIGHT_B, route, IN_ORDER, IN_ORDER, first_token=0, num_tokens=8192)
     assert plan.num_bytes == 1 << 30
     assert plan.num_descriptors == 1
-    assert plan.unit_bytes == unit_bytes(EIGHT_B, EIGHT_B, route, one_layer=False) == 2 << 20
-    assert unit_bytes(EIGHT_B, EIGHT_B, route, one_layer=True) == 1 << 16
+    assert plan.unit_bytes == 2 << 20
 
 
 def test_the_order_of_a_single_head_and_its_tokens_makes_no_difference() -> None:
     latent = on(EIGHT_B, num_kv_heads=1, num_planes=1)
     other = on(latent, order=BlockOrder.NHD)
     (route,) = routes(latent, other)
-    assert unit_bytes(latent, other, route, one_layer=False) == 32 * 16 * 256
+    plan = pieces(latent, other, route, IN_ORDER, IN_ORDER, first_token=0, num_tokens=16)
+    assert plan.unit_bytes == 32 * 16 * 256
 
 
 def test_an_empty_route_moves_nothing() -> None:
     latent = on(EIGHT_B, num_kv_heads=1, num_planes=1, tp_size=2)
     whole = on(latent, tp_size=1)
     route = route_between(latent, whole, 1, 0)
-    assert unit_bytes(latent, whole, route, one_layer=False) == 0
     plan = pieces(latent, whole, route, IN_ORDER, IN_ORDER, first_token=0, num_tokens=99)
     assert (len(plan), plan.num_bytes, plan.num_descriptors) == (0, 0, 0)
 
