@@ -122,10 +122,7 @@ class BlockDigests:
             taken[0] -= self._sums(
                 [(0, block_ids[first_token // size], 0, first_token % size, 0)], num_rows=1
             )[0]
-        layers, heads = (
-            _within(route.layers, self._shard.layers),
-            _within(route.heads, self._shard.heads),
-        )
+        layers, heads = self._part(route)
         return _bytes_of(taken[:, layers, heads])
 
     def found(
@@ -137,16 +134,56 @@ class BlockDigests:
         first_token: int,
         num_tokens: int,
     ) -> bytes:
-        """What P's `of` must be for what has come to this rank over a route; see `digests_of`."""
-        return digests_of(
-            self._kv,
-            source,
-            self._shape,
-            route,
-            block_ids,
-            first_token=first_token,
-            num_tokens=num_tokens,
+        """What P's `of` must be for what has come to this rank, of D, over a route.
+
+        One per block of P, whatever D's block size. For any thread; heavy.
+
+        Args:
+            block_ids: D's whole table.
+            first_token: Where the transfer began, or any edge of P's blocks behind that. D has the
+                tokens before it in its table, too; they do not count.
+
+        Raises:
+            PeerError: The table is too short, or names a block that is not there.
+        """
+        if not route or first_token >= num_tokens:
+            return b""
+        dest = self._shape
+        table = block_table(dest, block_ids, num_tokens, "D")
+        first_block = first_token // source.block_size
+        start_d = first_token - first_token % dest.block_size
+        edges = np.unique(
+            np.concatenate(
+                (
+                    np.arange(first_block * source.block_size, num_tokens, source.block_size),
+                    np.arange(start_d, num_tokens, dest.block_size),
+                    [first_token, num_tokens],
+                )
+            )
         )
+        edges = edges[edges >= first_token]
+        starts = edges[:-1]
+        spans = np.empty((len(starts), 5), dtype=np.int64)
+        spans[:, 0] = starts // source.block_size - first_block
+        spans[:, 1] = table[starts // dest.block_size]
+        spans[:, 2] = starts % dest.block_size
+        spans[:, 3] = np.diff(edges)
+        spans[:, 4] = starts % source.block_size
+        layers, heads = self._part(route)
+        with beside_steps(self._kv):
+            found = self._kv_digests(
+                self._memory[:, layers, :, heads],
+                torch.from_numpy(spans),
+                word_constants(source.block_size, _words(source)),
+                _keys(source, Shard(route.layers, route.heads)),
+                int(spans[-1, 0]) + 1,
+            )
+        return _bytes_of(found.numpy().view(np.uint64))
+
+    def _part(self, route: Route) -> tuple[slice, slice]:
+        """Return the route's layers and heads among those of this rank."""
+        shard = self._shard
+        return _within(route.layers, shard.layers), _within(route.heads, shard.heads)
 
     def _taken(
         self,
@@ -201,68 +238,6 @@ class BlockDigests:
                 self._memory[:, layers], places, constants, self._keys[layers], num_rows
             )
         return sums.numpy().view(np.uint64)
-
-
-def digests_of(
-    kv: Tensor,
-    source: KVShape,
-    dest: KVShape,
-    route: Route,
-    block_ids: Sequence[BlockId],
-    *,
-    first_token: int,
-    num_tokens: int,
-) -> bytes:
-    """D's side: what `BlockDigests.of` of P's rank must be, from the memory of D's.
-
-    One per block of P, whatever D's block size. For any thread; the interpreter lock is not held
-    while memory is read.
-
-    Args:
-        kv: The memory of the route's rank of D (shape `dest`), contiguous.
-        block_ids: D's whole table.
-        first_token: Where the transfer began, or any edge of P's blocks behind that. D has the
-            tokens before it in its table, too; they do not count.
-
-    Raises:
-        PeerError: The table is too short, or names a block that is not there.
-        ConfigError: A vector of this shape is no whole number of 32-bit words.
-    """
-    if not route or first_token >= num_tokens:
-        return b""
-    table = block_table(dest, block_ids, num_tokens, "D")
-    first_block = first_token // source.block_size
-    edges = np.unique(
-        np.concatenate(
-            (
-                np.arange(first_block * source.block_size, num_tokens, source.block_size),
-                np.arange(first_token - first_token % dest.block_size, num_tokens, dest.block_size),
-                [first_token, num_tokens],
-            )
-        )
-    )
-    edges = edges[edges >= first_token]
-    starts = edges[:-1]
-    spans = np.empty((len(starts), 5), dtype=np.int64)
-    spans[:, 0] = starts // source.block_size - first_block
-    spans[:, 1] = table[starts // dest.block_size]
-    spans[:, 2] = starts % dest.block_size
-    spans[:, 3] = np.diff(edges)
-    spans[:, 4] = starts % source.block_size
-    share = Shard(route.layers, route.heads)
-    mine = shard_of(dest, route.dest_rank)
-    memory = byte_grid(kv, dest, mine)[
-        :, _within(route.layers, mine.layers), :, _within(route.heads, mine.heads)
-    ]
-    with beside_steps(kv):
-        found = kernels_on(kv.device).kv_digests(
-            memory,
-            torch.from_numpy(spans),
-            word_constants(source.block_size, _words(source)),
-            _keys(source, share),
-            int(spans[-1, 0]) + 1,
-        )
-    return _bytes_of(found.numpy().view(np.uint64))
 
 
 def num_equal(expected: bytes, found: bytes) -> int:

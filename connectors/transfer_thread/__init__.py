@@ -6,6 +6,7 @@ The transfer protocol of a rank runs in a thread of its own (`thread`), over the
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.base import Capabilities, KVConnectorBase
@@ -64,9 +65,7 @@ class TransferConnector(KVConnectorBase, frozen=True, kw_only=True):
         clock = SystemClock()
 
         def start(kv: Tensor, layout: KVLayout) -> TransferThread:
-            def make_mover(host: str, reactor: Reactor) -> ThreadMover:
-                return self.make_mover(context, kv, layout, host, reactor)
-
+            make_mover = partial(self.make_mover, context, kv, layout)
             return TransferThread(
                 context, kv=kv, layout=layout, wake=wake, clock=clock, make_mover=make_mover
             )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import torch
 
-from pdserve.connectors.digests import BlockDigests, digests_of
+from pdserve.connectors.digests import BlockDigests
 from pdserve.connectors.handover.instructions import Instructions
 from pdserve.connectors.side_channel.channel import Listener, SideChannel
 from pdserve.connectors.side_channel.reactor import Reactor
@@ -139,7 +139,8 @@ class TransferThread:
         ):
             raise InternalError(f"KV memory of shape {tuple(kv.shape)} is not laid out as {layout}")
         _touch(kv)
-        _take_a_digest(kv, context)
+        digests = BlockDigests(kv, context.shape, context.rank)
+        _take_one(digests, context)
         transfer = context.config.transfer
         self._context = context
         self._wake = wake
@@ -165,7 +166,7 @@ class TransferThread:
                 clock=clock,
                 dialer=self._side_channel,
                 mover=self._mover,
-                digests=BlockDigests(kv, context.shape, context.rank),
+                digests=digests,
                 background=self._background,
                 processes=self._mover.processes,
                 piece_bytes=DEVICE_PIECE_BYTES if kv.is_cuda else PIECE_BYTES,
@@ -435,8 +436,7 @@ def _touch(kv: torch.Tensor) -> None:
         kv.view(-1).view(torch.uint8)[::_PAGE_BYTES].add_(0)
 
 
-def _take_a_digest(kv: torch.Tensor, context: ConnectorContext) -> None:
+def _take_one(digests: BlockDigests, context: ConnectorContext) -> None:
     """Compile and load the digest kernel now, so that the first load does not wait for it."""
-    shape = context.shape
-    route = routes_to(shape, shape, context.rank)[0]
-    digests_of(kv, shape, shape, route, [BlockId(0)], first_token=0, num_tokens=1)
+    route = routes_to(context.shape, context.shape, context.rank)[0]
+    digests.found(context.shape, route, [BlockId(0)], first_token=0, num_tokens=1)

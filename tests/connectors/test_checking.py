@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.connectors.conformance.values import make_shape
-from pdserve.connectors.digests import BlockDigests, digests_of
+from pdserve.connectors.digests import BlockDigests
 from pdserve.connectors.pieces import pieces
 from pdserve.connectors.slicing import routes
 from pdserve.connectors.transfer.reservations import Check
@@ -60,7 +60,7 @@ def test_pieces_add_up_to_the_digests_of_p(p, d, data) -> None:
         while (piece := check.next_piece()) is not None:
             check.add(piece, check.take(piece))
         assert check.found == wanted
-        assert wanted == digests_of(theirs, p, d, route, D_TABLE, first_token=first, num_tokens=N)
+        assert wanted == of_d.found(p, route, D_TABLE, first_token=first, num_tokens=N)
 
 
 def new_check(*, first_token: int = 0) -> Check:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.connectors import digests
-from pdserve.connectors.digests import BlockDigests, digests_of, num_equal, num_valid_tokens
+from pdserve.connectors.digests import BlockDigests, num_equal, num_valid_tokens
 from pdserve.connectors.pieces import pieces
 from pdserve.connectors.slicing import routes, routes_to, shard_of
 from pdserve.errors import ConfigError, InternalError, PeerError
@@ -106,14 +106,8 @@ class Pair:
     def found(self, first_token: int = 0) -> list[bytes]:
         """What D finds on each route."""
         return [
-            digests_of(
-                self.d_memory[route.dest_rank],
-                self.p,
-                self.d,
-                route,
-                D_TABLE,
-                first_token=first_token,
-                num_tokens=self.num_tokens,
+            BlockDigests(self.d_memory[route.dest_rank], self.d, route.dest_rank).found(
+                self.p, route, D_TABLE, first_token=first_token, num_tokens=self.num_tokens
             )
             for route in routes(self.p, self.d)
         ]
@@ -365,9 +359,7 @@ def test_a_table_that_is_short_or_names_what_is_not_there_is_refused() -> None:
         with pytest.raises(PeerError):
             pair.digests[0].take(table, GENERATIONS, NUM_TOKENS)
         with pytest.raises(PeerError):
-            digests_of(
-                pair.d_memory[0], BASE, BASE, route, table, first_token=0, num_tokens=NUM_TOKENS
-            )
+            pair.digests[0].found(BASE, route, table, first_token=0, num_tokens=NUM_TOKENS)
     with pytest.raises(InternalError, match="generations"):
         pair.digests[0].take(P_TABLE, GENERATIONS[:2], NUM_TOKENS)
 

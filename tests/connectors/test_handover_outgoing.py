@@ -242,7 +242,7 @@ def test_a_live_push_is_leased_under_its_nonce_and_d_gets_the_handoff() -> None:
     assert (grant.nonce, grant.handoff) == ("push", handoff)
     withdraw(p)  # by a D that died behind it: the lease is for another
     give_up(p, "push")
-    assert [end.nonce for end in staged(p).ends] == ["push"]
+    assert staged(p).ends == ["push"]
     settled = Settled(request_id=RequestId("p"), end=LeaseEnd.READ, nonce="push")
     p.update_connector_output(ConnectorReport(settled=[settled]))
     give_up(p, "push")

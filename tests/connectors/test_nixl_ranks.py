@@ -148,7 +148,7 @@ def test_a_rank_that_alone_has_lost_its_lease_fails_the_load_of_all(
     assert [f.reason for f in d.failed] == [LoadFailure.LEASE_LOST]
     assert not d.received
     p.until(lambda: p.settled)
-    assert [s.end for s in p.settled] == [LeaseEnd.EXPIRED]  # READ on rank 0
+    assert [s.end for s in p.settled] == [LeaseEnd.RELEASED]
 
 
 def test_the_name_of_an_agent_says_whose_rank_it_is(

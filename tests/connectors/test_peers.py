@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from pdserve.connectors.digests import BlockDigests, digests_of
+from pdserve.connectors.digests import BlockDigests
 from pdserve.connectors.handover.instructions import Grant, Load, Watch
 from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
 from pdserve.connectors.nixl.lanes import Lanes
@@ -137,10 +137,10 @@ class Pair:
             BackgroundThread("digests", self.wake, self.clock, deque()),
         )
         route = routes_to(p.shape, p.shape, 0)[0]  # has the kernel compiled
-        digests_of(self.kv, p.shape, p.shape, route, [BlockId(0)], first_token=0, num_tokens=1)
-        self.network = SideChannel(self.reactor, b"")
         # P's memory is D's here: what "arrives" has the right digests.
         digests = BlockDigests(self.kv, p.shape, 0)
+        digests.found(p.shape, route, [BlockId(0)], first_token=0, num_tokens=1)
+        self.network = SideChannel(self.reactor, b"")
 
         def seams(context: ConnectorContext, target: Callable[[], bytes], lanes: Any) -> Seams:
             return Seams(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.connectors import digests
 from pdserve.connectors.conformance.values import make_shape
+from pdserve.connectors.digests import BlockDigests
 from pdserve.connectors.handover.instructions import Registered, Withdrawn
 from pdserve.wire.transfer import (
     Failed,
@@ -164,7 +164,7 @@ def spoil(
     monkeypatch: pytest.MonkeyPatch, before: Callable[[int], object]
 ) -> list[tuple[int, int]]:
     """Call `before` with 1, 2, ... before D takes digests; return of which tokens it did."""
-    take, numbers = digests.digests_of, itertools.count(1)
+    take, numbers = BlockDigests.found, itertools.count(1)
     checked: list[tuple[int, int]] = []
 
     def spoiled(*args: Any, **kwargs: Any) -> bytes:
@@ -173,7 +173,7 @@ def spoil(
         checked.append((kwargs["first_token"], kwargs["num_tokens"]))
         return found
 
-    monkeypatch.setattr(digests, "digests_of", spoiled)
+    monkeypatch.setattr(BlockDigests, "found", spoiled)
     return checked
 
 
