@@ -90,8 +90,9 @@ class LMCacheWorker(KVConnectorWorker):
     ) -> None:
         self._context = context
         self._settings = settings
-        self._wake = wake
-        self._checks_digests = checks_digests
+        self._make_threads = partial(
+            _Threads, context=context, settings=settings, wake=wake, checks_digests=checks_digests
+        )
         self._threads: _Threads | None = None
         self._loads: list[LayerwiseLoad] = []
 
@@ -101,13 +102,7 @@ class LMCacheWorker(KVConnectorWorker):
         Raises:
             ConfigError: LMCache is not installed, or its server cannot serve this engine.
         """
-        self._threads = threads = _Threads(
-            kv,
-            self._context,
-            self._settings,
-            wake=self._wake,
-            checks_digests=self._checks_digests,
-        )
+        self._threads = threads = self._make_threads(kv)
         try:
             threads.start()
         except ConfigError:

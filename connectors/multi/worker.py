@@ -21,7 +21,7 @@ from pdserve.wire.transfer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -55,7 +55,8 @@ class MultiWorker(KVConnectorWorker):
         Raises:
             ConfigError: More than one of them has a side channel.
         """
-        endpoints = {name: half.register_kv_caches(kv, layout) for name, half in self._each()}
+        halves = self._halves.items()
+        endpoints = {name: half.register_kv_caches(kv, layout) for name, half in halves}
         there = {name: each for name, each in endpoints.items() if each is not None}
         if len(there) > 1:
             raise ConfigError(
@@ -102,7 +103,7 @@ class MultiWorker(KVConnectorWorker):
         why = "its connector has failed to begin it"
         lost = [Failed(request_id=e, reason=LoadFailure.ABORTED, detail=why) for e in step.lost]
         first: dict[RequestId, Failed] = {}
-        for name, half in self._each():
+        for name, half in self._halves.items():
             lost += _named(name, half.wait_for_save())
         for each in lost:  # tokens loaded after a gap are useless
             known = first.setdefault(each.request_id, each)
@@ -112,7 +113,7 @@ class MultiWorker(KVConnectorWorker):
 
     def get_finished(self) -> ConnectorReport:
         """See `KVConnectorWorker`."""
-        reports = [(name, half.get_finished()) for name, half in self._each()]
+        reports = [(name, half.get_finished()) for name, half in self._halves.items()]
         waits, self._waits = self._waits, {}
         news = list(waits.values())
         news += [ChildNews(name, payload) for name, each in reports for payload in each.payloads]
@@ -133,11 +134,8 @@ class MultiWorker(KVConnectorWorker):
         """See `KVConnectorWorker`. All halves are closed, even if one of them raises."""
         until_s = self._clock.monotonic_s() + timeout_s
         with contextlib.ExitStack() as ends:
-            for _, half in self._each():
+            for half in self._halves.values():
                 ends.callback(_close, half, self._clock, until_s)
-
-    def _each(self) -> Iterable[tuple[str, KVConnectorWorker]]:
-        return self._halves.items()
 
 
 def _named(name: str, facts: Sequence[F]) -> list[F]:

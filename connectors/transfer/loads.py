@@ -34,11 +34,12 @@ from pdserve.wire.ids import client_id_of
 from pdserve.wire.transfer import Failed, LoadFailure, Received
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pdserve.connectors.handover.instructions import Load
     from pdserve.connectors.slicing import Route
     from pdserve.connectors.transfer.peer import Peer
+    from pdserve.connectors.transfer.peers import Peers
     from pdserve.connectors.transfer.protocol import Confirm
     from pdserve.connectors.transfer.seams import Facts, JobEnd, Seams
     from pdserve.wire.ids import RequestId
@@ -63,13 +64,13 @@ class Loads:
     """All loads of this rank.
 
     Args:
-        peer: Finds or makes the connection to a rank.
+        peers: The connections to Ps.
     """
 
-    def __init__(self, seams: Seams, facts: Facts, *, peer: Callable[[Load, Route], Peer]) -> None:
+    def __init__(self, seams: Seams, facts: Facts, peers: Peers) -> None:
         self.seams = seams
         self.facts = facts
-        self._peer = peer
+        self._peers = peers
         self._loads: dict[int, _Loading] = {}
         self._warned: Remembered[None] = Remembered()
 
@@ -96,7 +97,9 @@ class Loads:
         except PeerError as error:
             loading.lose(LoadFailure.INCOMPATIBLE, str(error))
             return
-        loading.parts = [_Part(loading, route, self._peer(load, route)) for route in routes]
+        loading.parts = [
+            _Part(loading, route, self._peers.of(load.owner, route.source_rank)) for route in routes
+        ]
         for part in loading.parts:
             if loading.failure is None:
                 part.peer.enter(load.load_id, part)

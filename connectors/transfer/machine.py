@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from pdserve.connectors.transfer.loads import Loads
 from pdserve.connectors.transfer.peers import Peers
 from pdserve.connectors.transfer.receiving import Receiving
 from pdserve.connectors.transfer.seams import Facts
@@ -35,7 +36,8 @@ class TransferMachine:
     Attributes:
         facts: The facts to report.
         server: The P side.
-        peers, receiving: The D side: KV that it reads, and KV that is written to it.
+        peers, loads, receiving: The D side: its connections, KV that it reads, and KV that is
+            written to it.
     """
 
     def __init__(self, seams: Seams) -> None:
@@ -44,7 +46,8 @@ class TransferMachine:
         self._block_size = seams.context.shape.block_size
         self._clock = seams.clock
         self.facts = Facts()
-        self.peers = Peers(seams, self.facts)
+        self.peers = Peers(seams)
+        self.loads = Loads(seams, self.facts, self.peers)
         self.server = Server(seams, self.facts)
         self.receiving = self.peers.receiver = Receiving(
             seams, self.facts, peers=self.peers, fence=self.fence, is_alone=self._is_alone
@@ -58,7 +61,7 @@ class TransferMachine:
     @property
     def num_open(self) -> int:
         """Number of transfers that are not over, leases excepted."""
-        return len(self.peers.loads) + self.receiving.num_open + self.server.pushing.num_live
+        return len(self.loads) + self.receiving.num_open + self.server.pushing.num_live
 
     @property
     def observations(self) -> deque[Observation]:
@@ -81,13 +84,13 @@ class TransferMachine:
         for reserve in todo.reserves:
             receiving.reserve(reserve)
         for load in todo.loads:
-            peers.loads.begin(load)
+            self.loads.begin(load)
         for nonce in todo.unwatches:
             peers.unwatch(nonce)
         for release in todo.releases:
             peers.release(release.nonce, release.owner, release.end)
         for request_id in todo.aborts:
-            peers.loads.abort(request_id)
+            self.loads.abort(request_id)
             receiving.abort(request_id)
         for stop in todo.stops:
             server.pushing.stop(stop)
@@ -106,12 +109,14 @@ class TransferMachine:
 
     def due_s(self) -> float:
         """When `tick` has to be called next (monotonic seconds); inf = never by the clock."""
-        return min(self.peers.due_s(), self.server.due_s(), self.receiving.due_s())
+        d_side_s = min(self.loads.due_s(), self.peers.due_s(), self.receiving.due_s())
+        return min(d_side_s, self.server.due_s())
 
     def tick(self) -> bool:
         """Do what is due; return whether there may be more to do at once."""
         self.server.tick()
-        moved = self.peers.tick()
+        moved = self.loads.tick()
+        moved |= self.peers.tick()
         self.receiving.tick()
         return moved
 
@@ -145,7 +150,7 @@ class TransferMachine:
     def written_blocks(self) -> Iterator[BlockId]:
         """Yield this rank's blocks that may still be written to."""
         size = self._block_size
-        filled: list[Load | Reserve] = [*self.peers.loads.open, *self.receiving.open]
+        filled: list[Load | Reserve] = [*self.loads.open, *self.receiving.open]
         for each in filled:
             yield from each.local_block_ids[each.first_token // size :]
 
@@ -156,4 +161,4 @@ class TransferMachine:
 
     def _is_alone(self) -> bool:
         """Whether a fence would affect nothing but reservations."""
-        return not (len(self.peers.loads) or self.server.pushing.num_live)
+        return not (len(self.loads) or self.server.pushing.num_live)

@@ -1,4 +1,4 @@
-"""The D side of a rank: its connections to ranks of P, and its requests to them.
+"""The connections of a D rank to ranks of P, and the leases that it keeps alive over them.
 
 One `Peer` per rank of each life of an engine whose KV comes here. This rank talks to the ranks on
 its routes (`slicing.routes_to`), in some cases only to end a lease. `loads` pulls over these
@@ -13,7 +13,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.slicing import routes_to
-from pdserve.connectors.transfer.loads import Loads
 from pdserve.connectors.transfer.peer import Peer
 from pdserve.connectors.transfer.peering import PeerId, PeerState
 from pdserve.errors import PeerError
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.handover.instructions import Watch
     from pdserve.connectors.transfer.peering import PushReceiver
-    from pdserve.connectors.transfer.seams import Facts, Seams
+    from pdserve.connectors.transfer.seams import Seams
     from pdserve.wire.transfer import EngineRef, LeaseEnd
 
 _log = logging.getLogger(__name__)
@@ -34,17 +33,13 @@ class Peers:
     """All peers that this rank loads from or that write to it.
 
     Attributes:
-        loads: The pulls.
         receiver: The receiver of pushes; set by the owner of this object.
     """
 
     receiver: PushReceiver
 
-    def __init__(self, seams: Seams, facts: Facts) -> None:
+    def __init__(self, seams: Seams) -> None:
         self._seams = seams
-        self.loads = Loads(
-            seams, facts, peer=lambda load, route: self._peer(PeerId(load.owner, route.source_rank))
-        )
         self._peers: dict[PeerId, Peer] = {}
 
     def meet(self, owner: EngineRef) -> None:
@@ -77,13 +72,12 @@ class Peers:
         return self._peers.get(PeerId(owner, rank))
 
     def due_s(self) -> float:
-        """When `tick` has to be called next. O(peers + loads)."""
-        peers_due_s = min((peer.due_s() for peer in self._peers.values()), default=float("inf"))
-        return min(peers_due_s, self.loads.due_s())
+        """When `tick` has to be called next. O(peers)."""
+        return min((peer.due_s() for peer in self._peers.values()), default=float("inf"))
 
     def tick(self) -> bool:
-        """Do what is due; return whether anything moved. O(peers + loads)."""
-        moved = self.loads.tick()
+        """Do what is due; return whether anything moved. O(peers)."""
+        moved = False
         for peer_id, peer in list(self._peers.items()):
             moved |= peer.tick()
             if peer.is_forgettable:
@@ -114,12 +108,14 @@ class Peers:
             )
             return []
         return [
-            self._peer(PeerId(owner, route.source_rank))
+            self.of(owner, route.source_rank)
             for route in routes
             if route.source_rank < len(owner.endpoints)
         ]
 
-    def _peer(self, peer_id: PeerId) -> Peer:
+    def of(self, owner: EngineRef, rank: int) -> Peer:
+        """Return the peer for a rank, which may be a new one."""
+        peer_id = PeerId(owner, rank)
         if peer_id not in self._peers:
             self._peers[peer_id] = Peer(peer_id, self._seams, self.receiver)
         return self._peers[peer_id]

@@ -35,7 +35,7 @@ once they have met.
 Each request has an answer: Register by Accept or Fail, Pushed by Taken or Abort, Abort by Fail
 or by a Pushed that was under way. After `Fail`, and only then, the blocks are D's again; if P
 cannot be asked any more, once D's own agent has been destroyed, and, where P writes without it
-(on the same host, see `processes`), once P's process has ended.
+(on the same host, see `Processes`), once P's process has ended.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Process(msgspec.Struct, frozen=True, array_like=True):
-    """The identity of a process on its host; see `processes`.
+    """The identity of a process on its host; see `Processes`.
 
     Attributes:
         host: Equal for processes that could write to one another's memory.

@@ -24,11 +24,6 @@ class Staging:
     def __init__(self, kv: torch.Tensor) -> None:
         self._bytes = kv.view(-1).view(torch.uint8)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the memory."""
-        return self._bytes.numel()
-
     def gather(self, units: npt.NDArray[np.int32], unit_bytes: int, payload: torch.Tensor) -> None:
         """Fill a payload (uint8) with units, in the given order."""
         memory, rows = self._rows(unit_bytes), _as_rows(payload, unit_bytes)

@@ -135,8 +135,13 @@ class Worker:
         layout = self._plan(loaded, draft_bytes, device, world, run_over=run_over, before=before)
         self._progress(_in_words(layout, draft_bytes, loaded.max_model_len))
         kv = kv_memory.allocate(layout, where)
-        fields = _layout_fields(loaded, layout)
-        shape = _shape(loaded, layout, world)
+        arch = loaded.arch
+        whole = msgspec.structs.replace(
+            layout, num_layers=arch.num_layers, num_kv_heads=arch.num_kv_heads
+        )
+        named = f"{arch.architecture}:{arch.digest}"
+        fields = whole.fields(model=named, weights=loaded.weights_digest)
+        shape = _shape(whole, loaded.layers, world)
         digest = hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:32]
         numerics = _numerics(where, kernels, world)
         context = ConnectorContext(
@@ -379,15 +384,6 @@ def _in_words(layout: KVLayout, draft_bytes: int, max_model_len: int) -> str:
     )
 
 
-def _layout_fields(loaded: LoadedModel, layout: KVLayout) -> dict[str, str]:
-    """Return the facts that engines exchanging KV must agree on; the same on every rank."""
-    arch = loaded.arch
-    whole = msgspec.structs.replace(
-        layout, num_layers=arch.num_layers, num_kv_heads=arch.num_kv_heads
-    )
-    return whole.fields(model=f"{arch.architecture}:{arch.digest}", weights=loaded.weights_digest)
-
-
 def _numerics(device: torch.device, kernels: KernelBackend, world: World) -> Numerics:
     return Numerics(
         device=f"{device.type} {kernels.arch}".strip(),
@@ -397,20 +393,17 @@ def _numerics(device: torch.device, kernels: KernelBackend, world: World) -> Num
     )
 
 
-def _shape(loaded: LoadedModel, layout: KVLayout, world: World) -> KVShape:
-    """Return how the engine's KV is split over its ranks; the same on every rank."""
-    stages = world.pp.gather_ints([loaded.layers.start, loaded.layers.stop])
-    return KVShape(
-        num_blocks=layout.num_blocks,
-        num_layers=loaded.arch.num_layers,
-        num_planes=layout.num_planes,
-        num_kv_heads=loaded.arch.num_kv_heads,
-        head_dim=layout.head_dim,
-        dtype_bytes=layout.dtype_bytes,
-        block_size=layout.block_size,
-        tp_size=world.tp.size,
-        stages=tuple((start, stop) for start, stop in stages),
+def _shape(whole: KVLayout, layers: range, world: World) -> KVShape:
+    """Return how the engine's KV is split over its ranks; the same on every rank.
+
+    Args:
+        whole: The layout that one rank with all of the model would have.
+        layers: Those of this rank.
+    """
+    stages = tuple(
+        (start, stop) for start, stop in world.pp.gather_ints([layers.start, layers.stop])
     )
+    return msgspec.structs.replace(whole.shape_of_one_rank(), tp_size=world.tp.size, stages=stages)
 
 
 def _device(wanted: str, place: RankPlace) -> torch.device:

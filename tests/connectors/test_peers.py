@@ -158,7 +158,8 @@ class Pair:
         lanes_of_p = self.make_lanes(pool, scratch)
         self.server = TransferMachine(seams(p, lambda: self.metadata, lanes_of_p)).server
         self.network.listen(self.listener, self.server.accept)
-        self.peers = TransferMachine(seams(d, lambda: b"agent-of-D", self.lanes)).peers
+        self.machine = TransferMachine(seams(d, lambda: b"agent-of-D", self.lanes))
+        self.peers, self.loads = self.machine.peers, self.machine.loads
         self.owner = EngineRef(
             engine_id=EngineId("P"),
             incarnation=p.incarnation,
@@ -193,7 +194,7 @@ class Pair:
         blocks = [BlockId(1), BlockId(2)]
         self.server.grant(Grant(nonce, request_id, blocks, [self._num_loads] * 2, NUM_TOKENS))
         self.peers.watch(Watch(nonce, owner, 30.0))
-        self.peers.loads.begin(
+        self.loads.begin(
             Load(self._num_loads, request_id, nonce, owner, blocks, blocks, 0, NUM_TOKENS)
         )
         return request_id
@@ -203,22 +204,22 @@ class Pair:
         ends_s = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < ends_s, f"{self.received} {self.failed}"
-            self.turn(0.005 if self.peers.due_s() > self.clock.now_s else 0)
+            self.turn(0.005 if self.machine.due_s() > self.clock.now_s else 0)
 
     def turn(self, timeout_s: float) -> None:
         self.reactor.wait(timeout_s)
         self.background.deliver()
         self.lanes.deliver()
         self.server.tick()
-        self.peers.tick()
+        self.machine.tick()
 
     @property
     def received(self) -> list[Received]:
-        return self.peers.loads.facts.received
+        return self.machine.facts.received
 
     @property
     def failed(self) -> list[Failed]:
-        return self.peers.loads.facts.failed
+        return self.machine.facts.failed
 
     @property
     def reasons(self) -> list[LoadFailure]:
@@ -252,7 +253,7 @@ def test_a_read_that_completes_later_is_received_once(pair: Pair) -> None:
     pair.until(lambda: pair.agent.num_posted)
     pair.agent.outcome = TransferState.DONE
     pair.until(lambda: pair.received)
-    assert not len(pair.peers.loads)
+    assert not len(pair.loads)
     assert not pair.failed
 
 
@@ -261,7 +262,7 @@ def test_a_read_that_fails_before_the_side_channel_does_is_reported_once(pair: P
     pair.load()
     pair.until(lambda: pair.failed)
     assert pair.reasons == [LoadFailure.PEER_LOST]
-    assert not len(pair.peers.loads)
+    assert not len(pair.loads)
     pair.agent.outcome = TransferState.DONE
     pair.load()
     pair.until(lambda: pair.received)
@@ -284,7 +285,7 @@ def test_a_peer_that_is_mute_is_out_of_reach_after_the_handshake_timeout(pair: P
         where = Endpoint(host="127.0.0.1", port=mute.getsockname()[1])
         away = pair.away("mute", where)
         pair.load(away)
-        pair.until(lambda: pair.peers.due_s() > pair.clock.now_s)
+        pair.until(lambda: pair.machine.due_s() > pair.clock.now_s)
         assert not pair.failed
         # Whether it is connected by now is not for us to say, and the timeout begins with that.
         pair.until(lambda: pair.failed or pair.clock.advance(5.0))
@@ -404,7 +405,7 @@ def test_more_leases_than_fit_into_one_frame_are_all_kept_alive(pair: Pair) -> N
         pair.reactor.wait(0)
     for _ in range(6):
         pair.clock.advance(10.0)
-        pair.peers.tick()
+        pair.machine.tick()
         for _ in range(60):
             pair.reactor.wait(0)
         pair.server.tick()
@@ -418,7 +419,7 @@ def test_a_request_that_was_given_up_here_is_no_warning(
         pair.agent.outcome = TransferState.IN_PROGRESS
         request_id = pair.load()
         pair.until(lambda: pair.agent.num_posted)
-        pair.peers.loads.abort(request_id)
+        pair.loads.abort(request_id)
         pair.agent.outcome = TransferState.DONE
         pair.until(lambda: pair.failed)
     assert pair.reasons == [LoadFailure.ABORTED]
@@ -451,7 +452,7 @@ def test_a_listener_without_free_descriptors_rests_and_serves_again_later(
         raise OSError(errno.EMFILE, "Too many open files")
 
     pair.peers.watch(Watch("n", pair.owner, 30.0))
-    pair.peers.tick()
+    pair.machine.tick()
     with monkeypatch.context() as patched:
         patched.setattr(socket.socket, "accept", exhausted)
         for _ in range(4):
