@@ -399,7 +399,7 @@ class MemoryMover(OneSided):
 
     def _end(self, copy: _Copy, failure: str | None) -> None:
         num_descriptors = count_runs(copy.job.remote_units, copy.job.local_units)
-        copy.end = copy.job.ended(failure, self._now_s, num_descriptors=num_descriptors)
+        copy.end = copy.job.ended(failure, self._now_s, num_descriptors)
         self._posted.remove(copy)
         self._ended.append(copy)
 

@@ -326,9 +326,7 @@ class Lane:
 
     def _settle(self, job: Job, failure: str | None, num_descriptors: int = 0) -> None:
         now_s = self._clock.monotonic_s
-        self._dispatcher.say_settled(
-            job, job.ended(failure, now_s, num_descriptors=num_descriptors)
-        )
+        self._dispatcher.say_settled(job, job.ended(failure, now_s, num_descriptors))
 
     def _check_bounds(self, job: Job) -> None:
         """Refuse units outside a pool, before NIXL sees them.

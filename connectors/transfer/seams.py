@@ -230,17 +230,13 @@ class Job:
         """Bytes it moves."""
         return len(self.local_units) * self.unit_bytes
 
-    def ended(
-        self, failure: str | None, now_s: Callable[[], float], *, num_descriptors: int
-    ) -> JobEnd:
-        """End it: call `then` if all bytes are there and it was not abandoned. For movers."""
-        moved_s = settled_s = now_s()
-        value = None
+    def ended(self, failure: str | None, now_s: Callable[[], float], num_runs: int) -> JobEnd:
+        """End it in `num_runs` descriptors: call `then` if it succeeded and is still wanted."""
+        value, moved_s = None, now_s()
+        settled_s = moved_s
         if failure is None and self.then is not None and self.abandoned_s == _NEVER:
-            value = self.then()
-            settled_s = now_s()
-        posted_s = min(self.posted_s, moved_s)
-        return JobEnd(failure, value, posted_s, moved_s, settled_s, num_descriptors)
+            value, settled_s = self.then(), now_s()
+        return JobEnd(failure, value, min(self.posted_s, moved_s), moved_s, settled_s, num_runs)
 
 
 class Mover(Protocol):

@@ -405,7 +405,7 @@ class UcxMover:
     def _settle(self, job: Job, failure: str | None) -> None:
         """End a job; `deliver` notifies its owner."""
         num_descriptors = count_runs(job.remote_units, job.local_units)
-        end = job.ended(failure, self._clock.monotonic_s, num_descriptors=num_descriptors)
+        end = job.ended(failure, self._clock.monotonic_s, num_descriptors)
         self._ended.append((job, end))
 
     def _named(self, unit_bytes: int, raw: bytes) -> npt.NDArray[np.int32]:

@@ -18,7 +18,8 @@ import torch
 
 from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, TransferConfig
 from pdserve.connectors.base import ConnectorContext
-from pdserve.connectors.conformance.values import Share, by_token, make_shape, write_tokens
+from pdserve.connectors.conformance.engines import Rank
+from pdserve.connectors.conformance.values import Share, make_shape
 from pdserve.connectors.handover.instructions import (
     Chunk,
     EndLease,
@@ -34,7 +35,6 @@ from pdserve.connectors.nixl import NixlConnector
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import (
     ConnectorMetadata,
-    Endpoint,
     EngineRef,
     Failed,
     KVHandoff,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
-_DTYPE = "float32"
+    from pdserve.connectors.transfer.pushes import Observation
 
 
 class FixedChoice:
@@ -56,15 +56,12 @@ class FixedChoice:
 
     def __init__(self, layerwise: bool) -> None:
         self.layerwise = layerwise
-        self.seen: list[tuple[bool, float, float]] = []
 
     def choose(self, num_step_tokens: int) -> bool:
         return self.layerwise
 
-    def observe(
-        self, num_step_tokens: int, *, layerwise: bool, step_s: float, exposed_s: float
-    ) -> None:
-        self.seen.append((layerwise, step_s, exposed_s))
+    def observe(self, seen: Observation) -> None:
+        return None
 
 
 class PushEngine:
@@ -86,12 +83,9 @@ class PushEngine:
         self.shape = shape = shape or make_shape()
         self.lease_s = lease_s
         self.news = threading.Event()
-        self.workers: list[Any] = []
-        self.kvs: list[torch.Tensor] = []
-        self.shares: list[Share] = []
+        self.ranks: list[Rank] = []
         self.facts: list[tuple[int, Any]] = []
         self.faults: Counter[str] = Counter()
-        self.choice = FixedChoice(layerwise)
         incarnation = Incarnation(os.urandom(8).hex())
         config = EngineConfig(
             model=ModelConfig(model="m"),
@@ -103,39 +97,27 @@ class PushEngine:
                 quarantine_s=30.0,
             ),
         )
-        endpoints: list[Endpoint] = []
         for rank in range(shape.num_ranks):
-            share = Share(shape, rank)
-            layout = share.layout(_DTYPE)
             context = ConnectorContext(
                 config=config,
                 engine_id=EngineId(engine_id),
                 incarnation=incarnation,
-                layout=layout,
+                layout=Share(shape, rank).layout("float32"),
                 layout_digest="same",
                 layout_fields={},
                 shape=shape,
                 rank=rank,
                 num_ranks=shape.num_ranks,
             )
-            worker: Any = NixlConnector().make_worker(context, self.news.set)
-            worker._choice = self.choice
-            kv = torch.zeros(
-                shape.num_blocks,
-                len(share.layers),
-                shape.num_planes,
-                len(share.heads),
-                shape.block_size,
-                shape.head_dim,
-            )
-            endpoints.append(worker.register_kv_caches(kv, layout))
-            self.workers.append(worker)
-            self.kvs.append(kv)
-            self.shares.append(share)
+            self.ranks.append(Rank(NixlConnector(), context, self.news.set))
+        self.workers: list[Any] = [each.worker for each in self.ranks]
+        self.kvs = [each.kv for each in self.ranks]
+        for worker in self.workers:
+            worker._choice = FixedChoice(layerwise)
         self.ref = EngineRef(
             engine_id=EngineId(engine_id),
             incarnation=incarnation,
-            endpoints=tuple(endpoints),
+            endpoints=tuple(each.endpoint for each in self.ranks if each.endpoint),
             shape=shape,
         )
 
@@ -151,19 +133,12 @@ class PushEngine:
     ) -> None:
         """Have the tokens `[first, end)` computed, of all layers or of one of each rank's."""
         layers = slice(None) if layer is None else slice(layer, layer + 1)
-        for share, kv in zip(self.shares, self.kvs, strict=True):
-            values = share.values(seed, range(first, end), _DTYPE)
-            write_tokens(kv[:, layers], blocks, self.shape, first, values[:, layers])
+        for rank in self.ranks:
+            rank.write(blocks, seed, first, end, layers=layers)
 
     def holds(self, blocks: Sequence[int], seed: int, first: int, end: int) -> bool:
         """Whether every rank has these tokens, byte for byte."""
-        return all(
-            torch.equal(
-                by_token(kv, blocks, self.shape)[first:end],
-                share.values(seed, range(first, end), _DTYPE),
-            )
-            for share, kv in zip(self.shares, self.kvs, strict=True)
-        )
+        return all(rank.holds(blocks, seed, first, end) for rank in self.ranks)
 
     def fill_kv(self, value: float) -> None:
         for kv in self.kvs:
