@@ -11,10 +11,11 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_NAMED = (
+_FIRST = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
-_MORE = ("additional_special_tokens", "extra_special_tokens")
+_BY_NAME = ("model_specific_special_tokens", "extra_special_tokens")
+_NAMELESS = ("additional_special_tokens", "extra_special_tokens")
 
 
 def token_content(value: object) -> str | None:
@@ -67,12 +68,22 @@ def add_tokens(
             )
 
 
+def named_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The special tokens that templates know by name, as `config` describes them."""
+    found = {name: config.get(name) for name in _FIRST}
+    found |= {name: value for name, value in config.items() if name.endswith("_token")}
+    for name in _BY_NAME:
+        if isinstance(more := config.get(name), dict):
+            found |= more
+    return {name: value for name, value in found.items() if token_content(value) is not None}
+
+
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, tokenizers.AddedToken]:
-    """The special tokens that `config` names, by their texts."""
-    values = [config.get(name) for name in _NAMED]
-    for name in _MORE:
-        more = config.get(name) or []
-        values += more.values() if isinstance(more, dict) else more
+    """All special tokens of `config`, by their texts."""
+    values = [*named_tokens(config).values()]
+    for name in _NAMELESS:
+        if isinstance(more := config.get(name), list):
+            values += more
     return {
         content: _token(
             {"normalized": False, **(value if isinstance(value, dict) else {})}, content

@@ -130,6 +130,7 @@ class ChatTemplate:
         names = {
             **self._special_tokens,
             "tools": list(tools) or None,
+            "documents": None,
             **(variables or {}),
             "messages": plain,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,

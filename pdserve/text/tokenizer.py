@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from pdserve.errors import BadRequestError, ConfigError
-from pdserve.text.added_tokens import add_tokens, token_content
+from pdserve.text.added_tokens import add_tokens, named_tokens, token_content
 from pdserve.text.segments import MIN_CHARS, segmented
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ class Tokenizer:
         self.tool_template = tool_template
         self.special_tokens = {
             name: content
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-            if (content := token_content(config.get(name))) is not None
+            for name, value in named_tokens(config).items()
+            if (content := token_content(value)) is not None
         }
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")

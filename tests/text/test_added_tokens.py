@@ -36,6 +36,7 @@ def read(directory: Path, *, older: Any = None, **config: Any) -> Tokenizer:
         {"additional_special_tokens": ["<extra>"]},
         {"extra_special_tokens": {"image": EXTRA}},
         {"pad_token": "<extra>"},
+        {"image_token": "<extra>"},
         {"older": {"<extra>": NEXT_ID}, "pad_token": "<extra>"},
     ],
     ids=str,
@@ -56,6 +57,21 @@ def test_a_special_token_of_the_vocabulary_keeps_its_id_and_has_no_text(tmp_path
     tokenizer = read(tmp_path, eos_token=said)
     assert tokenizer.eos_token_id == token_id
     assert tokenizer.decode([token_id]) == ""
+
+
+def test_templates_know_every_token_that_has_a_name(tmp_path: Path) -> None:
+    tokenizer = read(
+        tmp_path,
+        sep_token="<s>",
+        image_token={"content": "<image>"},
+        extra_special_tokens={"video_token": "<video>"},
+        add_bos_token=True,
+    )
+    assert tokenizer.special_tokens == {
+        "sep_token": "<s>",
+        "image_token": "<image>",
+        "video_token": "<video>",
+    }
 
 
 @pytest.mark.parametrize(
