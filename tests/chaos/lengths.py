@@ -4,8 +4,8 @@
 
 `long` is one stream of 20,000 tokens, `many` are 200 streams of 4,000 at once; sampled, at a
 temperature of 1, and half of them with token ids. When every stream has a third of its tokens, and
-again when every one has a tenth more than it had then, the proxy learns of another decode engine,
-and the one that serves them all is killed: no stream is done by then, however far ahead it is.
+again when every one has a tenth more than it had then, the decode engine that serves them all is
+stopped, the proxy learns of another one, and the first is killed: no stream is done by then.
 Each stream must have the text that it has where nothing fails. Prints one JSON object with the
 proxy's resident memory: with no stream, and what each stream adds when all of them are at a third,
 and at most afterwards. The exit code is 0 if nothing speaks against it.
@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -132,8 +133,13 @@ class Lengths:
         self.replace_decode()
 
     def replace_decode(self) -> None:
-        """Let another decode engine serve, and kill the one that served so far."""
+        """Let another decode engine serve, and kill the one that served so far.
+
+        That one is stopped first: however long it takes, no stream ends meanwhile.
+        """
         former, self._serving = self._serving, self._spares.pop()
+        for process in self.deployment.processes[former].family() if former else ():
+            process.send_signal(signal.SIGSTOP)
         self._register(self._serving)
         self.deployment.wait_routable(1, 2 if former else 1)
         if former:

@@ -232,6 +232,7 @@ class Stage:
 
     def kill(self, name: str) -> None:
         """kill -9."""
+        self._stopped.discard(name)
         self.deployment.processes[name].kill()
 
     def stop(self, name: str) -> None:

@@ -152,3 +152,19 @@ def many(
     streams = [stage.stream(prompt, num_tokens) for prompt in prompts]
     wait_until(lambda: sum(bool(s.tokens) for s in streams) >= num_begun, 60.0)
     return streams, right
+
+
+def amid(stage: Stage, num_streams: int, *receivers: str) -> tuple[list[Stream], list[list[int]]]:
+    """Streams at once, wherever they are when P is stopped; and their right answers.
+
+    One of the receivers has blocks that are being filled then: while P is stopped it stays so, and
+    no fault comes too late for it.
+    """
+    streams, right = many(stage, num_streams, num_begun=4)
+    stage.stop("prefill")
+    while not any(map(stage.is_receiving, receivers)):
+        stage.resume("prefill")
+        further, answers = many(stage, 4, num_begun=1)
+        stage.stop("prefill")
+        streams, right = streams + further, right + answers
+    return streams, right

@@ -21,7 +21,7 @@ from tests.chaos.stage import (
     SLACK_S,
     TRANSFER_S,
 )
-from tests.chaos.streams import LATE, many, midway
+from tests.chaos.streams import LATE, amid, many, midway
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def test_p_dies_in_mid_transfer(slow_stage: Stage) -> None:
 
 @pytest.mark.short_form("shared memory-push")
 def test_p_dies_amid_many_transfers(stage: Stage) -> None:
-    streams, right = many(stage, 12, num_begun=4)
+    streams, right = amid(stage, 12, "decode", "decode1")
     since = time.monotonic()
     stage.kill("prefill")
     assert any(stream.end is None and len(stream.tokens) <= 1 for stream in streams), LATE
@@ -135,10 +135,11 @@ def test_d_dies_before_the_first_token(slow_stage: Stage) -> None:
 
 
 def test_d_dies_amid_many_transfers(stage: Stage) -> None:
-    streams, right = many(stage, 12, num_begun=4)
+    streams, right = amid(stage, 12, "decode")
     since = time.monotonic()
     stage.kill("decode")
     assert any(stream.end is None and len(stream.tokens) <= 1 for stream in streams), LATE
+    stage.resume("prefill")
     stage.settle(
         "D dies before the first token",
         "amid 12 requests",
