@@ -153,7 +153,6 @@ class Proxy:
             config,
             router,
             self.backends,
-            self._prefixes,
             self.pairing,
             self.admission.places,
             self.metrics.gate,

@@ -182,12 +182,14 @@ class Flow:
             await self._services.checks.look_again()
         return self._planned()
 
-    def _planned(self, decision: PairDecision | None = None) -> Disaggregate | RunLocally:
+    def _planned(
+        self, decision: PairDecision | None = None, failed: Collection[Backend] = ()
+    ) -> Disaggregate | RunLocally:
         if self._legs.ends_with_prompt:
             return RunLocally(self._local_engine(), "prompt_only", is_outage=False)
         return self._router.plan(
             self._legs.prompt,
-            failed=self._setbacks.failed,
+            failed=failed or self._setbacks.failed,
             may_push=self._setbacks.may_push,
             layout=self._delivery.layout,
             decision=decision,
@@ -372,12 +374,11 @@ class Flow:
         return following
 
     def _another_pair(self, failed: Collection[Backend]) -> Disaggregate | None:
-        return self._router.another_pair(
-            self._legs.prompt,
-            failed,
-            may_push=self._setbacks.may_push,
-            layout=self._delivery.layout,
-        )
+        """Return engines for another attempt from the start; None if there are none."""
+        with suppress(UnavailableError):
+            if isinstance(plan := self._planned(failed=failed), Disaggregate):
+                return plan
+        return None
 
     async def _run_locally(
         self, reason: str, engine: Backend | None = None, *, is_fallback: bool
@@ -433,8 +434,7 @@ class Flow:
         self._story.tell(f"{decision}: {reason}")
 
     async def _fail(self, error: PdserveError) -> web.StreamResponse:
-        has_begun = self._delivery.has_begun
-        self.outcome = "error" if has_begun else outcome_of(error.status)
+        self.outcome = "error" if self._delivery.has_begun else outcome_of(error.status)
         self._story.reason = error.error_code
         self._story.tell(f"{error.error_code}: {error.detail}")
         return await self._delivery.fail(error)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.brain.pairing import Pairing
-    from pdserve.proxy.brain.prefixes import Prefixes
     from pdserve.proxy.brain.question import PairDecision
     from pdserve.proxy.metrics import GateMetrics
     from pdserve.proxy.routing import Router
@@ -112,7 +111,6 @@ class Gate:
         config: ProxyConfig,
         router: Router,
         backends: Backends,
-        prefixes: Prefixes | None,
         pairing: Pairing | None,
         places: FairPlaces,
         metrics: GateMetrics,
@@ -121,7 +119,6 @@ class Gate:
         self._rejects_early = config.early_rejection
         self._router = router
         self._backends = backends
-        self._prefixes = prefixes
         self._pairing = pairing
         self._places = places
         self._is_obeyed = pairing is not None and not pairing.is_shadow
@@ -149,7 +146,7 @@ class Gate:
             claim.is_ready = functools.partial(self._is_ready, prompt, claim)
         waiting_s = self._waiting_s(prompt)
         if waiting_s and self._is_obeyed and self._places.is_held_back(prompt.tenant):
-            around = self._outlook(prompt, held_s=waiting_s)
+            around = self._router.outlook(prompt, held_s=waiting_s)
             if around and not around.chosen.ttft["held"] and around.chosen.total < _HARMLESS:
                 claim.goes_round, claim.decision = True, around
                 return claim
@@ -163,7 +160,7 @@ class Gate:
         Raises:
             OverloadedError: It would miss its objectives there.
         """
-        decision = self._outlook(prompt)
+        decision = self._router.outlook(prompt)
         found = None if decision is None else rejection(decision, waiting_s=waiting_s)
         if found is not None and not self._is_obeyed:
             self._metrics.shadow_rejected.labels(found.reason).inc()
@@ -215,8 +212,7 @@ class Gate:
         """Return tokens of a prompt that have to be computed, as far as known."""
         if not prompt.num_tokens:
             return prompt.num_bytes / BYTES_PER_TOKEN
-        known = {} if self._prefixes is None else self._prefixes.known(prompt)
-        return max(0, prompt.num_tokens - max(known.values(), default=0))
+        return max(0, prompt.num_tokens - max(self._router.known(prompt).values(), default=0))
 
     def _is_ready(self, prompt: RoutePrompt, claim: Claim, is_over_share: bool) -> bool:
         """Return whether an engine would begin with a request soon.
@@ -236,26 +232,9 @@ class Gate:
             return False
         if not is_over_share:
             return True
-        found = claim.decision = self._outlook(prompt)
+        found = claim.decision = self._router.outlook(prompt)
         engine = None if found is None else self._backends.get(found.chosen.prefill)
         return engine is None or engine.home is Role.DECODE or self._begins_within(limit_s, engine)
-
-    def _outlook(self, prompt: RoutePrompt, *, held_s: float = 0.0) -> PairDecision | None:
-        """Return where a request would be sent now.
-
-        None if too little is known, there is no engine, or pairs are not chosen by what is known.
-        """
-        if self._pairing is None or self._prefixes is None:
-            return None
-        by_url = {each.url: each for each in self._router.considered(prompt, None, ())}
-        prefills = [each for each in by_url.values() if each.home is not Role.DECODE]
-        decodes = [each for each in by_url.values() if each.home is not Role.PREFILL]
-        known = self._prefixes.known(prompt)
-
-        def may_pair(prefill: str, decode: str) -> bool:
-            return self._router.pairs(by_url[prefill], by_url[decode], prompt)
-
-        return self._pairing.decide(prompt, prefills, decodes, known, may_pair, held_s=held_s)
 
     @property
     def _num_prefills(self) -> int:

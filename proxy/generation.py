@@ -32,6 +32,7 @@ from pdserve.http.protocol import (
 )
 from pdserve.observe.request_log import CLIENT_LEFT, outcome_of
 from pdserve.proxy.bodies import ClientBody
+from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.delivery import REQUEST_ID_KEY, Delivery
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
@@ -227,7 +228,7 @@ class Generation:
         services = self._services
         failed: set[Backend] = set()
         for attempt in range(self._config.retry_max_retries + 1):
-            engine = services.router.any_engine(failed)
+            engine = services.router.local_engine(RoutePrompt(0), failed)
             leg = services.http.leg(f"{engine.url}{path}", body, headers)
             try:
                 with services.breakers.exchange(engine, leg, kind="forward") as breaker:

@@ -15,20 +15,20 @@ from pdserve.config.policies import PREDICTED, SHADOW
 from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
 from pdserve.proxy.brain.candidates import Candidates
-from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.policies import RouteRequest, policy_named, split_policy_named
 from pdserve.proxy.policies.splitting import always
 from pdserve.proxy.story import NotPushed
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from pdserve.config.http import ProxyConfig
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.prefixes import Prefixes
+    from pdserve.proxy.brain.prompt import RoutePrompt
     from pdserve.proxy.brain.question import PairCost, PairDecision
     from pdserve.proxy.policies import BackendView, Policy
 
@@ -113,9 +113,7 @@ class Router:
         self._prefill_sequence = itertools.count()
         self._decode_sequence = itertools.count()
         self._split_sequence = itertools.count()
-        self._candidates = None
-        if pairing is not None and prefixes is not None:
-            self._candidates = Candidates(backends, prefixes)
+        self._candidates = None if pairing is None else Candidates(backends, self.known)
 
     def plan(
         self,
@@ -190,7 +188,7 @@ class Router:
         self, wish: _Wish, prefills: Sequence[Backend], decodes: Sequence[Backend]
     ) -> Disaggregate | RunLocally | None:
         """Return the joint decision's plan; None if there is none, or too little is known."""
-        if self._pairing is None or self._prefixes is None:
+        if self._pairing is None:
             return None
         first = [each for each in prefills if each not in wish.failed]
         second = [each for each in decodes if each not in wish.failed]
@@ -202,7 +200,7 @@ class Router:
 
         decision = wish.decision
         if decision is None or not _can_follow(decision.chosen, by_url, may_pair):
-            known = self._prefixes.known(wish.prompt)
+            known = self.known(wish.prompt)
             decision = self._pairing.decide(wish.prompt, first, second, known, may_pair)
         if decision is None:
             return None
@@ -213,6 +211,30 @@ class Router:
             return RunLocally(decode, decision.reason, decision=decision)
         pushed = decode if self._pushes(wish, prefill, decode) else None
         return Disaggregate(prefill, pushed, decision.reason, decision, decode)
+
+    def outlook(self, prompt: RoutePrompt, *, held_s: float = 0.0) -> PairDecision | None:
+        """Return where a request would be sent now.
+
+        None if too little is known, there is no engine, or pairs are not chosen by what is known.
+
+        Args:
+            held_s: Seconds that it would be held back for a prompt engine.
+        """
+        if self._pairing is None:
+            return None
+        by_url = {each.url: each for each in self.considered(prompt, None, ())}
+        prefills = [each for each in by_url.values() if each.home is not Role.DECODE]
+        decodes = [each for each in by_url.values() if each.home is not Role.PREFILL]
+
+        def may_pair(prefill: str, decode: str) -> bool:
+            return self._may_share(by_url[prefill], by_url[decode], prompt)
+
+        known = self.known(prompt)
+        return self._pairing.decide(prompt, prefills, decodes, known, may_pair, held_s=held_s)
+
+    def known(self, prompt: RoutePrompt) -> Mapping[str, int]:
+        """Return how many tokens of a prompt engines have, by URL; none if no policy asks."""
+        return {} if self._prefixes is None else self._prefixes.known(prompt)
 
     def considered(
         self, prompt: RoutePrompt, layout: str | None, failed: Collection[Backend]
@@ -231,7 +253,7 @@ class Router:
 
     def _views(self, prompt: RoutePrompt, engines: Iterable[Backend]) -> list[BackendView]:
         """Return a policy's view of engines."""
-        known = {} if self._prefixes is None else self._prefixes.known(prompt)
+        known = self.known(prompt)
         return [self._backends.view(each, hit_tokens=known.get(each.url, 0)) for each in engines]
 
     def _serves(self, wish: _Wish, prefill: Backend, decodes: Iterable[Backend]) -> bool:
@@ -241,22 +263,23 @@ class Router:
             for each in decodes
         )
 
-    def pairs(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
+    def _may_share(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Return whether two engines can share a request."""
         can_pair = self._backends.can_pair(prefill, decode)
         return can_pair and not (prompt.needs_equal_text and _differ_in_text(prefill, decode))
 
     def _pulls(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Return whether a request can be pulled over this pair."""
-        can_pair = self.pairs(prefill, decode, prompt)
-        return can_pair and self._backends.lets_through(prefill, decode, KVMode.PULL)
+        may_share = self._may_share(prefill, decode, prompt)
+        return may_share and self._backends.lets_through(prefill, decode, KVMode.PULL)
 
     def _pushes(self, wish: _Wish, prefill: Backend, decode: Backend) -> bool:
         """Return whether a request should be pushed over this pair."""
         backends = self._backends
         if self._kv_mode is KVTransfer.PULL or not wish.may_push:
             return False
-        if not (self.pairs(prefill, decode, wish.prompt) and backends.can_push(prefill, decode)):
+        may_share = self._may_share(prefill, decode, wish.prompt)
+        if not (may_share and backends.can_push(prefill, decode)):
             return False
         if backends.lets_through(prefill, decode, KVMode.PUSH):
             return True
@@ -272,21 +295,6 @@ class Router:
             each.decodes() and self._backends.can_push(prefill, each) for each in self._backends
         )
         return NotPushed.DISTRUSTED if can else NotPushed.ENGINES
-
-    def another_pair(
-        self,
-        prompt: RoutePrompt,
-        failed: Collection[Backend],
-        *,
-        may_push: bool,
-        layout: str | None,
-    ) -> Disaggregate | None:
-        """Return engines for another attempt from the start; None if there are none."""
-        try:
-            plan = self.plan(prompt, failed=failed, may_push=may_push, layout=layout)
-        except UnavailableError:
-            return None
-        return plan if isinstance(plan, Disaggregate) else None
 
     def decode_for(
         self,
@@ -350,14 +358,6 @@ class Router:
         """Return the engines available now; one that names no layout fits any."""
         ready = [backend for backend in self._backends if backend.available]
         return [b for b in ready if layout is None or b.layout in (None, layout)]
-
-    def any_engine(self, failed: Collection[Backend]) -> Backend:
-        """Return an engine for a question that all engines answer alike.
-
-        Raises:
-            UnavailableError: No engine is ready.
-        """
-        return self.local_engine(RoutePrompt(0), failed)
 
     def check_ready(self) -> None:
         """Check that requests can be served now.

@@ -167,7 +167,6 @@ class VirtualProxy:
             config,
             self._router,
             self.backends,
-            self._prefixes,
             self.pairing,
             self._places,
             metrics.gate,

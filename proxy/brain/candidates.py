@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Final
 from pdserve.config.schema import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
-    from pdserve.proxy.brain.prefixes import Prefixes
     from pdserve.proxy.brain.prompt import RoutePrompt
 
 FEW: Final = 32
@@ -30,11 +29,17 @@ _NAMING_GRAINS: Final = 2
 
 
 class Candidates:
-    """Draws engines for successive choices."""
+    """Draws engines for successive choices.
 
-    def __init__(self, backends: Backends, prefixes: Prefixes) -> None:
+    Args:
+        known: Returns how many tokens of a prompt engines have, by URL, those with most first.
+    """
+
+    def __init__(
+        self, backends: Backends, known: Callable[[RoutePrompt], Mapping[str, int]]
+    ) -> None:
         self._backends = backends
-        self._prefixes = prefixes
+        self._known = known
         self._turns = itertools.count()
 
     def of(
@@ -53,7 +58,7 @@ class Candidates:
         name = prompt.session or str(prompt.grains[:_NAMING_GRAINS])
         drawn = self._backends.some(zlib.crc32(name.encode()), _DRAWN_BY_NAME)
         drawn += self._backends.some(next(self._turns), _DRAWN_IN_TURN)
-        warm = map(self._backends.get, itertools.islice(self._prefixes.known(prompt), _WARM))
+        warm = map(self._backends.get, itertools.islice(self._known(prompt), _WARM))
         found = [
             each
             for each in dict.fromkeys((*warm, *drawn))
