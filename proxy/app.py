@@ -146,7 +146,7 @@ class Proxy:
             self._clock,
             totals=self.metrics.totals,
             headers=headers,
-            on_load=None if self.pairing is None else self.pairing.heard,
+            on_load=self._heard,
         )
         router = Router(config, self.backends, self._prefixes, self.pairing)
         gate = Gate(

@@ -73,15 +73,15 @@ class HealthChecks:
         clock: Clock,
         *,
         totals: Totals,
-        headers: Mapping[str, str] | None = None,
-        on_load: Callable[[Backend, RoutingLoad], None] | None = None,
+        headers: Mapping[str, str],
+        on_load: Callable[[Backend, RoutingLoad], None],
     ) -> None:
         self._config = config
         self._backends = backends
         self._http = http
         self._clock = clock
         self._totals = totals
-        self._headers = dict(headers or {})
+        self._headers = headers
         self._on_load = on_load
         self.reach = Reach(backends, http)
         self._watchers: set[asyncio.Task[None]] = set()
@@ -238,9 +238,7 @@ class HealthChecks:
         if load is not None:
             brief = load.in_brief()
             backend.is_idle = not (brief.num_requests or brief.num_used_blocks)
-            backend.heard(brief, self._clock.monotonic_s())
-            if self._on_load is not None:
-                self._on_load(backend, brief)
+            self._on_load(backend, brief)
         if report.wall_s is not None:
             self._compare_clocks(backend, asked_s, report.wall_s)
         if not backend.models:

@@ -86,7 +86,9 @@ def played(play: Callable[[Scene], Awaitable[T]], **config: Any) -> T:
     async def main() -> T:
         settings = ProxyConfig(**config)
         backends = Backends(settings, clock, Breakers(settings, clock, Metrics()))
-        checks = HealthChecks(settings, backends, network, clock, totals=Totals())
+        checks = HealthChecks(
+            settings, backends, network, clock, totals=Totals(), headers={}, on_load=lambda *_: None
+        )
         await checks.start()
         found = await play(Scene(clock, network, backends, checks))
         await checks.stop()
