@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.services import Services
 
 
-_GENERATED: Final[Mapping[str, type[TextFields]]] = {
+GENERATED: Final[Mapping[str, type[TextFields]]] = {
     "/v1/completions": CompletionRequest,
     paths.CHAT: ChatRequest,
     paths.RESPONSES: ResponsesRequest,
@@ -83,7 +83,7 @@ class Generation:
     def routes(self) -> list[web.RouteDef]:
         """Its paths."""
         return [
-            *(web.post(path, self._generate) for path in _GENERATED),
+            *(web.post(path, self._generate) for path in GENERATED),
             *(web.post(path, self._forward) for path in _FORWARDED),
         ]
 
@@ -177,10 +177,10 @@ class Generation:
             fallback_seed=self._rng.getrandbits(48),
         )
         if dialect is None:
-            note_ignored(request, body.fields, _GENERATED[request.path])
+            note_ignored(request, body.fields, GENERATED[request.path])
         else:
             fields = top_level(data)
-            note_ignored(request, fields, _GENERATED[request.path], also=dialect.ignored)
+            note_ignored(request, fields, GENERATED[request.path], also=dialect.ignored)
         return body, dialect
 
     async def _bytes_of(self, request: web.Request, until_s: float) -> bytes:

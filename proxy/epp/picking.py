@@ -21,6 +21,7 @@ from pdserve.http.pooling_bodies import POOLING
 from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.brain.prompt import UNKNOWN, RoutePrompt
 from pdserve.proxy.gate import as_asked, tenant_of
+from pdserve.proxy.generation import GENERATED
 from pdserve.proxy.routing import RETRY_AFTER_S, Disaggregate
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.routing import RunLocally
     from pdserve.proxy.services import Services
 
-GENERATED: Final = frozenset(
-    {"/v1/completions", paths.CHAT, paths.RESPONSES, paths.MESSAGES, *POOLING}
-)
-"""Paths whose requests are computed; any available engine answers the others."""
 NUM_FALLBACKS: Final = 2
 
 
@@ -60,7 +57,7 @@ class GatewayRequest:
 
     @property
     def is_computed(self) -> bool:
-        """Whether it asks for tokens or vectors."""
+        """Whether it asks for tokens or vectors; any available engine answers other requests."""
         return self.path in GENERATED and self.headers.get(":method") == "POST"
 
 
@@ -128,7 +125,7 @@ class Picker:
             plan = None
             if not is_whole:
                 plan = services.router.plan(prompt, among=among, decision=decision)
-            return self._picked(plan, prompt, among)
+            return self._counted(self._picked(plan, prompt, among), prompt, among)
 
         def granted() -> None:
             with suppress(UnavailableError):  # `_again` looks at the engines again
@@ -158,16 +155,30 @@ class Picker:
         prompt: RoutePrompt,
         among: Collection[Backend] | None,
     ) -> Pick:
-        """Pick engines for a prompt.
+        """Pick the engines of a plan.
 
         Args:
             plan: None if one engine has to do everything.
         """
         if plan is None:
-            pick = Pick([self._alone(among)], reason="prompt_only")
-        else:
-            pick = self._pick_of(plan, prompt, among)
-        return self._counted(pick, prompt, among)
+            return Pick([self._alone(among)], reason="prompt_only")
+        router = self._services.router
+        if not isinstance(plan, Disaggregate):
+            can_serve = plan.engine.decodes() and (among is None or plan.engine in among)
+            return Pick([plan.engine if can_serve else self._alone(among)], reason=plan.reason)
+        preferred = plan.preferred
+        if preferred is None or not router.can_decode_for(plan.prefill, preferred, prompt):
+            others: list[Backend] = []
+            if among is not None:
+                others = [each for each in self._services.backends if each not in among]
+            preferred = router.decode_for(plan.prefill, prompt, (), without=others)
+        if preferred is None:
+            raise UnavailableError(
+                "no decode engine can read the prefill engine's KV",
+                retry_after_s=RETRY_AFTER_S,
+                code="no_decode_available",
+            )
+        return Pick([preferred], plan.prefill, plan.reason)
 
     def _alone(self, among: Collection[Backend] | None) -> Backend:
         """Return the engine with the least to do.
@@ -211,30 +222,6 @@ class Picker:
         dialect = paths.dialect_of(request.path, request.body, "")
         data = request.body if dialect is None else dialect.chat_body()
         return ClientBody(data, created=int(self._services.clock.wall_s()), fallback_seed=0)
-
-    def _pick_of(
-        self,
-        plan: Disaggregate | RunLocally,
-        prompt: RoutePrompt,
-        among: Collection[Backend] | None,
-    ) -> Pick:
-        router = self._services.router
-        if not isinstance(plan, Disaggregate):
-            can_serve = plan.engine.decodes() and (among is None or plan.engine in among)
-            return Pick([plan.engine if can_serve else self._alone(among)], reason=plan.reason)
-        preferred = plan.preferred
-        if preferred is None or not router.can_decode_for(plan.prefill, preferred, prompt):
-            others: list[Backend] = []
-            if among is not None:
-                others = [each for each in self._services.backends if each not in among]
-            preferred = router.decode_for(plan.prefill, prompt, (), without=others)
-        if preferred is None:
-            raise UnavailableError(
-                "no decode engine can read the prefill engine's KV",
-                retry_after_s=RETRY_AFTER_S,
-                code="no_decode_available",
-            )
-        return Pick([preferred], plan.prefill, plan.reason)
 
     def _counted(self, pick: Pick, prompt: RoutePrompt, among: Collection[Backend] | None) -> Pick:
         """Add the engines to fall back on, and count the request as work of the first ones."""
