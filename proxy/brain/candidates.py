@@ -25,7 +25,6 @@ _WARM: Final = 4
 _DRAWN_BY_NAME: Final = 2
 _DRAWN_IN_TURN: Final = 3
 """Of each role."""
-_NAMING_GRAINS: Final = 2
 
 
 class Candidates:
@@ -55,8 +54,7 @@ class Candidates:
         """
         if len(self._backends) <= FEW:
             return None
-        name = prompt.session or str(prompt.grains[:_NAMING_GRAINS])
-        drawn = self._backends.some(zlib.crc32(name.encode()), _DRAWN_BY_NAME)
+        drawn = self._backends.some(zlib.crc32(prompt.beginning.encode()), _DRAWN_BY_NAME)
         drawn += self._backends.some(next(self._turns), _DRAWN_IN_TURN)
         warm = map(self._backends.get, itertools.islice(self._known(prompt), _WARM))
         found = [

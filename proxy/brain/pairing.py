@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 DWELL_S: Final = 30.0
 MAX_SESSIONS: Final = 100_000
 _MIN_GAPS: Final = 4
-_NAMING_GRAINS: Final = 2
-"""Prompts that have these in common go to one engine while none has them: a system prompt, and the
-beginning of what is said."""
 
 
 class Sessions:
@@ -143,7 +140,8 @@ class Pairing:
     ) -> RouteQuestion:
         urls = {each.url for each in prefills}, {each.url for each in decodes}
         engines = {each.url: each for each in (*prefills, *decodes)}
-        name, ledger = self._name_of(prompt), self.ledger
+        # Without a name, every engine has its turn.
+        name, ledger = prompt.beginning or str(next(self._numbers)), self.ledger
         candidates = [
             PairCandidate(
                 url,
@@ -264,13 +262,6 @@ class Pairing:
 
     def _fits(self) -> Mapping[str, LinearFit]:
         return {"prefill": self.model.prefill, "step": self.model.step, "wire": self.model.wire}
-
-    def _name_of(self, prompt: RoutePrompt) -> str:
-        """Return the name that orders engines for a request if nothing else does."""
-        if prompt.session:
-            return prompt.session
-        grains = prompt.grains[:_NAMING_GRAINS]
-        return f"{grains[-1]:x}" if grains else str(next(self._numbers))
 
 
 def _room_tokens(engine: Backend, work: EngineWork) -> int | None:

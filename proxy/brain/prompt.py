@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 BYTES_PER_TOKEN: Final = 4
 """Of a prompt that is not tokenized."""
+_NAMING_GRAINS: Final = 2
+"""Prompts that have these in common go to one engine while none has them: a system prompt, and the
+beginning of what is said."""
 UNREAD: Final = ("no tokenizer", "no chat template", "fields", "refused", "long", "busy", "slow")
 """Why prompts are named by their bytes."""
 
@@ -48,6 +51,12 @@ class RoutePrompt(msgspec.Struct, frozen=True):
     itl_slo_s: float | None = None
     model: str = ""
     max_output: int | None = None
+
+    @property
+    def beginning(self) -> str:
+        """Name of its session, or of its first grains; empty if it has neither."""
+        grains = self.grains[:_NAMING_GRAINS]
+        return self.session or (f"{grains[-1]:x}" if grains else "")
 
     def named_as(self, read: RoutePrompt) -> RoutePrompt:
         """Return the same request with the length and the grain names of its prompt, once read."""
