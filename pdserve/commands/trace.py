@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.config.load import Resolved, Table
-    from pdserve.observe.trace_summary import Summary
+    from pdserve.observe.chrome_trace import Summary
 
 _SLACK_S = 0.5
 """Between the first and the last process that was asked."""

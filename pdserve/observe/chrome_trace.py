@@ -12,12 +12,12 @@ Source: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-P
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from pdserve.observe.process_tracks import CoreRequest, Cores, ProcessTracks, microseconds
-from pdserve.observe.trace_summary import Summary, clock_in_words
 from pdserve.wire.trace import (
     FrontRequest,
     Part,
@@ -26,10 +26,46 @@ from pdserve.wire.trace import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pdserve.wire.trace import Collection, TracedProcess
+    from pdserve.wire.trace import Alignment, Collection, TracedProcess
 
 _ROLES: Final = {"": 0, "prefill": 1, "decode": 2, "both": 3}
 _EVENTS_PER_PIECE: Final = 2048
+
+
+@dataclass
+class Summary:
+    """The contents of a trace.
+
+    Attributes:
+        processes: Names of the processes, in order.
+        num_requests: Requests at the processes that answer clients: the proxy, or else the servers.
+        num_unfinished: Those of them that were still running.
+        num_steps: Steps of all engine cores.
+        num_arrows: Requests whose path from one engine to the other is drawn.
+        num_dropped: Total number of lost events.
+        seconds: Seconds asked for.
+        complete_s: Length of the last period of which nothing is missing, in seconds.
+        uncertainty_s: Largest uncertainty of the alignments.
+        clocks: Alignment of each process, in words.
+        missing: Processes that gave no trace, and why.
+    """
+
+    processes: list[str] = field(default_factory=list)
+    num_requests: int = 0
+    num_unfinished: int = 0
+    num_steps: int = 0
+    num_arrows: int = 0
+    num_dropped: int = 0
+    seconds: float = 0.0
+    complete_s: float = 0.0
+    uncertainty_s: float = 0.0
+    clocks: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing ran."""
+        return not (self.num_requests or self.num_steps)
 
 
 class ChromeTrace:
@@ -51,7 +87,7 @@ class ChromeTrace:
         self.events: list[dict[str, Any]] = []
         cores = Cores(tracks)
         for each in tracks:
-            self.events += each.chrome(self._start_s, cores, self.summary)
+            self.events += each.chrome(self._start_s, cores)
         self.events += self._arrows(cores)
         self._sum_up(tracks)
 
@@ -108,9 +144,10 @@ class ChromeTrace:
         front = Part.PROXY if has_proxy else Part.SERVER
         for each in tracks:
             summary.processes.append(each.name)
+            summary.num_steps += each.num_steps
             summary.num_dropped += each.process.num_dropped
             summary.uncertainty_s = max(summary.uncertainty_s, each.alignment.uncertainty_s)
-            summary.clocks.append(clock_in_words(each.name, each.alignment))
+            summary.clocks.append(_clock_in_words(each.name, each.alignment))
             since_s = max(since_s, each.process.since_s + each.alignment.offset_s)
             if each.process.part is front:
                 requests = [e for e in each.of_events if isinstance(e, FrontRequest)]
@@ -118,6 +155,17 @@ class ChromeTrace:
                 summary.num_unfinished += sum(not request.outcome for request in requests)
         summary.complete_s = round(max(0.0, collection.until_s - since_s), 3)
         summary.missing = [f"{each.who}: {each.reason}" for each in collection.missing]
+
+
+def _clock_in_words(name: str, alignment: Alignment) -> str:
+    """Describe how a process's clock relates to the collector's."""
+    measured, trip = alignment.measured_offset_s, alignment.round_trip_s
+    if measured is None or trip is None:
+        return f"{name}: the collector's own clock"
+    within = f"{trip / 2 * 1e3:.3f} ms"
+    if alignment.uncertainty_s == 0:
+        return f"{name}: the same clock (measured {measured * 1e3:+.3f} ms, within {within})"
+    return f"{name}: {alignment.offset_s:+.6f} s, within {within}"
 
 
 def _points(

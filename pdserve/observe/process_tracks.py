@@ -10,8 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
-from pdserve.observe.trace_tracks import by_number, lanes_of, requests_in_front
-from pdserve.observe.windows import laid_out
+from pdserve.observe.trace_layout import by_number, laid_out, lanes_of, requests_in_front
 from pdserve.wire.ids import client_id_of
 from pdserve.wire.trace import (
     CountersEvent,
@@ -26,7 +25,6 @@ from pdserve.wire.trace import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pdserve.observe.trace_summary import Summary
     from pdserve.wire.trace import Alignment, Event, TracedProcess
 
 _PARTS: Final = {Part.PROXY: "proxy", Part.SERVER: "server", Part.CORE: "engine"}
@@ -115,12 +113,17 @@ class ProcessTracks:
         self._num_rows = 0
 
     @property
+    def num_steps(self) -> int:
+        """Number of its steps."""
+        return len(self._steps)
+
+    @property
     def first_s(self) -> float:
         """When the earliest of its events began, by the collector's clock."""
         starts = [min(_start_of(event) for event in self.of_events)] if self.of_events else []
         return min([*starts, self.process.monotonic_s]) + self.offset_s
 
-    def chrome(self, start_s: float, cores: Cores, summary: Summary) -> list[dict[str, Any]]:
+    def chrome(self, start_s: float, cores: Cores) -> list[dict[str, Any]]:
         """Its events; arrows are drawn when every process has its threads."""
         self._zero_s = start_s - self.offset_s
         events: list[dict[str, Any]] = []
@@ -128,7 +131,7 @@ class ProcessTracks:
         for event in self.of_events:
             match event:
                 case StepEvent():
-                    summary.num_steps += 1
+                    pass  # drawn below, in lanes
                 case SliceEvent():
                     slices[event.track].append(event)
                 case EngineRequest():

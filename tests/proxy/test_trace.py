@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.observe.clock import ManualClock
 from pdserve.observe.trace import CLOCK_ID
-from pdserve.observe.windows import laid_out
+from pdserve.observe.trace_layout import laid_out
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.live import finished
 from pdserve.proxy.story import Stage, Story

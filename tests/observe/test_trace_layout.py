@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.observe.windows import laid_out
+from pdserve.observe.trace_layout import laid_out
 from pdserve.wire.trace import StageSpan, Term, Window
 
 TERMS = [
