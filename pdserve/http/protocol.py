@@ -11,8 +11,6 @@ from typing import Any, ClassVar, Literal, cast
 import msgspec
 
 from pdserve.errors import BadRequestError
-from pdserve.http.prediction import Prediction
-from pdserve.http.structured import ResponseFormat, StructuredOutputs
 from pdserve.wire.hop import KVTransferParams
 
 MAX_CHOICES = 1024
@@ -45,6 +43,83 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True):
                     f"{name} is {milliseconds:g}: it must be in milliseconds, above 0 and at most "
                     f"{MAX_SLO_MS:g}"
                 )
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """The `json_schema` of a response format; `strict` changes nothing, outputs always follow it.
+
+    Attributes:
+        json_schema: An object, or true or false.
+    """
+
+    name: str | None = None
+    json_schema: Any = msgspec.field(name="schema", default=None)
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's `response_format`."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """vLLM's `structured_outputs`: one of the first five, and the spacing of JSON.
+
+    Attributes:
+        json: A JSON schema, or its text.
+        json_object: Any JSON object.
+        grammar: In Lark, or in the EBNF of llama.cpp (GBNF).
+        disable_any_whitespace: JSON without white space between its tokens.
+        whitespace_pattern: A regular expression for the white space allowed there instead.
+    """
+
+    json: Any = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
+    structural_tag: Any = None
+
+
+class PredictionPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a prediction."""
+
+    type: str
+    text: str
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Text that the answer will probably resemble: it changes no token, only the speed."""
+
+    type: str
+    content: str | list[PredictionPart]
+
+    def predicted(self) -> str:
+        """Return its text.
+
+        Raises:
+            BadRequestError: It is, or contains, something other than text.
+        """
+        if self.type != "content":
+            raise BadRequestError(
+                f"prediction.type is {self.type!r}: it must be 'content'", param="prediction"
+            )
+        if isinstance(self.content, str):
+            return self.content
+        for part in self.content:
+            if part.type != "text":
+                raise BadRequestError(
+                    f"prediction.content has a part of type {part.type!r}: only 'text' is allowed",
+                    param="prediction",
+                )
+        return "".join(part.text for part in self.content)
 
 
 class TextFields(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,7 @@ from pdserve.wire.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from pdserve.http.protocol import SamplingFields
-    from pdserve.http.structured import ResponseFormat, StructuredOutputs
+    from pdserve.http.protocol import ResponseFormat, SamplingFields, StructuredOutputs
     from pdserve.text.answer.formats import AnswerReader
     from pdserve.text.load import Text
     from pdserve.wire.sampling import Grammar, Pooling
