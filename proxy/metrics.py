@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -16,6 +17,7 @@ from pdserve.observe.metrics import (
     LATENCY_BUCKETS_S,
     STAGE_BUCKETS_S,
     HistogramFamily,
+    counter_of,
     exposition,
     loop_lag_histogram,
 )
@@ -29,6 +31,9 @@ from pdserve.proxy.totals import ALL, Totals
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
+    import enum
+    from collections.abc import Iterable
+
     from pdserve.observe.request_series import RequestObserver
     from pdserve.proxy.story import Story
 
@@ -67,6 +72,7 @@ _REASONS = {"disconnected": ("abort",), "error": ("error",)}
 _MAX_TENANTS: Final = 32
 _OTHERS, _NOBODY = "others", "unnamed"
 _NUM_JUDGED: Final = 1000
+_SLO_TERMS: Final = ("ttft", "itl")
 
 
 class Metrics:
@@ -102,48 +108,46 @@ class Metrics:
             registry=registry,
         )
         self._gaps = self.inter_token.of()
-        self.requests = Counter(
-            "pdserve_requests", "Requests ended, by outcome.", ["outcome"], registry=registry
-        )
+        counter = partial(counter_of, registry)
+        self.requests = counter("pdserve_requests", "Requests ended, by outcome.", outcome=OUTCOMES)
         self.decisions = Counter(
             "pdserve_disagg_decisions",
             "How requests were sent, and why.",
             ["decision", "reason"],
             registry=registry,
         )
-        self.disconnects = Counter(
+        self.disconnects = counter(
             "pdserve_client_disconnects",
             "Clients that left, by where their request was.",
-            ["stage"],
-            registry=registry,
+            stage=_values(Stage),
         )
-        self.leg_failures = Counter(
+        self.leg_failures = counter(
             "pdserve_leg_failures",
             "Exchanges with an engine that failed, by leg and reason.",
-            ["leg", "reason"],
-            registry=registry,
+            leg=LEGS,
+            reason=FAILURES,
         )
-        self.retries = Counter(
-            "pdserve_retries", "Exchanges tried again, by leg.", ["leg"], registry=registry
+        self.retries = counter(
+            "pdserve_retries",
+            "Exchanges tried again, by leg.",
+            leg=LEGS,
         )
-        self.replays = Counter(
+        self.replays = counter(
             "pdserve_replays",
             "Streams begun again on another engine, by how that went.",
-            ["result"],
-            registry=registry,
+            result=("resumed", "diverged"),
         )
-        self.drains = Counter(
+        self.drains = counter(
             "pdserve_drains",
             "Engines that were left: empty before the deadline, at it, or taken back.",
-            ["outcome"],
-            registry=registry,
+            outcome=("empty", "deadline", "resumed"),
         )
-        self.migrations = Counter(
+        self.migrations = counter(
             "pdserve_migrations",
             "Exchanges that were taken from an engine that was well, by why: moved with their KV, "
             "failed to be (and replayed then), or replayed at once.",
-            ["why", "outcome"],
-            registry=registry,
+            why=("drain",),
+            outcome=("moved", "failed", "replayed"),
         )
         self.stalls = Histogram(
             "pdserve_migration_stall_seconds",
@@ -156,17 +160,15 @@ class Metrics:
             "KV loads that decode engines say failed.",
             registry=registry,
         )
-        self.kv_mode = Counter(
+        self.kv_mode = counter(
             "pdserve_kv_mode",
             "Hand-overs begun, by who was to move the KV.",
-            ["mode"],
-            registry=registry,
+            mode=_values(KVMode),
         )
-        self.not_pushed = Counter(
+        self.not_pushed = counter(
             "pdserve_kv_not_pushed",
             "Hand-overs begun by pull although --kv-mode allows a push, by why.",
-            ["reason"],
-            registry=registry,
+            reason=_values(NotPushed),
         )
         self.ladder = Counter(
             "pdserve_kv_ladder",
@@ -210,30 +212,13 @@ class Metrics:
             self.ttft.labels(served.value)
         for stage in (*TTFT_TERMS, *SECOND_TERMS):
             self.stage_duration.labels(stage)
-        for outcome in OUTCOMES:
-            self.requests.labels(outcome)
         for decision in DECISIONS:
             self.decisions.labels(*decision)
         for where in Stage:
-            self.disconnects.labels(where.value)
             self.in_flight.labels(where.value)
-        for leg in LEGS:
-            self.retries.labels(leg)
-            for reason in FAILURES:
-                self.leg_failures.labels(leg, reason)
-        for mode in KVMode:
-            self.kv_mode.labels(mode.value)
-        for why in NotPushed:
-            self.not_pushed.labels(why.value)
         for rung in LadderRung:
             for reason in RUNG_REASONS[rung]:
                 self.ladder.labels(rung.value, reason)
-        for outcome in ("empty", "deadline", "resumed"):
-            self.drains.labels(outcome)
-        for outcome in ("moved", "failed", "replayed"):
-            self.migrations.labels("drain", outcome)
-        for result in ("resumed", "diverged"):
-            self.replays.labels(result)
 
     def ended(self, story: Story, outcome: str) -> None:
         """Count a request that is over, with its measurements if all went well.
@@ -320,32 +305,31 @@ class GateMetrics:
     """The series for admission: requests let in, tenants' use, and objectives kept."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.rejected = Counter(
+        counter = partial(counter_of, registry)
+        self.rejected = counter(
             "pdserve_rejected",
             "Requests turned away as they came: they would have missed their objective for the "
             "first token or for further ones (ttft, itl).",
-            ["reason"],
-            registry=registry,
+            reason=_SLO_TERMS,
         )
-        self.shadow_rejected = Counter(
+        self.shadow_rejected = counter(
             "pdserve_shadow_rejected",
             "Requests that would have been turned away as they came, with --split-policy shadow.",
-            ["reason"],
-            registry=registry,
+            reason=_SLO_TERMS,
         )
-        self._tokens = Counter(
+        self._tokens = counter(
             "pdserve_tenant_tokens",
             "What tenants have taken: prompt tokens that were computed, and output tokens. The "
             "first that are seen have a label of their own.",
-            ["tenant", "kind"],
-            registry=registry,
+            tenant=(_NOBODY, _OTHERS),
+            kind=("prompt", "output"),
         )
-        self._slo = Counter(
+        self._slo = counter(
             "pdserve_slo_requests",
             "Streams that ended well, by whose objectives they had (their own, or the default) and "
             "which of them they kept.",
-            ["slo", "kept"],
-            registry=registry,
+            slo=("own", "default"),
+            kept=("both", "ttft", "itl", "none"),
         )
         self._goodput = Gauge(
             "pdserve_goodput_ratio",
@@ -354,15 +338,6 @@ class GateMetrics:
         )
         self._tenants: set[str] = set()
         self._are_good: deque[bool] = deque(maxlen=_NUM_JUDGED)
-        for reason in ("ttft", "itl"):
-            self.rejected.labels(reason)
-            self.shadow_rejected.labels(reason)
-        for kind in ("prompt", "output"):
-            for tenant in (_NOBODY, _OTHERS):
-                self._tokens.labels(tenant, kind)
-        for slo in ("own", "default"):
-            for kept in ("both", "ttft", "itl", "none"):
-                self._slo.labels(slo, kept)
 
     def took(self, tenant: str, num_computed: float, num_output: int) -> None:
         """Count a request's cost."""
@@ -379,3 +354,7 @@ class GateMetrics:
         self._slo.labels("own" if has_own else "default", name).inc()
         self._are_good.append(keeps_ttft and keeps_itl)
         self._goodput.set(sum(self._are_good) / len(self._are_good))
+
+
+def _values(kinds: Iterable[enum.Enum]) -> list[str]:
+    return [each.value for each in kinds]

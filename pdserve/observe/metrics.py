@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from prometheus_client.metrics_core import Metric
 
@@ -39,6 +39,20 @@ SIZE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 200
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """The content type of `exposition`."""
+
+
+def counter_of(
+    registry: CollectorRegistry, name: str, documentation: str, **labels: Iterable[str]
+) -> Counter:
+    """Register a counter whose series exist from the start.
+
+    Args:
+        labels: The values of each label; there is a series for each combination.
+    """
+    counter = Counter(name, documentation, list(labels), registry=registry)
+    for values in product(*labels.values()):
+        counter.labels(*values)
+    return counter
 
 
 class BucketCounts:

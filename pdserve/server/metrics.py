@@ -19,6 +19,7 @@ from pdserve.http.series import HttpSeries
 from pdserve.observe.engine_series import cache_family, counts_of, engine_families
 from pdserve.observe.metrics import (
     STAGE_BUCKETS_S,
+    counter_of,
     exposition,
     loop_lag_histogram,
 )
@@ -179,21 +180,18 @@ class ServerMetrics:
             buckets=_EVENT_TOKENS,
             registry=self.registry,
         )
-        disconnects = Counter(
+        self._disconnects = counter_of(
+            self.registry,
             "pdserve_client_disconnects",
             "Connections closed before the answer was complete.",
-            ["stage"],
-            registry=self.registry,
+            stage=DISCONNECT_STAGES,
         )
-        self._disconnects = {stage: disconnects.labels(stage) for stage in DISCONNECT_STAGES}
-        legs = Counter(
+        self._prefill_legs = counter_of(
+            self.registry,
             "pdserve_prefill_legs",
             "Prompts that this engine had prefilled elsewhere itself, by how that ended.",
-            ["outcome"],
-            registry=self.registry,
+            outcome=PREFILL_LEGS,
         )
-        self._prefill_legs = {outcome: legs.labels(outcome) for outcome in PREFILL_LEGS}
-
         parsed = Counter(
             _PARSED,
             meaning(_PARSED),
@@ -264,11 +262,11 @@ class ServerMetrics:
 
     def disconnected(self, stage: str) -> None:
         """Count a client that left in `stage`, one of `DISCONNECT_STAGES`."""
-        self._disconnects[stage].inc()
+        self._disconnects.labels(stage).inc()
 
     def prefill_leg(self, outcome: str) -> None:
         """Count a prefill leg of this engine by `outcome`, one of `PREFILL_LEGS`."""
-        self._prefill_legs[outcome].inc()
+        self._prefill_legs.labels(outcome).inc()
 
 
 class EngineCollector(Collector):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from pdserve.observe.metrics import STAGE_BUCKETS_S
+from pdserve.observe.metrics import STAGE_BUCKETS_S, counter_of
 from pdserve.proxy.brain.prompt import UNREAD
 from pdserve.wire.event_reader import ReaderState
 
@@ -36,12 +36,12 @@ class PrefixMetrics:
     """The series of a proxy that looks at prefixes; for others they stay 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.prompts = Counter(
+        self.prompts = counter_of(
+            registry,
             "pdserve_route_prompts",
             "Prompts of 256 tokens and more, by what names their prefixes: tokens, or their bytes, "
             "and why.",
-            ["named_by"],
-            registry=registry,
+            named_by=(TOKENIZED, *UNREAD),
         )
         self.read = Histogram(
             "pdserve_route_prompt_read_seconds",
@@ -91,8 +91,6 @@ class PrefixMetrics:
         )
         for gauge in (self.lag, self.gaps):
             gauge.labels(_OTHERS)
-        for name in (TOKENIZED, *UNREAD):
-            self.prompts.labels(name)
         for name in ("events", "routed"):
             self.hit_error.labels(name)
         for state in ReaderState:
@@ -136,12 +134,12 @@ class RouteMetrics:
             "to give them.",
             registry=registry,
         )
-        self._shadow = Counter(
+        self._shadow = counter_of(
+            registry,
             "pdserve_shadow_decisions",
             "Requests that a choice of a pair was made for and not obeyed, by what it would have "
             "changed: nothing, the engines, or whether there are two (none, engines, split).",
-            ["change"],
-            registry=registry,
+            change=_CHANGES,
         )
         self.model_error = Gauge(
             "pdserve_route_model_error_ratio",
@@ -149,11 +147,11 @@ class RouteMetrics:
             ["term"],
             registry=registry,
         )
-        self.home_moves = Counter(
+        self.home_moves = counter_of(
+            registry,
             "pdserve_home_moves",
             "Engines for both that the load had change their home role, by what it became.",
-            ["to"],
-            registry=registry,
+            to=("prefill", "decode"),
         )
         self._homes = Gauge(
             "pdserve_engine_home",
@@ -162,10 +160,6 @@ class RouteMetrics:
             ["engine", "role"],
             registry=registry,
         )
-        for role in ("prefill", "decode"):
-            self.home_moves.labels(role)
-        for change in _CHANGES:
-            self._shadow.labels(change)
         for name in TIMES:
             self._prediction_error.labels(name)
         for name in FITS:

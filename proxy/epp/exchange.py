@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from aiohttp import hdrs
 from multidict import CIMultiDict
-from prometheus_client import Counter, Histogram
+from prometheus_client import Histogram
 
 from pdserve.dialects.paths import error_of
 from pdserve.errors import PdserveError, UnavailableError
 from pdserve.http.answers import error_body, error_headers
 from pdserve.observe.log import log_event
+from pdserve.observe.metrics import counter_of
 from pdserve.proxy.epp.messages import (
     BodyMode,
     MessagePart,
@@ -199,13 +200,12 @@ class EppMetrics:
     """Metrics that exist only where gateways are answered."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        picks = Counter(
+        self._picks = counter_of(
+            registry,
             "pdserve_epp_picks",
             "Requests of gateways: engines picked (pair: two; one), or refused, and why.",
-            ["outcome"],
-            registry=registry,
+            outcome=_OUTCOMES,
         )
-        self._picks = {outcome: picks.labels(outcome) for outcome in _OUTCOMES}
         self._seconds = Histogram(
             "pdserve_epp_pick_seconds",
             "From the end of a request's body to the choice of its engines, the wait for a place "
@@ -216,10 +216,10 @@ class EppMetrics:
 
     def picked(self, pick: Pick, seconds: float) -> None:
         """Count a request that got its engines."""
-        self._picks["one" if pick.prefill is None else "pair"].inc()
+        self._picks.labels("one" if pick.prefill is None else "pair").inc()
         self._seconds.observe(seconds)
 
     def refused(self, error: PdserveError) -> None:
         """Count a request that was refused."""
         other = "error" if error.status >= 500 else "client_error"
-        self._picks[_OF_STATUS.get(error.status, other)].inc()
+        self._picks.labels(_OF_STATUS.get(error.status, other)).inc()
