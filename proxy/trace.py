@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.observe.trace import CLOCK_ID, Dump, encoded, whole
+from pdserve.observe.trace import CLOCK_ID, Dump, encoded
+from pdserve.observe.trace_query import gathered
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.live import finished
 from pdserve.proxy.story import Mode
@@ -144,11 +145,7 @@ class Tracer:
             clock=self._clock,
             part=Part.PROXY,
         )
-        pieces = []
-        for piece in dump.pieces:
-            pieces.append(piece)
-            await asyncio.sleep(0)
-        return whole(dump.process, pieces)
+        return await gathered(dump)
 
 
 def aligned(sent_s: float, back_s: float, theirs_s: float) -> Alignment:

@@ -1,7 +1,8 @@
-"""Query and answer of `/debug/trace`, the same at engines and proxies."""
+"""Query and answer of `/debug/trace`, the same at engines' servers and proxies."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,13 @@ import msgspec
 
 from pdserve.errors import BadRequestError
 from pdserve.observe.chrome_trace import ChromeTrace
-from pdserve.observe.trace import HORIZON_S
+from pdserve.observe.trace import HORIZON_S, whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdserve.wire.trace import Collection
+    from pdserve.observe.trace import Dump
+    from pdserve.wire.trace import Collection, ProcessTrace
 
 DEFAULT_SECONDS = 10.0
 
@@ -53,3 +55,12 @@ def trace_query(query: Mapping[str, str]) -> TraceQuery:
     if form not in ("json", "chrome"):
         raise BadRequestError(f"format is {form!r}: use json or chrome", param="format")
     return TraceQuery(seconds, form == "chrome")
+
+
+async def gathered(dump: Dump) -> ProcessTrace:
+    """A dump of this process's own; streams go on between two of its pieces."""
+    pieces = []
+    for piece in dump.pieces:
+        pieces.append(piece)
+        await asyncio.sleep(0)
+    return whole(dump.process, pieces)

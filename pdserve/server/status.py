@@ -23,8 +23,8 @@ from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import DetokenizeRequest, TokenizeRequest
 from pdserve.http.replies import ServerLoad
 from pdserve.observe.metrics import CONTENT_TYPE
-from pdserve.observe.trace import reading, whole
-from pdserve.observe.trace_query import trace_query
+from pdserve.observe.trace import reading
+from pdserve.observe.trace_query import gathered, trace_query
 from pdserve.server.account import running, traced
 from pdserve.server.chat import render_chat
 from pdserve.server.intake import read_request, refuse_more, say_unknown_fields
@@ -40,6 +40,7 @@ from pdserve.wire.hop import (
 from pdserve.wire.trace import Alignment, Collected, Collection, Missing, Part
 
 if TYPE_CHECKING:
+    from pdserve.observe.trace import Dump
     from pdserve.server.service import Service
     from pdserve.wire.trace import ProcessTrace
     from pdserve.wire.transfer import Endpoint
@@ -307,7 +308,7 @@ async def trace(request: web.Request) -> web.Response:
 
 
 async def _collect(service: Service, seconds: float) -> Collection:
-    own = await _own(service, seconds)
+    own = await gathered(_own(service, seconds))
     missing: list[Missing] = []
     cores: list[ProcessTrace] = []
     try:
@@ -328,9 +329,9 @@ async def _collect(service: Service, seconds: float) -> Collection:
     )
 
 
-async def _own(service: Service, seconds: float) -> ProcessTrace:
+def _own(service: Service, seconds: float) -> Dump:
     info = service.client.info
-    dump = service.recorder.dump(
+    return service.recorder.dump(
         seconds,
         clock=service.clock,
         part=Part.SERVER,
@@ -338,8 +339,3 @@ async def _own(service: Service, seconds: float) -> ProcessTrace:
         engine_id=info.engine_id if info is not None else service.engine_config.engine_id,
         running=[traced(service, job, "") for job in service.jobs.values()],
     )
-    pieces = []
-    for piece in dump.pieces:
-        pieces.append(piece)
-        await asyncio.sleep(0)  # lets streams run between two of them
-    return whole(dump.process, pieces)
