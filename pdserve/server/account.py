@@ -24,6 +24,7 @@ from pdserve.observe.request_log import (
     with_line,
 )
 from pdserve.observe.stats_log import share
+from pdserve.server.metrics import STAGES
 from pdserve.server.service import SERVICE
 from pdserve.server.text_request import PARTS_OF_STAGES
 from pdserve.wire.finished import Finished
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from pdserve.server.service import Service
     from pdserve.server.text_request import TextRequest
     from pdserve.wire.request import EngineStats
-
-ENGINE_STAGES = ("queue", "prefill", "kv_wait", "kv_transfer", "handover", "first_step")
-"""The engine core's terms of the time to the first token, in order."""
 
 
 @asynccontextmanager
@@ -116,10 +114,9 @@ def _count_prompts(service: Service, job: TextRequest) -> None:
     of_prompts: dict[int, list[int]] = {}
     for choice in job.choices:
         of_prompts.setdefault(choice.prompt_index, []).append(choice.num_tokens)
+    observer = service.metrics.of_core[job.leader().core]
     for tokens in of_prompts.values():
-        service.metrics.choices_ended(
-            job.leader().core, num_choices=len(tokens), num_longest=max(tokens)
-        )
+        observer.ended_together(num_choices=len(tokens), num_longest=max(tokens))
 
 
 class _Ending(NamedTuple):
@@ -202,7 +199,7 @@ def _terms(job: TextRequest) -> dict[str, float]:
     stages = job.stages()
     terms = {"server": float(stages["server_s"])}
     left_s = float(stages["ttft_s"]) - terms["server"]
-    for name in ENGINE_STAGES:
+    for name in STAGES[1:]:  # the engine core's
         seconds = min(float(stages[f"{name}_s"]), left_s)
         left_s -= seconds
         if seconds > 0:

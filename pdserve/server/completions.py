@@ -36,13 +36,10 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     service.resolve_model(body.model)
     text, info = service.require_ready()
     prompts = body.prompts()
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    token_ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    if texts:
-        special = body.add_special_tokens is not False
-        token_ids = await encode_prompts(
-            request, body, texts, add_special_tokens=special, field="prompt"
-        )
+    special = body.add_special_tokens is not False
+    token_ids = await encode_prompts(
+        request, body, prompts, add_special_tokens=special, field="prompt"
+    )
     if body.truncate_prompt_tokens is not None:
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         prompts = token_ids = cut_prompts(

@@ -112,7 +112,7 @@ async def create_rerank(request: web.Request) -> web.StreamResponse:
 async def _answer(
     request: web.Request,
     body: PoolingFields,
-    texts: Sequence[str] | Sequence[list[int]],
+    texts: Sequence[str] | list[list[int]],
     answer: Callable[[TextRequest, PoolingStyle, Vectors], dict[str, Any]],
     *,
     field: str,
@@ -130,12 +130,9 @@ async def _answer(
     if text.pooling.pooling is None:
         raise BadRequestError(text.pooling.refusal, param="model", code="unsupported_parameter")
     fields = _fields(body)
-    words = [each for each in texts if isinstance(each, str)]
-    token_ids = [each for each in texts if not isinstance(each, str)]
-    if words:
-        token_ids = await encode_prompts(
-            request, fields, words, add_special_tokens=special, field=field
-        )
+    token_ids = await encode_prompts(
+        request, fields, texts, add_special_tokens=special, field=field
+    )
     token_ids = cut_prompts(token_ids, fields, max_tokens=1, max_model_len=info.max_model_len)
     job = await make_job(
         request,

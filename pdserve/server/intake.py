@@ -82,24 +82,28 @@ async def read_request(request: web.Request, kind: type[Body]) -> tuple[Body, in
 async def encode_prompts(
     request: web.Request,
     fields: SamplingFields,
-    texts: Sequence[str],
+    given: Sequence[str] | list[list[int]],
     *,
     add_special_tokens: bool,
     field: str,
 ) -> list[list[int]]:
-    """Tokenize a request's prompts; the trace has the time that this took.
+    """Tokenize a request's prompts, if they are texts; the trace has the time that this took.
 
     Token ids of long prompts are taken from another engine if it has sent them, and sent on if
     another one continues the request.
 
     Args:
         fields: Sampling fields; they say whether to cut overlong prompts or refuse them.
+        given: Texts, or the tokens of each prompt.
         field: Name of the body's field that has the prompts.
 
     Raises:
         ContextLengthError: One of them is longer than the context.
         OverloadedError: Too many long ones are already waiting.
     """
+    texts = [each for each in given if isinstance(each, str)]
+    if not texts:
+        return [each for each in given if not isinstance(each, str)]
     service = request.app[SERVICE]
     text, info = service.require_ready()
     known = known_tokens(fields.kv_transfer_params, text.digest, len(texts))

@@ -139,6 +139,9 @@ class ServerMetrics:
         model_name: Label of every `vllm:` series.
         client: The engine; it need not be ready.
         cache: Its settings.
+
+    Attributes:
+        of_core: Observers of requests, by the engine core that serves them.
     """
 
     def __init__(self, model_name: str, client: EngineClient, cache: CacheConfig) -> None:
@@ -149,7 +152,7 @@ class ServerMetrics:
         self.http = HttpSeries(self.registry)
         self.loop_lag = loop_lag_histogram(self.registry)
         self._requests = RequestSeries(self.registry)
-        self._of_core = [
+        self.of_core = [
             self._requests.of(model_name, str(core)) for core in range(len(client.core_stats))
         ]
         stage = Histogram(
@@ -207,14 +210,6 @@ class ServerMetrics:
         """Return the exposition."""
         return exposition(self.registry) + await self._processes.exposition()
 
-    def first_token(self, core: int, seconds: float) -> None:
-        """Observe a choice's first token, `seconds` after its request."""
-        self._of_core[core].first_token(seconds)
-
-    def token_gap(self, core: int, seconds: float) -> None:
-        """Observe a choice's next token, `seconds` after the one before it."""
-        self._of_core[core].token_gap(seconds)
-
     def event(self, num_tokens: int) -> None:
         """Observe `num_tokens` that an engine core gave a choice at once."""
         self._event_tokens.observe(num_tokens)
@@ -231,7 +226,7 @@ class ServerMetrics:
         """
         for name, value in seconds.items():
             self._stages[name].observe(value)
-        observer = self._of_core[core]
+        observer = self.of_core[core]
         observer.began(queue_s=seconds["queue"], prefill_s=seconds["prefill"])
         if kv_bytes:
             observer.loaded(seconds=seconds["kv_transfer"], num_bytes=kv_bytes)
@@ -243,11 +238,7 @@ class ServerMetrics:
     def choice_ended(self, core: int, reason: str, choice: EndedRequest) -> None:
         """Count a choice that ended for `reason`, one of `FINISHED_REASONS`."""
         self._requests.count_ends(self._model_name, str(core), (reason,))
-        self._of_core[core].ended(choice)
-
-    def choices_ended(self, core: int, *, num_choices: int, num_longest: int) -> None:
-        """Observe that all choices of a prompt ended; the longest has `num_longest` tokens."""
-        self._of_core[core].ended_together(num_choices=num_choices, num_longest=num_longest)
+        self.of_core[core].ended(choice)
 
     def parsed(self, path: str, *, is_streamed: bool, has_calls: bool) -> None:
         """Count a parsed piece of an answer to a request with tools.

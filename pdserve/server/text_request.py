@@ -365,11 +365,11 @@ class TextRequest:
         now_s = self.clock.monotonic_s()
         if choice.last_token_s is None:
             choice.first_token_s = now_s
-            self.metrics.first_token(choice.core, now_s - self.start_s)
+            self.metrics.of_core[choice.core].first_token(now_s - self.start_s)
         else:
             gap_s = now_s - choice.last_token_s
             self.gaps_s.append(gap_s)
-            self.metrics.token_gap(choice.core, gap_s)
+            self.metrics.of_core[choice.core].token_gap(gap_s)
         choice.last_token_s = now_s
         num_tokens = choice.processor.num_tokens + len(output.new_token_ids)
         if num_tokens > choice.num_from_handoff:

@@ -170,7 +170,7 @@ async def test_every_engine_core_has_series_of_its_own():
     stats = EngineStats(num_running=3, num_waiting=2, num_receiving=1, generation_tokens=7)
     client = SimpleNamespace(core_stats=[None, stats], stats=stats, info=None)
     metrics = ServerMetrics("m", cast(Any, client), CacheConfig())
-    metrics.first_token(1, 0.5)
+    metrics.of_core[1].first_token(0.5)
     lines = (await metrics.render()).decode().splitlines()
     for series, *values in (
         ('num_requests_running{engine="%",model_name="m"}', 0, 3),
