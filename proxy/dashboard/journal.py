@@ -134,27 +134,27 @@ def changes(before: Sight, now: Sight) -> Iterator[tuple[str, str]]:
         yield from _of_engine(url, before.engines.get(url), engine)
     for url, engine in before.engines.items():
         if url not in now.engines:
-            yield BAD, f"{_name(url, engine)} is gone: it left, or its lease ran out"
+            yield BAD, f"{engine_name(engine.role, url)} is gone: it left, or its lease ran out"
     for pair, state in now.pairs.items():
         if state != before.pairs.get(pair, "closed"):
             prefill, decode, mode = pair
             where = f"{mode} from {_bare(prefill)} to {_bare(decode)}"
-            yield _BREAKER_TONES[state], f"{where}: breaker {_spoken(state)}"
+            yield _BREAKER_TONES[state], f"{where}: breaker {spoken(state)}"
     for key, number in now.rungs.items():
         rung, reason = key
         if more := number - before.rungs.get(key, 0):
             requests = f", {more} requests" if more > 1 else ""
             tone = BAD if rung == "shed" else WARN
-            yield tone, f"ladder: {RUNGS[rung]} ({_spoken(reason)}){requests}"
+            yield tone, f"ladder: {RUNGS[rung]} ({spoken(reason)}){requests}"
     for outcome, text in FAILED.items():
         if more := now.outcomes.get(outcome, 0) - before.outcomes.get(outcome, 0):
             yield BAD, f"{more} request{'s' if more > 1 else ''} {text}"
 
 
 def _of_engine(url: str, was: EngineSight | None, engine: EngineSight) -> Iterator[tuple[str, str]]:
-    name = _name(url, engine)
+    name = engine_name(engine.role, url)
     if was is None:
-        state = "" if engine.health == "ready" else f": {_spoken(engine.health)}"
+        state = "" if engine.health == "ready" else f": {spoken(engine.health)}"
         yield GOOD, f"{name} joined{state}"
         return
     is_other_life = bool(was.incarnation and engine.incarnation) and (
@@ -167,9 +167,9 @@ def _of_engine(url: str, was: EngineSight | None, engine: EngineSight) -> Iterat
     elif not engine.is_dead and engine.health != was.health:
         why = f": {engine.reason}" if engine.reason else ""
         tone = GOOD if engine.health == "ready" else WARN
-        yield tone, f"{name} is {_spoken(engine.health)}{why}"
+        yield tone, f"{name} is {spoken(engine.health)}{why}"
     if engine.breaker != was.breaker:
-        yield _BREAKER_TONES[engine.breaker], f"breaker of {name}: {_spoken(engine.breaker)}"
+        yield _BREAKER_TONES[engine.breaker], f"breaker of {name}: {spoken(engine.breaker)}"
     if not is_other_life and was.stats is not None and engine.stats is not None:
         yield from _of_stats(name, was.stats, engine.stats)
 
@@ -197,13 +197,15 @@ def _setbacks_of(stats: EngineStats) -> Mapping[str, int]:
     }
 
 
-def _name(url: str, engine: EngineSight) -> str:
-    return f"{engine.role} engine {_bare(url)}"
+def engine_name(role: str, url: str) -> str:
+    """Return an engine's name in sentences."""
+    return f"{role} engine {_bare(url)}"
 
 
 def _bare(url: str) -> str:
     return url.partition("://")[2] or url
 
 
-def _spoken(word: str) -> str:
+def spoken(word: str) -> str:
+    """Return a label as it stands in a sentence."""
     return word.replace("_", " ")

@@ -22,7 +22,7 @@ from pdserve.proxy.dashboard.banner import (
     banner,
     by_labels,
 )
-from pdserve.proxy.dashboard.journal import EngineSight, Journal, Sight
+from pdserve.proxy.dashboard.journal import EngineSight, Journal, Sight, engine_name, spoken
 
 if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend
@@ -128,7 +128,7 @@ def _sight_of(backend: Backend) -> EngineSight:
 
 def _ailing(backend: Backend) -> str:
     """Return which engine is unavailable, and why."""
-    name = f"{backend.role.value} engine {backend.url.partition('://')[2]}"
+    name = engine_name(backend.role.value, backend.url)
     if backend.health is not Health.READY:
-        return f"{name} is {backend.health.value.replace('_', ' ')}: {backend.reason}"
+        return f"{name} is {spoken(backend.health.value)}: {backend.reason}"
     return f"{name} is ready, but {backend.absence}"
