@@ -102,7 +102,6 @@ class Proxy:
         clock: Measures requests and leases.
         rng: Draws seeds for requests without one.
         new_nonce: Returns a string never returned before; unguessable outside of tests.
-        make_feed: Creates the source of engines' KV events; None: their sockets.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class Proxy:
         clock: Clock | None = None,
         rng: random.Random | None = None,
         new_nonce: Callable[[], str] = secrets.token_urlsafe,
-        make_feed: Callable[[PrefixIndex], Feed] | None = None,
     ) -> None:
         self._config = config
         self._clock = clock or SystemClock()
@@ -130,9 +128,7 @@ class Proxy:
             self.backends,
             self._clock,
             self.metrics.prefixes,
-            make_feed=make_feed,
-            on_load=self._heard,
-            on_learned=self._taught,
+            self._listen,
         )
         self.pairing, self.homes, route = None, None, self.metrics.route
         if config.split_policy in (PREDICTED, SHADOW):
@@ -292,6 +288,20 @@ class Proxy:
     def num_background_tasks(self) -> int:
         """Number of releases and drains under way."""
         return len(self._http.background)
+
+    def _listen(self, index: PrefixIndex) -> Feed:
+        """Return the source of engines' KV events: their sockets."""
+        # ZMQ is for proxies that look at prefixes.
+        from pdserve.proxy.brain.feed import EventFeed
+
+        return EventFeed(
+            index,
+            self.backends,
+            self._clock,
+            secret=self._config.secret,
+            on_load=self._heard,
+            on_learned=self._taught,
+        )
 
     def _heard(self, engine: Backend, load: RoutingLoad) -> None:
         """Record the load that an engine reports."""

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.metrics import PrefixMetrics
     from pdserve.proxy.brain.prompt import RoutePrompt
     from pdserve.proxy.brain.prompt_reader import PromptReader
-    from pdserve.wire.events import RoutingLoad
     from pdserve.wire.hop import EngineStages
-    from pdserve.wire.learned import LearnedTimes
 
 log = logging.getLogger(__name__)
 
@@ -289,36 +287,19 @@ def make_prefixes(
     backends: Backends,
     clock: Clock,
     metrics: PrefixMetrics,
-    *,
-    make_feed: Callable[[PrefixIndex], Feed] | None = None,
-    on_load: Callable[[Backend, RoutingLoad], None] = lambda engine, load: None,
-    on_learned: Callable[[str, Sequence[LearnedTimes]], None] = lambda url, learned: None,
+    make_feed: Callable[[PrefixIndex], Feed],
 ) -> Prefixes | None:
     """Return the prefixes for a proxy's policies; None if they look at none.
 
     Args:
-        make_feed: Creates the source of events; None: the engines' sockets.
-        on_load, on_learned: Called, as the events arrive, with an engine's load and with what it
-            has learned of its steps.
+        make_feed: Creates the source of engines' events.
     """
     names = (config.prefill_policy, config.decode_policy, config.split_policy)
     if not looks_at_prefixes(*names):
         return None
-    # Tokenizers and ZMQ are needed only to look at prefixes.
-    from pdserve.proxy.brain.feed import EventFeed
+    # Tokenizers are needed only to look at prefixes.
     from pdserve.proxy.brain.prompt_reader import PromptReader
 
     index = PrefixIndex()
-    if make_feed is None:
-        feed: Feed = EventFeed(
-            index,
-            backends,
-            clock,
-            secret=config.secret,
-            on_load=on_load,
-            on_learned=on_learned,
-        )
-    else:
-        feed = make_feed(index)
     reader = PromptReader(config, backends.max_model_len)
-    return Prefixes(reader, index, feed, backends, clock, metrics)
+    return Prefixes(reader, index, make_feed(index), backends, clock, metrics)
