@@ -131,11 +131,11 @@ class ClientBody:
             return 1  # one text, one list of tokens, or a chat
         return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
 
-    def for_prefill(self, ticket: str | None = None) -> bytes:
+    def for_prefill(self, ticket: str | None) -> bytes:
         """Return the body for a prefill engine: sample one token, then lease the KV.
 
         Args:
-            ticket: Sealed; also write the KV into another engine's blocks.
+            ticket: Sealed; also write the KV into another engine's blocks. None: do not.
         """
         ours = PdserveParams(**self._pinned(), final_length=True, ticket=ticket)
         return self._encode(KVTransferParams(do_remote_decode=True, pdserve=ours))

@@ -125,7 +125,7 @@ class Delivery:
         num_swallowed: Number of events of repeated streams that gave the client nothing.
     """
 
-    def __init__(self, request: web.Request, dialect: Dialect | None = None) -> None:
+    def __init__(self, request: web.Request, dialect: Dialect | None) -> None:
         self._request = request
         self._dialect = dialect
         self._response: web.StreamResponse | None = None

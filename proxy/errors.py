@@ -122,7 +122,7 @@ class KvFailedError(WorkerError):
 
     blames_engine = False
 
-    def __init__(self, detail: str, *, reason: str, load_failures: tuple[str, ...] = ()) -> None:
+    def __init__(self, detail: str, *, reason: str, load_failures: tuple[str, ...]) -> None:
         was_taken = reason != "handoff_refused"
         super().__init__(detail, reason=reason, was_taken=was_taken)
         self.load_failures = load_failures

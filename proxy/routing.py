@@ -98,8 +98,8 @@ class Router:
         self,
         config: ProxyConfig,
         backends: Backends,
-        prefixes: Prefixes | None = None,
-        pairing: Pairing | None = None,
+        prefixes: Prefixes | None,
+        pairing: Pairing | None,
     ) -> None:
         self._backends = backends
         self._prefixes = prefixes
@@ -394,7 +394,7 @@ class Router:
         chosen = policy(_shown(wish.prompt, number), self._views(wish.prompt, engines))
         return self._backends.get(chosen.url)
 
-    def _nobody(self, role: str, layout: str | None = None) -> UnavailableError:
+    def _nobody(self, role: str, layout: str | None) -> UnavailableError:
         """Return the error that says which role is missing, why, and what to do."""
         if layout is not None and (others := self._ready(None)):
             message = "no ready engine has the weights with which this stream started"

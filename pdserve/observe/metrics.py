@@ -37,6 +37,8 @@ STAGE_BUCKETS_S = (
 SIZE_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 """For numbers of tokens."""
 
+_LAG_INTERVAL_S = 0.5
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """The content type of `exposition`."""
 
@@ -170,9 +172,9 @@ def loop_lag_histogram(registry: CollectorRegistry) -> Histogram:
     )
 
 
-async def measure_loop_lag(histogram: Histogram, clock: Clock, *, interval_s: float = 0.5) -> None:
+async def measure_loop_lag(histogram: Histogram, clock: Clock) -> None:
     """Observe the event loop's lag for ever. Costs one timer per interval."""
     while True:
         start_s = clock.monotonic_s()
-        await asyncio.sleep(interval_s)
-        histogram.observe(max(0.0, clock.monotonic_s() - start_s - interval_s))
+        await asyncio.sleep(_LAG_INTERVAL_S)
+        histogram.observe(max(0.0, clock.monotonic_s() - start_s - _LAG_INTERVAL_S))

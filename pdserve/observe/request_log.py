@@ -190,7 +190,7 @@ def times_of(
     return told
 
 
-def moved(num_bytes: int, seconds: float, *, digest_s: float = 0.0) -> str:
+def moved(num_bytes: int, seconds: float, *, digest_s: float) -> str:
     """Return the amount moved and its speed, as `8.4 MB, 1.3 GB/s, digest 0.2`.
 
     Args:

@@ -224,11 +224,11 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
         )
 
 
-def constraint_in(fields: SamplingFields, tools_grammar: str | None = None) -> Wanted | None:
+def constraint_in(fields: SamplingFields, tools_grammar: str | None) -> Wanted | None:
     """Return the constraint that a request asks for; None if its output is free.
 
     Args:
-        tools_grammar: Grammar required by tool calls, in Lark.
+        tools_grammar: Grammar required by tool calls, in Lark; None: none is.
 
     Raises:
         BadRequestError: The request asks for two constraints, or an unsupported one.
