@@ -36,14 +36,13 @@ from pdserve.proxy.replay import Replay, Transcript
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Mapping
 
     from pdserve.config.http import ProxyConfig
     from pdserve.dialects.answer import Dialect
+    from pdserve.http.answers import Handler
     from pdserve.http.bodies import Bodies
     from pdserve.proxy.errors import RefusedError
-
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ Knows OpenAI's error object, but neither clients nor requests.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from aiohttp import hdrs, web
@@ -21,8 +21,10 @@ from pdserve.errors import (
 from pdserve.wire.hop import NONCE_HEADER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
+Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
+"""What a middleware stands before."""
 SSE = "text/event-stream"
 
 IS_LOGGED: web.RequestKey[bool] = web.RequestKey("is_logged", bool)

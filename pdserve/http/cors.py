@@ -14,11 +14,10 @@ from pdserve.http.access import is_clients
 from pdserve.http.answers import error_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from pdserve.config.http import CorsConfig
-
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    from pdserve.http.answers import Handler
 
 _ALL: Final = "*"
 _ALWAYS_ALLOWED: Final = ("Accept", "Accept-Language", "Content-Language", "Content-Type")

@@ -16,11 +16,9 @@ from pdserve.observe.metrics import HistogramFamily
 from pdserve.observe.vllm_series import meaning
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from prometheus_client import CollectorRegistry
 
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    from pdserve.http.answers import Handler
 
 _UNCOUNTED = frozenset(
     {"/health", "/livez", "/load", "/metrics", "/pdserve/info", "/ping", "/readyz", "/version"}

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from pdserve.config.http import ServerConfig
     from pdserve.config.schema import EngineConfig
     from pdserve.engine.client import EngineClient
+    from pdserve.http.answers import Handler
     from pdserve.observe.clock import Clock
-    from pdserve.server.reply import Handler
     from pdserve.text.load import Text
 
 _log = logging.getLogger(__name__)

@@ -44,14 +44,13 @@ from pdserve.wire.hop import (
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from typing import Self
 
+    from pdserve.http.answers import Handler
     from pdserve.server.text_request import Delta, TextRequest
     from pdserve.wire.hop import HandedOver
-
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger(__name__)
 
