@@ -428,7 +428,7 @@ class Router:
 
 def _shown(prompt: RoutePrompt, number: int = 0) -> RouteRequest:
     """Return a policy's view of a request."""
-    return RouteRequest(number, prompt.num_bytes, prompt.num_tokens)
+    return RouteRequest(number, prompt.num_tokens)
 
 
 def _can_follow(

@@ -56,7 +56,6 @@ class CoreSubscription:
 
     Attributes:
         reader: Knows whether the index is in step.
-        num_unreadable: Number of invalid messages.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class CoreSubscription:
         now_s: float,
     ) -> None:
         self.reader = EventReader(index, now_s=now_s)
-        self.num_unreadable = 0
         self._batches = msgspec.msgpack.Decoder(Batch)
         self._answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self._sub, self._asks = context.socket(zmq.SUB), context.socket(zmq.DEALER)
@@ -112,7 +110,7 @@ class CoreSubscription:
                 else:
                     return False
             except UNREADABLE:
-                self.num_unreadable += 1
+                pass  # the reader notices what it lacks, and asks again
         return True
 
     def close(self) -> None:
@@ -238,7 +236,8 @@ class EventFeed:
         wanted = {
             _CoreName(backend.url, backend.info.incarnation, rank): (backend, endpoint)
             for backend in self._backends
-            if backend.info is not None and self._speaks(backend.url, backend.info.incarnation)
+            if backend.info is not None
+            and (backend.url, backend.info.incarnation) not in self._refused
             for rank, endpoint in enumerate(self._readable(backend))
         }
         for name in self._cores.keys() - wanted.keys():
@@ -249,9 +248,6 @@ class EventFeed:
             self._pump(name)
         self._believe()
         self._index.sweep(_SWEPT, self._clock.monotonic_s())
-
-    def _speaks(self, url: str, life: Incarnation) -> bool:
-        return (url, life) not in self._refused
 
     def _readable(self, backend: Backend) -> Sequence[EventEndpoint]:
         """Return where an engine publishes its KV events, if it names KV as this proxy does."""

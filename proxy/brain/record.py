@@ -128,7 +128,7 @@ def chosen_by(policy: str, split_policy: str, question: RouteQuestion, sequence:
     """
     route = policy_named(policy, flag="policy")
     split = split_policy_named(split_policy, flag="policy")
-    request = RouteRequest(sequence, 4 * question.num_tokens, question.num_tokens)
+    request = RouteRequest(sequence, question.num_tokens)
     costs = PairCosts(question)
     by_url = {each.url: each for each in question.candidates}
 

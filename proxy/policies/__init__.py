@@ -26,12 +26,10 @@ class RouteRequest:
 
     Attributes:
         sequence: Number that increases by one with each choice of this proxy.
-        body_bytes: Size of the request's body, a cheap stand-in for its prompt's length.
         prompt_tokens: Length of its prompt; 0 unless the policy looks at prefixes.
     """
 
     sequence: int
-    body_bytes: int = 0
     prompt_tokens: int = 0
 
 

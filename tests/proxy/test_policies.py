@@ -38,7 +38,6 @@ views = st.lists(
 requests = st.builds(
     RouteRequest,
     sequence=st.integers(0, 1000),
-    body_bytes=st.integers(0, 10),
     prompt_tokens=st.sampled_from([0, 1024, 1100]),
 )
 each_policy = pytest.mark.parametrize("name", sorted(POLICIES))
