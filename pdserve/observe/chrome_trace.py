@@ -118,7 +118,7 @@ class ChromeTrace:
         """Prefill's last step -> KV transfer -> decode's first step."""
         for target in cores.tracks:
             for request in target.requests:
-                source = cores.by_id.get(request.request_id_of_source)
+                source = cores.by_id.get(request.event.source_id)
                 points = None if source is None else _points(source, request)
                 if points is None:
                     continue

@@ -44,11 +44,6 @@ class CoreRequest:
     event: EngineRequest
     transfer: tuple[int, float, float] | None = None
 
-    @property
-    def request_id_of_source(self) -> str:
-        """The request of another engine that its KV came from; empty without one."""
-        return self.event.source_id
-
     def by_clock_of(self, tracks: ProcessTracks) -> list[StageSpan]:
         """Its spans by another process's clock."""
         offset_s = self.tracks.offset_s - tracks.offset_s

@@ -107,7 +107,9 @@ class Picker:
             UnavailableError: No engine can take it now.
         """
         if not request.is_computed:
-            return await self._again(lambda: self._any(request.subset))
+            return await self._again(
+                lambda: Pick([self._alone(self._named(request.subset))], reason="any")
+            )
         services = self._services
         tenant = tenant_of(services.config, request.headers)
         services.admission.require_room(tenant)
@@ -144,10 +146,6 @@ class Picker:
         except UnavailableError:
             await self._services.checks.look_again()
             return choose()
-
-    def _any(self, subset: frozenset[str] | None) -> Pick:
-        """Pick an engine for a request that every engine answers alike."""
-        return Pick([self._alone(self._named(subset))], reason="any")
 
     def _picked(
         self,
