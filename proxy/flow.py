@@ -85,7 +85,6 @@ class Flow:
         self._story = legs.story
         self._delivery = legs.delivery
         self._chosen: Disaggregate | RunLocally | None = None
-        self._preferred: Backend | None = None
         self._setbacks = Setbacks(services, legs.story, is_pushable=legs.body.is_pushable)
         self.outcome = "error"
 
@@ -219,8 +218,7 @@ class Flow:
             outcome = await self._strategy(plan)(self._legs, plan, handoff)
             outcome = await follow(self._legs, self._setbacks, outcome)
             if handoff.is_complete and not isinstance(outcome, web.StreamResponse):
-                self._preferred = plan.preferred
-                outcome = await self._read(handoff, lost=outcome)
+                outcome = await self._read(handoff, plan.preferred, lost=outcome)
             if isinstance(outcome, web.StreamResponse):
                 handoff.spend()
                 return outcome
@@ -287,11 +285,12 @@ class Flow:
         return following
 
     async def _read(
-        self, handoff: Handoff, *, lost: LegFailure | None
+        self, handoff: Handoff, preferred: Backend | None, *, lost: LegFailure | None
     ) -> web.StreamResponse | LegFailure | UnavailableError:
         """Continue from a complete handoff on an engine that can read it.
 
         Args:
+            preferred: The engine to try first, unless the KV could not be pushed.
             lost: Failure of the leg that was to receive the KV of a push.
         """
         failure = lost
@@ -302,7 +301,8 @@ class Flow:
                 is_begun = self._story.stage is Stage.DECODE or failure.is_drained
                 if is_begun or not may_retry:
                     return failure
-            backend = self._reader_after(failure, handoff, could_not_read)
+            backend = self._reader_after(failure, handoff, preferred, could_not_read)
+            preferred = None
             if backend is None:
                 return failure or UnavailableError(
                     "no decode engine can read the prefill engine's KV",
@@ -328,6 +328,7 @@ class Flow:
         self,
         failure: LegFailure | None,
         handoff: Handoff,
+        wanted: Backend | None,
         could_not_read: Collection[Backend],
     ) -> Backend | None:
         """Return the next engine to read the KV; None if none can."""
@@ -335,15 +336,11 @@ class Flow:
         if failure is not None and failure.is_kv:
             if not self._may_hold(handoff, failure):
                 return None
-            receiver = failure.backend
-            if receiver not in could_not_read and self._router.can_decode_for(
-                owner, receiver, self._legs.prompt
-            ):
-                return receiver  # it could not be written to; it may still read
-        wanted, self._preferred = self._preferred, None
+            wanted = failure.backend  # it could not be written to; it may still read
+        elif wanted in self._setbacks.failed:
+            wanted = None
         if (
             wanted is not None
-            and wanted not in self._setbacks.failed
             and wanted not in could_not_read
             and self._router.can_decode_for(owner, wanted, self._legs.prompt)
         ):
