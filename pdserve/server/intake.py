@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from pdserve.server.service import TextWork
-    from pdserve.text.tokenizer import Tokenizer
+    from pdserve.server.service import Service
 
 _log = logging.getLogger(__name__)
 
@@ -116,9 +115,7 @@ async def encode_prompts(
     for prompt in texts:
         refuse_long_prompt(prompt, widest, info.max_model_len, field=field)
     start_s = service.clock.monotonic_s()
-    prompts = await encode(
-        service.prompt_work, text.tokenizer, texts, add_special_tokens=add_special_tokens
-    )
+    prompts = await encode(service, texts, add_special_tokens=add_special_tokens)
     num_tokens = sum(map(len, prompts))
     facts: dict[str, int | float | str] = {"request": request[REQUEST_ID], "tokens": num_tokens}
     now_s = service.clock.monotonic_s()
@@ -226,15 +223,16 @@ def refuse_more(field: str, size: int, maximum: int, what: str) -> None:
 
 
 async def encode(
-    work: TextWork, tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
+    service: Service, texts: Sequence[str], *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Tokenize without blocking the event loop.
+    """Tokenize parts of prompts without blocking the event loop.
 
     Raises:
         OverloadedError: See `TextWork`.
     """
+    tokenizer = service.require_ready()[0].tokenizer
 
     def encode_all() -> list[list[int]]:
         return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-    return await work.run(encode_all, sum(map(len, texts)), len(texts))
+    return await service.prompt_work.run(encode_all, sum(map(len, texts)), len(texts))

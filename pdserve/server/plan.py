@@ -176,12 +176,8 @@ async def _sampling_of(
         limits: Maximum output tokens, per prompt.
     """
     text, _ = service.require_ready()
-    bad_words = await encode(
-        service.prompt_work,
-        text.tokenizer,
-        spellings_of(fields.bad_words or ()),
-        add_special_tokens=False,
-    )
+    spellings = spellings_of(fields.bad_words or ())
+    bad_words = await encode(service, spellings, add_special_tokens=False)
     reading, grammar = asked.reading, None
     wanted = constraint_in(fields, None if reading is None else reading.tools_grammar)
     if wanted is not None:
@@ -216,9 +212,7 @@ async def _prediction_of(service: Service, asked: Asked, hop: Hop | None) -> lis
     text, info = service.require_ready()
     widest = text.tokenizer.max_chars_per_token
     refuse_long_prompt(asked.prediction, widest, info.max_model_len, field="prediction")
-    (token_ids,) = await encode(
-        service.prompt_work, text.tokenizer, [asked.prediction], add_special_tokens=False
-    )
+    (token_ids,) = await encode(service, [asked.prediction], add_special_tokens=False)
     return token_ids[: info.max_model_len]
 
 
