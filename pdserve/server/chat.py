@@ -16,7 +16,13 @@ from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import ChatRequest
 from pdserve.http.tools import named_tool, strict_tools, tools_by_name
 from pdserve.server.account import serving
-from pdserve.server.form import AnswerForm, chat_logprobs, prompt_logprobs, stream_answer
+from pdserve.server.form import (
+    AnswerForm,
+    chat_logprobs,
+    prompt_logprobs,
+    stream_answer,
+    whole_choices,
+)
 from pdserve.server.intake import (
     created_s,
     cut_prompts,
@@ -227,16 +233,7 @@ async def _answer_chat(
         await job.start()
         if body.stream:
             return await stream_answer(request, body, job, form)
-        answer = await _collect(job, form)
-        return await send_json(request, job, answer)
-
-
-async def _collect(job: TextRequest, form: _Form) -> dict[str, Any]:
-    """Run the job to its end; return the whole answer."""
-    deltas: dict[int, list[Delta]] = {}
-    async for delta in job.deltas():
-        deltas.setdefault(delta.index, []).append(delta)
-    return form.answer([deltas[index] for index in sorted(deltas)])
+        return await send_json(request, job, form.answer(await whole_choices(job)))
 
 
 class _Form(AnswerForm):
@@ -267,7 +264,7 @@ class _Form(AnswerForm):
         """See `AnswerForm`: a choice's first event names the role."""
         first = delta.index not in self._begun
         self._begun.add(delta.index)
-        gained = self._thought([delta])
+        gained = self._thought(delta)
         if calls := [self._fragment(call, delta.index) for call in delta.calls if _is_told(call)]:
             gained["tool_calls"] = calls
         text = self._echo + delta.text if first else delta.text
@@ -276,26 +273,22 @@ class _Form(AnswerForm):
         choice = {
             "index": delta.index,
             "delta": {"role": "assistant"} | gained if first else gained,
-            **self._facts([delta]),
+            **self._facts(delta),
         }
         chunk = self.envelope([choice])
         return chunk | self._of_prompt() if first else chunk
 
-    def answer(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-        """Return the whole answer from all deltas of each choice."""
+    def answer(self, choices: Sequence[Delta]) -> dict[str, Any]:
+        """Return the whole answer from all that each choice has."""
         answer = self.envelope(
             [
-                {
-                    "index": deltas[0].index,
-                    "message": self._message(deltas),
-                    **self._facts(deltas),
-                }
-                for deltas in choices
+                {"index": each.index, "message": self._message(each), **self._facts(each)}
+                for each in choices
             ],
             "chat.completion",
         )
         answer["usage"] = self._job.usage()
-        entries = choices[0][0].prompt_logprobs
+        entries = choices[0].prompt_logprobs
         if entries is not None:
             answer["prompt_logprobs"] = prompt_logprobs(self._tokens, entries)
         return answer | self._of_prompt()
@@ -309,21 +302,20 @@ class _Form(AnswerForm):
             told["prompt_text"] = self._prompt
         return told
 
-    def _message(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def _message(self, delta: Delta) -> dict[str, Any]:
         """Return the whole message of a choice."""
-        gained = self._thought(deltas)
-        if calls := self._calls(deltas):
+        gained = self._thought(delta)
+        if calls := self._calls(delta):
             gained["tool_calls"] = calls
-        content = self._echo + "".join(delta.text for delta in deltas)
+        content = self._echo + delta.text
         is_call = "tool_calls" in gained and not content
         return {"role": "assistant", "content": None if is_call else content, **gained}
 
-    def _thought(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the reasoning of consecutive deltas of a choice, if they have any."""
-        reasoning = "".join(delta.reasoning for delta in deltas)
-        if not reasoning or self._body.include_reasoning is False:
+    def _thought(self, delta: Delta) -> dict[str, Any]:
+        """Return the reasoning in a delta, if it has any."""
+        if not delta.reasoning or self._body.include_reasoning is False:
             return {}
-        return {self._reasoning_field: reasoning}
+        return {self._reasoning_field: delta.reasoning}
 
     def _fragment(self, call: CallDelta, choice: int) -> dict[str, Any]:
         """Return the new part of a call, as an entry of a stream's chunk."""
@@ -331,13 +323,13 @@ class _Form(AnswerForm):
             return {"index": call.index, "function": {"arguments": call.arguments}}
         return {"index": call.index} | self._call(call.begins, call.arguments, choice, call.index)
 
-    def _calls(self, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
+    def _calls(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the whole calls of a choice."""
         found: dict[int, list[CallDelta]] = {}
-        for part in (part for delta in deltas for part in delta.calls):
+        for part in delta.calls:
             found.setdefault(part.index, []).append(part)
         return [
-            self._call(begins, "".join(part.arguments for part in parts), deltas[0].index, index)
+            self._call(begins, "".join(part.arguments for part in parts), delta.index, index)
             for index, parts in found.items()
             if parts[-1].is_whole and (begins := parts[0].begins) is not None
         ]
@@ -351,20 +343,17 @@ class _Form(AnswerForm):
             "function": {"name": begins.name, "arguments": arguments},
         }
 
-    def _facts(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return a choice's fields other than its text, for consecutive deltas."""
-        entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    def _facts(self, delta: Delta) -> dict[str, Any]:
+        """Return a choice's fields other than its text."""
         facts: dict[str, Any] = {
-            "logprobs": chat_logprobs(self._tokens, entries, self._num_top)
+            "logprobs": chat_logprobs(self._tokens, delta.logprobs or (), self._num_top)
             if self._body.logprobs
             else None,
-            "finish_reason": finish_name(
-                deltas[-1].finish_reason, has_calls=deltas[-1].num_calls > 0
-            ),
-            "stop_reason": deltas[-1].stop_reason,
+            "finish_reason": finish_name(delta.finish_reason, has_calls=delta.num_calls > 0),
+            "stop_reason": delta.stop_reason,
         }
         if self._body.return_token_ids:
-            facts["token_ids"] = [token_id for delta in deltas for token_id in delta.token_ids]
+            facts["token_ids"] = list(delta.token_ids)
         return facts
 
 

@@ -15,6 +15,7 @@ from pdserve.server.form import (
     joined,
     prompt_logprobs,
     stream_answer,
+    whole_choices,
 )
 from pdserve.server.intake import cut_prompts, encode_prompts, read_request
 from pdserve.server.plan import make_job
@@ -65,29 +66,9 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         await job.start()
         if body.stream:
             return await stream_answer(request, body, job, form)
-        choices = await _collect(job, form)
+        choices = [form.choice(each, streaming=False) for each in await whole_choices(job)]
         answer = form.envelope(choices) | {"usage": form.usage()}
         return await send_json(request, job, answer)
-
-
-async def _collect(job: TextRequest, form: _Form) -> list[dict[str, Any]]:
-    """Run the job to its end; return its choices in order."""
-    choices: dict[int, dict[str, Any]] = {}
-    texts: dict[int, list[str]] = {}
-    async for delta in job.deltas():
-        piece = form.choice(delta, streaming=False)
-        texts.setdefault(delta.index, []).append(piece["text"])
-        known = choices.setdefault(delta.index, piece)
-        if known is piece:
-            continue
-        known["finish_reason"], known["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
-        if piece["logprobs"] is not None:
-            known["logprobs"] = joined(known["logprobs"], piece["logprobs"])
-        if "token_ids" in piece:
-            known["token_ids"] += piece["token_ids"]
-    for index, choice in choices.items():
-        choice["text"] = "".join(texts[index])
-    return [choices[index] for index in sorted(choices)]
 
 
 class _Form(AnswerForm):

@@ -123,7 +123,7 @@ async def spaced(deltas: AsyncIterator[Delta], num_tokens: int) -> AsyncGenerato
         if first is not None and _is_turned_round(first, delta):
             yield first
         elif first is not None:
-            delta = _joined(first, delta)
+            delta = _as_one([first, delta])
         if index in begun and delta.finish_reason is None and len(delta.token_ids) < num_tokens:
             held[index] = delta
             continue
@@ -137,19 +137,26 @@ def _is_turned_round(first: Delta, second: Delta) -> bool:
     return is_after or (bool(second.text) and bool(first.calls))
 
 
-def _joined(first: Delta, second: Delta) -> Delta:
-    logprobs = second.logprobs
-    if first.logprobs is not None and logprobs is not None:
-        logprobs = first.logprobs + logprobs
+async def whole_choices(job: TextRequest) -> list[Delta]:
+    """Run the job to its end; return all that each choice has, in the order of their indexes."""
+    deltas: dict[int, list[Delta]] = {}
+    async for delta in job.deltas():
+        deltas.setdefault(delta.index, []).append(delta)
+    return [_as_one(deltas[index]) for index in sorted(deltas)]
+
+
+def _as_one(deltas: Sequence[Delta]) -> Delta:
+    """Return consecutive deltas of a choice as one."""
+    scored = [each.logprobs for each in deltas if each.logprobs is not None]
     return replace(
-        second,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        offsets=first.offsets + second.offsets,
-        logprobs=logprobs,
-        prompt_logprobs=first.prompt_logprobs,
-        reasoning=first.reasoning + second.reasoning,
-        calls=[*first.calls, *second.calls],
+        deltas[-1],
+        text="".join([each.text for each in deltas]),
+        token_ids=[token_id for each in deltas for token_id in each.token_ids],
+        offsets=[offset for each in deltas for offset in each.offsets],
+        logprobs=[entry for entries in scored for entry in entries] if scored else None,
+        prompt_logprobs=deltas[0].prompt_logprobs,
+        reasoning="".join([each.reasoning for each in deltas]),
+        calls=[call for each in deltas for call in each.calls],
     )
 
 
