@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -194,7 +195,7 @@ async def run_server(
             url = listener.url
             service.text = text = await asyncio.to_thread(load_text, engine_config.model)
             service.grammars(text)
-            await _until(lambda: client.info is not None, service, stop)
+            await _wait_while(lambda: client.info is None, service, stop.asked)
             if stop.first is None and client.info is not None:
                 # A collection of all objects takes 10 ms, during which every stream waits.
                 keep_flat()
@@ -207,10 +208,10 @@ async def run_server(
                 )
                 service.registration = registration
                 await registration.start()
-                await _until(lambda: registration.is_settled, service, stop)
+                await _wait_while(lambda: not registration.is_settled, service, stop.asked)
             if stop.first is None and client.dead_reason is None:
                 on_ready(url)
-            await _until(lambda: False, service, stop, _POLL_S)
+            await _wait_while(lambda: True, service, stop.asked, poll_s=_POLL_S)
             service.is_leaving = True
             listener.leave()
             if stop.first is not None:  # what ends by itself is told by who runs this
@@ -219,10 +220,12 @@ async def run_server(
                 await registration.stop(deadline_s=server_config.shutdown_timeout_s)
             if not server_config.proxy_urls and service.not_ready_reason is None:
                 delay_s = stop.delay_s(server_config.drain_delay_s)
-                await _wait_while(lambda: True, service, stop, delay_s)
+                await _wait_while(lambda: True, service, stop.insisted, timeout_s=delay_s)
             service.draining = True
             timeout_s = server_config.shutdown_timeout_s
-            left_s = await _wait_while(lambda: bool(service.jobs), service, stop, timeout_s)
+            left_s = await _wait_while(
+                lambda: bool(service.jobs), service, stop.insisted, timeout_s=timeout_s
+            )
             close_timeout_s = max(close_timeout_s, left_s)
         finally:
             await _end_engine(client, stop, close_timeout_s)
@@ -241,26 +244,27 @@ def _announced_url(config: ServerConfig, url: str) -> str:
     return f"{parts.scheme}://{host}:{parts.port}"
 
 
-async def _until(
-    is_there: Callable[[], bool], service: Service, stop: StopSignals, poll_s: float = _POLL_S / 5
-) -> None:
-    """Wait for an awaitable, a signal, or the engine's end."""
-    while not is_there() and stop.first is None and service.client.dead_reason is None:
-        await wait_for(stop.asked, poll_s)
-
-
 async def _wait_while(
-    is_wanted: Callable[[], bool], service: Service, stop: StopSignals, timeout_s: float
+    is_wanted: Callable[[], bool],
+    service: Service,
+    signalled: asyncio.Event,
+    *,
+    timeout_s: float = math.inf,
+    poll_s: float = _POLL_S / 5,
 ) -> float:
-    """Let the engine run while it is wanted and alive; return the rest of `timeout_s`."""
+    """Wait while that is wanted and the engine lives; return the rest of `timeout_s`.
+
+    Args:
+        signalled: Set by the signal that ends the wait.
+    """
     deadline_s = service.clock.monotonic_s() + timeout_s
     while (
         is_wanted()
-        and not stop.insisted.is_set()
+        and not signalled.is_set()
         and service.client.dead_reason is None
         and service.clock.monotonic_s() < deadline_s
     ):
-        await wait_for(stop.insisted, _POLL_S / 5)
+        await wait_for(signalled, poll_s)
     return deadline_s - service.clock.monotonic_s()
 
 
