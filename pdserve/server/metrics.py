@@ -283,11 +283,11 @@ class EngineCollector(Collector):
         yield cache_family({core: self._cache_labels(stats) for core, stats in cores.items()})
         stats = self._client.stats or EngineStats()
         for name, documentation, counter in _COUNTERS:
-            yield _counter(name, documentation, getattr(stats, counter))
+            yield CounterMetricFamily(name, documentation, getattr(stats, counter))
         yield from _kv_families(stats)
         yield from _store_families(stats.kv_store or KVStoreStats())
         yield from _expert_families(stats.experts)
-        yield _gauge(
+        yield GaugeMetricFamily(
             "pdserve_engine_ready",
             "1 once the weights are loaded.",
             self._client.info is not None,
@@ -333,7 +333,7 @@ def _kv_families(stats: EngineStats) -> Iterator[Metric]:
         "rung",
         {rung: stats.kv_ladder.get(rung, 0) for rung in LADDER_RUNGS},
     )
-    yield _counter(
+    yield CounterMetricFamily(
         "pdserve_kv_digest_seconds",
         "Seconds spent on digests of KV.",
         stats.kv_seconds.get("digest", 0.0),
@@ -348,14 +348,14 @@ def _kv_families(stats: EngineStats) -> Iterator[Metric]:
         ("pdserve_kv_events_published", "KV events told to routers.", "published"),
         ("pdserve_kv_events_dropped", "KV events lost, for the queue was full.", "dropped"),
     ):
-        yield _counter(name, documentation, stats.kv_events.get(count, 0))
-    yield _gauge(
+        yield CounterMetricFamily(name, documentation, stats.kv_events.get(count, 0))
+    yield GaugeMetricFamily(
         "pdserve_kv_events_queued",
         "Steps whose KV events wait to be published.",
         stats.kv_events.get("queued", 0),
     )
     ends = stats.lease_ends
-    yield _counter(
+    yield CounterMetricFamily(
         "pdserve_kv_lease_expired",
         "Leases that nobody read in time.",
         ends.get(LeaseEnd.EXPIRED.value, 0),
@@ -373,31 +373,23 @@ def _kv_families(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _expert_families(experts: ExpertBalance | None) -> Iterator[Metric]:
-    yield _gauge(
+    yield GaugeMetricFamily(
         "pdserve_expert_balance_ratio",
         "Busiest rank's expert load to the mean in the last window; NaN before the first.",
         experts.ratio_before if experts and experts.num_rebalancings else math.nan,
     )
     for name, documentation, counter in _EXPERT_COUNTERS:
-        yield _counter(name, documentation, getattr(experts, counter, 0))
+        yield CounterMetricFamily(name, documentation, getattr(experts, counter, 0))
 
 
 def _store_families(store: KVStoreStats) -> Iterator[Metric]:
     for name, documentation, counter in _STORE_COUNTERS:
-        yield _counter(name, documentation, getattr(store, counter))
-    yield _gauge(
+        yield CounterMetricFamily(name, documentation, getattr(store, counter))
+    yield GaugeMetricFamily(
         "pdserve_kv_tier_server_up",
         "1 while the store's server answers all engine cores.",
         store.is_up,
     )
-
-
-def _gauge(name: str, documentation: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, documentation, value=value)
-
-
-def _counter(name: str, documentation: str, value: float) -> Metric:
-    return CounterMetricFamily(name, documentation, value=value)
 
 
 def _counters(name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
