@@ -105,6 +105,7 @@ def read_fp8(fields: Fields) -> Fp8Format | None:
         block = _block(given, "weight_block_size")
     elif method == "compressed-tensors" and given.get("format") == "float-quantized":
         given.only("kv_cache_scheme")
+        given.only("transform_config", {})
         block = _block_of_groups(given)
     else:
         raise fields.error("quantization_config", method, remedy)

@@ -232,6 +232,7 @@ PROJ = "model.layers.0.self_attn.q_proj.weight"
         (compressed(type="int"), "type is 'int'"),
         (compressed(strategy="tensor") | {"format": "pack-quantized"}, "'compressed-tensors'"),
         (compressed(strategy="tensor") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (compressed(strategy="tensor") | {"transform_config": {"config_groups": {}}}, "transform_"),
     ],
     ids=str,
 )
