@@ -166,7 +166,9 @@ class ChatTemplate:
             raise BadRequestError(
                 f"{where}.role is {role!r}: use one of {', '.join(_ROLES)}", param="messages"
             )
-        plain = {**message, "content": content_of(message, where)}
+        # Templates ask whether a field is there, and clients send back nulls that they were given.
+        plain = {name: value for name, value in message.items() if value is not None}
+        plain["content"] = content_of(message, where)
         if message.get("tool_calls") is not None:
             plain["tool_calls"] = _with_objects(message["tool_calls"], f"{where}.tool_calls")
         for name in _REASONING:  # templates know it by either name
