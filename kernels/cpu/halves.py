@@ -16,10 +16,6 @@ from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, M
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.step import StepInputs
 
-# Above this many tokens a call's arithmetic dwarfs its Python, and the intermediate results of one
-# call (which the native one keeps for the next) would hold memory for nothing.
-_MAX_ROWS = 128
-
 # Structs of structs; 0P pads the end.
 _MLP = struct.Struct("@4P2qf2i4P3q3i2P2q2i4P3q3i0P").pack
 _ATTENTION_BLOCK = struct.Struct("@4P2qf2i4P3q3i8P9qf2i6P12qf2i4P3q3i0P").pack
@@ -48,7 +44,7 @@ def _packed(layer: PackedLinear) -> PackedWeight | None:
 
 
 class CpuMlp(Mlp):
-    """The feed-forward half, in one call for few tokens."""
+    """The feed-forward half, in one call."""
 
     def __init__(
         self,
@@ -66,8 +62,6 @@ class CpuMlp(Mlp):
     def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """See `Mlp.__call__`."""
         rows, width = residual.shape
-        if rows > _MAX_ROWS:
-            return super().__call__(x, residual)
         norm, gate_up, down = self._norm, self._gate_up, self._down
         kind = same_type(residual, norm) if x is None else same_type(residual, norm, x)
         out = torch.empty_like(residual)
@@ -121,7 +115,7 @@ class CpuMlp(Mlp):
 
 
 class CpuAttention(Attention):
-    """The attention half, in one call for few tokens."""
+    """The attention half, in one call."""
 
     def __init__(
         self,
@@ -144,7 +138,7 @@ class CpuAttention(Attention):
         rows, width = residual.shape
         if self._takes_kv is None:
             self._takes_kv = refusal(head_dim, head_dim, block_size) is None
-        if rows > _MAX_ROWS or not self._takes_kv:
+        if not self._takes_kv:
             return super().__call__(x, residual, kv_layer, step)
         weights, qkv, out_projection = self._weights, self._qkv, self._out
         norm, q_norm, k_norm, cos_sin = (

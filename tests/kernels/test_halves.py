@@ -25,7 +25,7 @@ def _linear(depth: int, cols: int, dtype: torch.dtype, *, bias: bool = False) ->
 
 @dtypes
 @adds
-@pytest.mark.parametrize("rows", [0, 1, 7])
+@pytest.mark.parametrize("rows", [0, 1, 7, 150])
 def test_mlp(dtype: torch.dtype, add: bool, rows: int) -> None:
     up, down = _linear(WIDTH, 2 * INNER, dtype, bias=True), _linear(INNER, WIDTH, dtype)
     weights = MlpWeights(torch.randn(WIDTH).to(dtype), 1e-5, up, down)
@@ -73,10 +73,11 @@ def _step(
 
 @dtypes
 @adds
-def test_attention(dtype: torch.dtype, add: bool) -> None:
+@pytest.mark.parametrize("prompt", [9, 150])
+def test_attention(dtype: torch.dtype, add: bool, prompt: int) -> None:
     weights = _attention(dtype, window=70)
-    kv, step = _step([1, 9, 1], [60, 9, 130], dtype)
-    x, residual = torch.randn(2, 11, WIDTH).to(dtype)
+    kv, step = _step([1, prompt, 1], [60, prompt, 130], dtype)
+    x, residual = torch.randn(2, prompt + 2, WIDTH).to(dtype)
     expected_kv, expected_residual = kv.clone(), residual.clone()
     attention = KERNELS.attention(KERNELS, weights)
     result = attention(x if add else None, residual, kv, step)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdserve.parallel.group import Group
 
 
-# Up to 128 tokens a half layer is one call into C if norm and product are not parted. Split, a
+# On a CPU a half layer is one call into C, unless norm and product are parted. Split, a
 # decode step of the 135M shape on two ranks takes 1.35 times as long; one of 512 tokens does not.
 SPLIT_FROM = 129
 
