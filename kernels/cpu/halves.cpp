@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #include "kernels.h"
+#include "packed.h"
 #include "pool.h"
 
 namespace pd {
@@ -49,13 +50,18 @@ void pd_mlp(const PdMlp* given) {
     pd::Intermediates values(p.norm.rows, p.norm.type);
     p.norm.y = values.of(pd::Scratch::kNormed, p.norm.width);
     p.gate_up.x = p.norm.y;
-    p.gate_up.y = values.of(pd::Scratch::kWide, p.gate_up.num_cols);
-    p.gate.x = p.gate_up.y;
     p.gate.y = values.of(pd::Scratch::kNarrow, p.gate.width);
     p.down.x = p.gate.y;
     pd_rms_norm(&p.norm);
-    pd_linear(&p.gate_up);
-    pd_silu_and_mul(&p.gate);
+    if (p.norm.rows > pd::kFewRows && p.gate.width % pd::kCols == 0) {
+        p.gate_up.y = p.gate.y;
+        pd_gated_linear(&p.gate_up);
+    } else {
+        p.gate_up.y = values.of(pd::Scratch::kWide, p.gate_up.num_cols);
+        p.gate.x = p.gate_up.y;
+        pd_linear(&p.gate_up);
+        pd_silu_and_mul(&p.gate);
+    }
     pd_linear(&p.down);
 }
 

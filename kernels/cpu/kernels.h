@@ -224,6 +224,9 @@ double pd_peak_gflops(PdUnit unit);
 // Whether bf16 should be widened and multiplied as fp32 on this CPU.
 int32_t pd_fma_is_much_faster();
 void pd_linear(const PdLinear* p);
+// y = silu(gates) * the others, [rows, num_cols / 2], of the columns' two halves, which are multiples
+// of 32 wide.
+void pd_gated_linear(const PdLinear* p);
 int32_t pd_take_rows(const PdTakeRows* p);
 void pd_rms_norm(const PdRmsNorm* p);
 void pd_silu_and_mul(const PdSiluAndMul* p);

@@ -13,6 +13,7 @@
 #include "linear_tiles.h"
 #include "linear_vectors.h"
 #include "pool.h"
+#include "rows.h"
 
 namespace pd {
 namespace {
@@ -109,17 +110,21 @@ void lay_out(const T* x, int64_t x_stride, int64_t rows, int64_t band, int64_t d
     });
 }
 
+// x of a product as the kernels read it, in a buffer of this thread where it does not lie so.
+template <class T>
+const typename Format<T>::Input* input_of(const PdLinear& p, int64_t band) {
+    using Input = typename Format<T>::Input;
+    if (as_it_lies<T>(band, p.depth)) return static_cast<const Input*>(p.x);
+    const int64_t num_bytes = p.rows * padded_depth<T>(p.depth) * int64_t{sizeof(Input)};
+    auto* bands = static_cast<Input*>(scratch(Scratch::kInput, num_bytes));
+    lay_out(static_cast<const T*>(p.x), p.depth, p.rows, band, p.depth, bands, p.num_threads);
+    return bands;
+}
+
 template <class T, class Out>
 void multiply(const PdLinear& p, Out* y) {
-    using Input = typename Format<T>::Input;
     const int64_t depth = padded_depth<T>(p.depth), band = band_of<T>(p.rows);
-    const auto* x = static_cast<const Input*>(p.x);
-    if (!as_it_lies<T>(band, p.depth)) {
-        auto* bands = static_cast<Input*>(
-            scratch(Scratch::kInput, p.rows * depth * int64_t{sizeof(Input)}));
-        lay_out(static_cast<const T*>(p.x), p.depth, p.rows, band, p.depth, bands, p.num_threads);
-        x = bands;
-    }
+    const auto* x = input_of<T>(p, band);
     const int64_t num_groups = (p.num_cols + kCols - 1) / kCols;
     const Cut pieces = cut<T>(p.rows, band, depth, num_groups, p.num_threads);
     const auto product_of = [&](int64_t item) {
@@ -138,6 +143,42 @@ void multiply(const PdLinear& p, Out* y) {
     };
     parallel_for(pieces.size(), 1, true, p.num_threads, [&](int64_t begin, int64_t end) {
         multiply_items<T, Out>(begin, end, product_of);
+    });
+}
+
+// A group of gates and the group of what they let through are multiplied one after the other, by
+// one thread, which has both in its cache when it makes one of them.
+template <class T>
+void multiply_gated(const PdLinear& p, T* y) {
+    constexpr int64_t kBoth = 2 * kCols;
+    const int64_t depth = padded_depth<T>(p.depth), band = band_of<T>(p.rows);
+    const auto* x = input_of<T>(p, band);
+    const int64_t width = p.num_cols / 2, num_pairs = width / kCols;
+    const Cut pieces = cut<T>(p.rows, band, depth, num_pairs, p.num_threads);
+    parallel_for(pieces.size(), 1, true, p.num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; item++) {
+            const int64_t pair = pieces.group(item), row = pieces.start(pieces.panel(item));
+            const int64_t rows = pieces.start(pieces.panel(item) + 1) - row;
+            auto* both = static_cast<T*>(
+                scratch(Scratch::kPair, rows * kBoth * static_cast<int64_t>(sizeof(T))));
+            multiply_items<T, T>(0, 2, [&](int64_t half) {
+                const int64_t group = pair + half * num_pairs;
+                return Product<T, T>{
+                    x + row * depth,
+                    depth,
+                    rows,
+                    band,
+                    static_cast<const T*>(p.weight) + group * group_size<T>(p.depth),
+                    depth,
+                    p.bias == nullptr ? nullptr : p.bias + group * kCols,
+                    kCols,
+                    both + half * kCols,
+                    kBoth};
+            });
+            for (int64_t r = 0; r < rows; r++) {
+                silu_row(both + r * kBoth, y + (row + r) * width + pair * kCols, kCols);
+            }
+        }
     });
 }
 
@@ -205,6 +246,13 @@ void pd_linear(const PdLinear* p) {
         } else {
             pd::multiply<T>(*p, static_cast<T*>(p->y));
         }
+    });
+}
+
+void pd_gated_linear(const PdLinear* p) {
+    pd::with_type(p->type, [&](auto kind) {
+        using T = decltype(kind);
+        pd::multiply_gated<T>(*p, static_cast<T*>(p->y));
     });
 }
 

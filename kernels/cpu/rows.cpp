@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "rows.h"
 
 namespace pd {
 namespace {
@@ -19,24 +20,6 @@ template <class Body>
 void for_rows(int64_t rows, int64_t width, int num_threads, Body&& body) {
     const int64_t chunk = std::max<int64_t>(1, kWorthSplitting / 4 / std::max<int64_t>(width, 1));
     parallel_for(rows, chunk, false, rows * width < kWorthSplitting ? 1 : num_threads, body);
-}
-
-// Calls body(offset, count) for whole vectors and then for the rest.
-template <class Body>
-inline void for_lanes(int64_t size, Body&& body) {
-    int64_t at = 0;
-    for (; at + kLanes <= size; at += kLanes) body(at, kLanes);
-    if (at < size) body(at, static_cast<int>(size - at));
-}
-
-template <class T>
-inline F16 load_some(const T* p, int count) {
-    return count == kLanes ? load(p) : load(p, count);
-}
-template <class T>
-inline void store_some(T* p, F16 a, int count) {
-    if (count == kLanes) store(p, a);
-    else store(p, a, count);
 }
 
 // y = round(weight * round(x / rms(x))). A residual, if there is one, becomes round(residual + x)
@@ -58,17 +41,6 @@ void norm_row(const T* x, T* residual, const T* weight, T* y, int64_t width, flo
     for_lanes(width, [&](int64_t i, int count) {
         const F16 normed = rounded_to<T>(load_some(source + i, count) * scale);
         store_some(y + i, normed * load_some(weight + i, count), count);
-    });
-}
-
-template <class T>
-void silu_row(const T* x, T* y, int64_t width) {
-    for_lanes(width, [&](int64_t i, int count) {
-        const F16 gate = load_some(x + i, count);
-        // exp(-gate), kept finite.
-        const F16 decay = exp2_of(zero() - max(gate * splat(kLog2E), splat(-126.0f)));
-        const F16 silu = rounded_to<T>(gate / (splat(1.0f) + decay));
-        store_some(y + i, silu * load_some(x + width + i, count), count);
     });
 }
 

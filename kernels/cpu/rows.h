@@ -1,0 +1,39 @@
+// Operations on one row, or a part of it.
+
+#pragma once
+
+#include "simd.h"
+
+namespace pd {
+
+// Calls body(offset, count) for whole vectors and then for the rest.
+template <class Body>
+inline void for_lanes(int64_t size, Body&& body) {
+    int64_t at = 0;
+    for (; at + kLanes <= size; at += kLanes) body(at, kLanes);
+    if (at < size) body(at, static_cast<int>(size - at));
+}
+
+template <class T>
+inline F16 load_some(const T* p, int count) {
+    return count == kLanes ? load(p) : load(p, count);
+}
+template <class T>
+inline void store_some(T* p, F16 a, int count) {
+    if (count == kLanes) store(p, a);
+    else store(p, a, count);
+}
+
+// y = silu(x) * z for x and z of [width], which lie side by side.
+template <class T>
+void silu_row(const T* x, T* y, int64_t width) {
+    for_lanes(width, [&](int64_t i, int count) {
+        const F16 gate = load_some(x + i, count);
+        // exp(-gate), kept finite.
+        const F16 decay = exp2_of(zero() - max(gate * splat(kLog2E), splat(-126.0f)));
+        const F16 silu = rounded_to<T>(gate / (splat(1.0f) + decay));
+        store_some(y + i, silu * load_some(x + width + i, count), count);
+    });
+}
+
+}  // namespace pd
