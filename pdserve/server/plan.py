@@ -234,13 +234,14 @@ def _hop_of(request: web.Request, fields: SamplingFields, *, num_choices: int) -
 
 def _processors(
     service: Service, fields: SamplingFields, asked: Asked
-) -> Callable[[SamplingParams], OutputProcessor]:
-    """Return a factory of the processors that turn a choice's tokens into text."""
+) -> Callable[[SamplingParams, list[int]], OutputProcessor]:
+    """Return a factory of the processors that turn the tokens after a prompt into text."""
     text, _ = service.require_ready()
 
-    def make(params: SamplingParams) -> OutputProcessor:
+    def make(params: SamplingParams, prompt: list[int]) -> OutputProcessor:
         return OutputProcessor(
             text.tokenizer,
+            prompt=prompt,
             stop=fields.stops,
             include_stop_str_in_output=bool(fields.include_stop_str_in_output),
             skip_special_tokens=fields.skip_special_tokens is not False,
@@ -252,7 +253,7 @@ def _processors(
 
 
 def choices_of(
-    new_processor: Callable[[SamplingParams], OutputProcessor],
+    new_processor: Callable[[SamplingParams, list[int]], OutputProcessor],
     fields: SamplingFields,
     common: GenerateRequest,
     *,
@@ -281,7 +282,7 @@ def choices_of(
                 index=index,
                 prompt_index=prompt_index,
                 request=None,
-                processor=new_processor(params),
+                processor=new_processor(params, prompt),
             )
             choices.append(choice)
             handoff = hop.handoffs[index] if isinstance(hop, DecodeHop) else None

@@ -80,6 +80,7 @@ class OutputProcessor:
 
     Args:
         tokenizer: The model's tokenizer.
+        prompt: The tokens before: a word that follows them keeps its leading space.
         stop: Stop strings; none may be empty.
         include_stop_str_in_output: Whether to show the stop string or stop token that ended it.
         skip_special_tokens: Whether special tokens have no text.
@@ -98,6 +99,7 @@ class OutputProcessor:
         self,
         tokenizer: Tokenizer,
         *,
+        prompt: Sequence[int] = (),
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
@@ -106,7 +108,9 @@ class OutputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self._machine = machine
-        self._detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = make_detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, prompt=prompt
+        )
         self._stops = StopMatcher(stop, include_stop=include_stop_str_in_output)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens

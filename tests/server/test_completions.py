@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdserve.config.schema import SchedulingPolicy
@@ -63,6 +65,14 @@ async def test_choices_of_a_seed_differ_and_come_again(server):
 async def test_without_a_seed_equal_prompts_differ(server):
     answer = await server.ok(PATH, {"prompt": ["The", "The"], "max_tokens": 8})
     assert answer["choices"][0]["text"] != answer["choices"][1]["text"]
+
+
+async def test_a_word_after_the_prompt_keeps_its_leading_space(text):
+    tokenizer = make_tokenizer("byte_fallback")  # its decoder drops the space of a first word
+    own = replace(text, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
+    async with serving(own, scripted(own, "dog sleeps")) as server:
+        answer = await server.ok(PATH, {"prompt": "The lazy", "echo": True, "temperature": 0})
+    assert answer["choices"][0]["text"] == "The lazy dog sleeps"
 
 
 async def test_the_end_of_sequence_ends_the_text_and_counts_as_a_token(text):

@@ -242,7 +242,7 @@ def job_at_prefill(text, engine, n: int):
         remote_decode=True,
     )
     choices = choices_of(
-        lambda params: OutputProcessor(text.tokenizer, min_tokens=params.min_tokens),
+        lambda params, _: OutputProcessor(text.tokenizer, min_tokens=params.min_tokens),
         CompletionRequest(prompt="x", n=n),
         common,
         prompts=[[60, 61]],

@@ -36,6 +36,21 @@ def test_encoded_text_streams_to_what_it_decodes_to(kind: str, text: str):
     assert "".join(pieces(kind, token_ids)) == tokenizer.decode(token_ids)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip", [True, False])
+@given(prompt=st.text(alphabet="ab dog", max_size=9), data=st.data())
+def test_text_after_a_prompt_is_what_it_adds_to_the_decoded_prompt(
+    kind: str, skip: bool, prompt: str, data: st.DataObject
+):
+    tokenizer = TOKENIZERS[kind]
+    before = tokenizer.encode(prompt)
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=9))
+    detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip, prompt=before)
+    after = "".join([*map(detokenizer.push, token_ids), detokenizer.flush()])
+    whole = tokenizer.decode(before + token_ids, skip_special_tokens=skip)
+    assert whole == tokenizer.decode(before, skip_special_tokens=skip) + after
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @given(data=st.data())
 def test_bytes_that_are_not_utf8_stream_to_what_they_decode_to(kind: str, data: st.DataObject):
