@@ -2,6 +2,17 @@
 
 Pure, and so is all that it stands on: `slicing` says what a rank has, and what goes from one rank
 to another. The pairs are made with numpy, whole tables at once.
+
+A *unit* is what a transfer addresses: `unit_bytes` bytes at an address that is a multiple of
+them from the start of a rank's KV memory, on both sides. It depends on the shapes and the route
+alone, so that a peer's memory is described once, as one strided row. Neighbouring units that are
+contiguous on both sides are one descriptor.
+
+    equal shares, equal blocks      a unit is a block, all layers     1 unit  per block
+    equal heads, one layer or PP    a unit is one layer of a block    L units per block
+    else                            heads and tokens of one layer     L x planes x ... per block
+                                    and plane that are contiguous
+                                    on both sides
 """
 
 from __future__ import annotations

@@ -1,19 +1,7 @@
-"""Plans which bytes of which rank go where, for any pair of KV shapes.
+"""Says which rank of P has something for which rank of D, for any pair of KV shapes.
 
-Pure. `routes` says which rank of P has something for which rank of D, and `pieces` which units
-of memory to move on one route for a range of tokens. It knows shapes and block tables, and
-nothing of addresses, transports, leases or which of the two sides moves the bytes.
-
-A *unit* is what a transfer addresses: `unit_bytes` bytes at an address that is a multiple of
-them from the start of a rank's KV memory, on both sides. It depends on the shapes and the route
-alone, so that a peer's memory is described once, as one strided row. Neighbouring units that are
-contiguous on both sides are one descriptor.
-
-    equal shares, equal blocks      a unit is a block, all layers     1 unit  per block
-    equal heads, one layer or PP    a unit is one layer of a block    L units per block
-    else                            heads and tokens of one layer     L x planes x ... per block
-                                    and plane that are contiguous
-                                    on both sides
+Pure. It knows shapes, and nothing of addresses, transports, leases or which of the two sides moves
+the bytes. `pieces` cuts what goes over one route.
 """
 
 from __future__ import annotations

@@ -59,9 +59,11 @@ class FrameSession:
         return self._num_received > 0
 
     def send(self, payload: bytes) -> None:
-        """Queue a frame, which is held back until the peer's preamble has arrived."""
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"a payload has {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}")
+        """Queue a frame, which is held back until the peer's preamble has arrived.
+
+        Args:
+            payload: At most `MAX_PAYLOAD_BYTES`; the peer refuses more.
+        """
         if self._send_key is None:
             self._waiting.append(payload)
         else:

@@ -219,18 +219,26 @@ class Server:
             self._forget(client)
 
     def _on_message(self, client: _Client, message: ToServer) -> None:
+        destination = client.destination
+        if isinstance(message, Hello):
+            self._greet(client, message)
+        elif isinstance(message, Bye):
+            client.link.close()
+            self._forget(client)
+        elif destination is None:
+            raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} came before Welcome")
+        else:
+            self._serve(client, destination, message)
+
+    def _serve(self, client: _Client, destination: Destination, message: ToServer) -> None:
+        """Take a message of a D that was welcomed."""
         now_s = self._clock.monotonic_s()
-        if not client.greeted and not isinstance(message, Hello | Bye):
-            raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} came before Hello")
         match message:
-            case Hello():
-                self._greet(client, message)
             case Ready():
                 client.is_wiring = False
             case Heartbeat():
                 self.leases.heartbeat(message.nonces, now_s)
-                if client.destination is not None:
-                    self.pushing.heard(client.destination, message.nonces)
+                self.pushing.heard(destination, message.nonces)
             case Begin():
                 client.reads[message.read_id] = message.nonce
                 self._begin_read(client, message.read_id, message.nonce)
@@ -246,17 +254,13 @@ class Server:
                 if not self.pushing.released(message.nonce, message.end):
                     self.leases.release(message.nonce, now_s, message.end)
             case Register():
-                self.pushing.register(_welcomed(client, message), message)
+                self.pushing.register(destination, message)
             case Taken():
-                self.pushing.taken(_welcomed(client, message), message)
+                self.pushing.taken(destination, message)
             case Abort():
-                self.pushing.abort(_welcomed(client, message), message)
+                self.pushing.abort(destination, message)
             case MoverFrame():
-                if client.destination is not None:
-                    self._seams.mover.hear(client.destination.link, message.body)
-            case Bye():
-                client.link.close()
-                self._forget(client)
+                self._seams.mover.hear(destination.link, message.body)
             case _:
                 raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message}")
 
@@ -345,10 +349,8 @@ class Server:
 
     def _confirm(self, client: _Client, done: Done) -> None:
         """Confirm that the lease is valid, and send the digests."""
-        grant, destination = self._grants[done.nonce], client.destination
-        if destination is None:
-            return
-        hello = destination.hello
+        assert client.destination is not None
+        grant, hello = self._grants[done.nonce], client.destination.hello
         route = route_between(self._context.shape, hello.shape, self._context.rank, hello.rank)
         digests = b""
         if route and 0 <= done.first_token < grant.num_tokens:
@@ -412,17 +414,6 @@ class Server:
         if client.destination is not None:
             self.pushing.lost(client.destination)
             self._seams.mover.hang_up(client.destination.link)
-
-
-def _welcomed(client: _Client, message: ToServer) -> Destination:
-    """Return the sender of a message that only a welcomed D may send.
-
-    Raises:
-        FrameError: The sender has not been welcomed.
-    """
-    if client.destination is None:
-        raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message} belongs to no request")
-    return client.destination
 
 
 def _nothing() -> None:

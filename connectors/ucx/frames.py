@@ -16,8 +16,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 Size = Annotated[int, msgspec.Meta(ge=1)]
 Tag = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -80,8 +78,3 @@ Frame = FetchCopy | DropCopy | OfferCopy | TakeCopy | CopyLanded | WithdrawCopy 
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Frame).decode
-
-
-def to_units(units: bytes) -> npt.NDArray[np.int32]:
-    """Return the units that a frame names."""
-    return np.frombuffer(units, dtype="<i4")

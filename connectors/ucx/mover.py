@@ -38,7 +38,6 @@ from pdserve.connectors.ucx.frames import (
     WithdrawCopy,
     decode,
     encode,
-    to_units,
 )
 from pdserve.connectors.ucx.library import UcxWorker
 from pdserve.connectors.ucx.messages import Messages, TaggedMessage, nothing
@@ -416,7 +415,7 @@ class UcxMover:
         """
         if not raw or len(raw) % 4:
             raise FrameError(Fault.UNEXPECTED, f"{len(raw)} bytes do not list units")
-        units = to_units(raw)
+        units: npt.NDArray[np.int32] = np.frombuffer(raw, dtype="<i4")
         why = self._pool.why_outside(units, unit_bytes)
         if why is not None:
             raise FrameError(Fault.UNEXPECTED, why)

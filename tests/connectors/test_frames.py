@@ -130,5 +130,3 @@ def test_the_largest_frame_passes() -> None:
     client, server = pair()
     client.send(b"x" * MAX_PAYLOAD_BYTES)
     assert server.receive(client.take_unsent()) == [b"x" * MAX_PAYLOAD_BYTES]
-    with pytest.raises(ValueError, match="at most"):
-        client.send(b"x" * (MAX_PAYLOAD_BYTES + 1))
