@@ -204,6 +204,14 @@ def test_a_second_hello_is_refused(p: Engine) -> None:
     assert counted(p, "unexpected", 1)
 
 
+def test_a_d_that_was_refused_and_speaks_on_is_hung_up_on(p: Engine) -> None:
+    caller = Caller(p.endpoint).meet()
+    caller.say(msgspec.structs.replace(hello(p), layout_digest="another"))
+    caller.say(Heartbeat(["n"]))
+    assert caller.is_hung_up_on()
+    assert counted(p, "unexpected", 1)
+
+
 def test_a_hello_whose_refusal_fits_no_frame_is_refused_counted_and_survived(
     p: Engine, d: Engine
 ) -> None:
