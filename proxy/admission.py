@@ -215,11 +215,15 @@ class FairPlaces:
 
     def is_over_share(self, tenant: str) -> bool:
         """Return whether a tenant has clearly exceeded its share of recent work."""
+        return tenant in self._over_share()
+
+    def _over_share(self) -> set[str]:
         now_s = self._now_s()
         for name in [name for name, each in self._late.items() if now_s - each.at_s > RECENT_S]:
             del self._late[name]
         had = {name: each.at(now_s) for name, each in self._late.items()}
-        return had.get(tenant, 0.0) > _CLEARLY * sum(had.values()) / max(1, len(had))
+        limit = _CLEARLY * sum(had.values()) / max(1, len(had))
+        return {name for name, cost in had.items() if cost > limit}
 
     def _come(self, claim: Claim) -> None:
         tenant = claim.tenant
@@ -256,7 +260,18 @@ class FairPlaces:
         claim = min(self._heads(), key=lambda each: self._rank(each, now_s))
         if self.num_running >= self._ceiling(claim.band_at(now_s)):
             return None
-        return claim if claim.is_ready(self.is_over_share(claim.tenant)) else None
+        over_share = self._over_share()
+        is_over = claim.tenant in over_share
+        if claim.is_ready(is_over):
+            return claim
+        if not is_over:
+            return None
+        # While it is held for an idle engine, tenants within their share pass.
+        within = [each for each in self._heads() if each.tenant not in over_share]
+        after = min(within, key=lambda each: self._rank(each, now_s), default=None)
+        if after is None or after.band_at(now_s) > claim.band_at(now_s):
+            return None
+        return after if after.is_ready(False) else None
 
     def _heads(self) -> Iterator[Claim]:
         return (queue[0] for queue in self._waiting.values())

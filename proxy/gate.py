@@ -16,7 +16,7 @@ from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, OverloadedError
 from pdserve.http.access import engine_headers
 from pdserve.http.protocol import Objectives
-from pdserve.proxy.admission import OUTPUT_WEIGHT, Claim, band_of
+from pdserve.proxy.admission import CRITICAL, OUTPUT_WEIGHT, Claim, band_of
 from pdserve.proxy.bodies import UNREADABLE
 from pdserve.proxy.brain.decision import BIAS
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.brain.pairing import Pairing
     from pdserve.proxy.brain.question import PairDecision
+    from pdserve.proxy.brain.rejection import Rejection
     from pdserve.proxy.metrics import GateMetrics
     from pdserve.proxy.routing import Router
     from pdserve.proxy.story import Story
@@ -45,6 +46,8 @@ _HELD: Final = 0.5
 _HELD_OVER_SHARE: Final = 0.02
 """Shares of a request's objective for the first token: it is held back while every engine has more
 to compute than that; the second one is for tenants that have lately had more than their part."""
+YIELD_S: Final = 1.0
+"""How much later other tenants' prompts may come and still go first, at engines too."""
 _HARMLESS: Final = BIAS + 0.1
 """A cost: an engine leaves its role, and nobody comes near to missing an objective."""
 _FIRST_OUTPUT: Final = 150.0
@@ -161,13 +164,27 @@ class Gate:
             OverloadedError: It would miss its objectives there.
         """
         decision = self._router.outlook(prompt)
-        found = None if decision is None else rejection(decision, waiting_s=waiting_s)
+        found = None if decision is None else self._rejection(prompt, decision, waiting_s)
         if found is not None and not self._is_obeyed:
             self._metrics.shadow_rejected.labels(found.reason).inc()
         elif found is not None:
             self._metrics.rejected.labels(found.reason).inc()
             raise OverloadedError(found.in_words, retry_after_s=found.retry_after_s)
         return decision
+
+    def _rejection(
+        self, prompt: RoutePrompt, decision: PairDecision, waiting_s: float
+    ) -> Rejection | None:
+        # A prompt that waits, and yields to others, may be passed by one of its length.
+        passed_s = 0.0
+        if waiting_s and self.yields_s(prompt):
+            passed_s = decision.chosen.ttft["prefill"]
+        return rejection(decision, waiting_s=waiting_s, passed_s=passed_s)
+
+    def yields_s(self, prompt: RoutePrompt) -> float:
+        """Return for how many seconds engines let other tenants' prompts pass this one."""
+        may_yield = band_of(prompt.priority) > CRITICAL
+        return YIELD_S if may_yield and self._places.is_over_share(prompt.tenant) else 0.0
 
     def ended(self, prompt: RoutePrompt, story: Story) -> float:
         """Count a request's cost; return it in the units of `Claim`."""

@@ -24,7 +24,12 @@ from pdserve.proxy.errors import (
 from pdserve.proxy.relay import Relay
 from pdserve.proxy.setbacks import LegFailure
 from pdserve.proxy.story import Mode, Stage
-from pdserve.wire.hop import KV_MODE_HEADER, REQUEST_ID_HEADER, TIME_LEFT_HEADER
+from pdserve.wire.hop import (
+    KV_MODE_HEADER,
+    REQUEST_ID_HEADER,
+    TIME_LEFT_HEADER,
+    YIELDS_HEADER,
+)
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
@@ -348,6 +353,8 @@ class Legs:
             REQUEST_ID_HEADER: self.story.request_id,
             TIME_LEFT_HEADER: f"{left_s:.3f}",
         }
+        if yields_s := self.services.gate.yields_s(self.prompt):
+            headers[YIELDS_HEADER] = f"{yields_s:g}"
         if mode is not None:
             headers[KV_MODE_HEADER] = mode.value
         return self.services.http.leg(f"{backend.url}{self._path}", body, headers)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import msgspec
@@ -247,12 +248,13 @@ class VirtualProxy:
         on: Listeners,
     ) -> None:
         first, end = on
+        asked = partial(self._request, seed=number, yields_s=self._gate.yields_s(prompt))
         times = outcome.token_s
         if plan.decision is not None:
             outcome.predicted_s = plan.decision.chosen.ttft_s
             outcome.error = plan.decision.question.times.prefill_error
         if not isinstance(plan, Disaggregate):
-            request = self._request(f"{number}", work.prompt, work.num_output, number)
+            request = asked(f"{number}", work.prompt, work.num_output)
             self._send("local", plan.engine, prompt, FleetLeg(request, first, end, times))
             return
         outcome.was_split = True
@@ -265,11 +267,11 @@ class VirtualProxy:
             decode = plan.preferred or self._router.decode_for(prefill, prompt, ())
             assert decode is not None
             token = output_token(number, len(work.prompt))
-            rest = self._request(f"{number}d", [*work.prompt, token], work.num_output - 1, number)
+            rest = asked(f"{number}d", [*work.prompt, token], work.num_output - 1)
             leg = FleetLeg(rest, lambda _: None, end, times)
             self._send("decode", decode, prompt, leg, num_received=len(work.prompt))
 
-        request = self._request(f"{number}p", work.prompt, 1, number)
+        request = asked(f"{number}p", work.prompt, 1)
         half_s = self._time.costs.handover / 2
         leg = FleetLeg(request, first, lambda: self._time.after(half_s, hand_over), times)
         self._send("prefill", prefill, prompt, leg)
@@ -341,11 +343,12 @@ class VirtualProxy:
         leg.on_first, leg.on_end, leg.on_wire = first, end, pairing.model.learn_wire
 
     def _request(
-        self, name: str, prompt: Sequence[int], num_output: int, seed: int
+        self, name: str, prompt: Sequence[int], num_output: int, *, seed: int, yields_s: float
     ) -> GenerateRequest:
         return GenerateRequest(
             request_id=RequestId(name),
             prompt_token_ids=list(prompt),
             sampling=SamplingParams(max_tokens=num_output, seed=seed, ignore_eos=True),
             arrival_s=self._time.clock.monotonic_s(),
+            yields_s=yields_s,
         )

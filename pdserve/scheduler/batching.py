@@ -1,7 +1,8 @@
 """Fills a step: running requests first, then waiting ones with the remaining budget.
 
 Budget and blocks are divided over the running requests; where blocks run out, the last of them is
-preempted. Waiting requests then start one after the other: the connector is asked what KV it can
+preempted. Prompts of tenants over their share yield to others between two chunks, and leave steps
+short. Waiting requests then start one after the other: the connector is asked what KV it can
 bring, the request gets its blocks, and it moves into the batch, or to where its blocks are being
 filled. `plan` decides; this module gathers what the decision needs and applies it.
 """
@@ -11,6 +12,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from pdserve.connectors.base import KVSource
 from pdserve.scheduler.drafts import RARELY, DraftWish, RowBudget
 from pdserve.scheduler.life import State
 from pdserve.scheduler.plan import Candidate, Room, plan_admission, plan_running
@@ -18,6 +22,7 @@ from pdserve.scheduler.plan import Candidate, Room, plan_admission, plan_running
 if TYPE_CHECKING:
     from pdserve.kvcache.manager import PrefixHit
     from pdserve.scheduler.drafts import DraftRecord
+    from pdserve.scheduler.plan import Rank
     from pdserve.scheduler.request import Request
     from pdserve.scheduler.state import SchedulerState
     from pdserve.scheduler.steps import Filling
@@ -45,6 +50,12 @@ class Batcher:
             config.max_num_batched_tokens,
             0 if config.enable_chunked_prefill else self._max_model_len,
         )
+        # Prompts that yield leave steps short, so that others need not wait long for the next.
+        self._max_yielding = self._token_budget
+        if config.enable_chunked_prefill:
+            self._max_yielding = -(-self._token_budget // 2)
+        self._yielding_left = 0
+        self._first: Rank | None = None
         self._min_reserved_blocks = self._kv.pool.num_blocks // 100
         self._max_drafted = state.dimensions.max_drafted
         self._plans_ahead = state.dimensions.max_in_flight > self._num_stages
@@ -53,11 +64,17 @@ class Batcher:
 
     # ---- running requests ----------------------------------------------------------
 
-    def fill(self, now_s: float, filling: Filling) -> int | None:
+    @property
+    def is_making_way(self) -> bool:
+        """Whether prompts that yield sit out the step being filled, for one that does not."""
+        return self._first is not None
+
+    def fill(self, now_s: float, filling: Filling, *, makes_way: bool = True) -> int | None:
         """Put running requests into a step.
 
         Args:
             filling: The step, which is empty.
+            makes_way: Whether prompts that yield make way for others.
 
         Returns:
             The budget left; None if it must stay unspent because a running request lacks blocks,
@@ -70,12 +87,20 @@ class Batcher:
             holding = batch[index].holding
             return 0 if holding is None else self._kv.pool.num_exclusive_among(holding.blocks)
 
+        self._first = None
+        candidates = [self._candidate(request) for request in batch]
+        if makes_way and self._state.num_yielding:
+            candidates = self._made_way(batch, candidates)
         plan = plan_running(
-            [self._candidate(request) for request in batch],
+            candidates,
             self._room(self._token_budget, self._config.long_prefill_token_threshold),
             freed_by=None if self._state.steps.is_computing else freed_by,
             max_decodes=self._max_decodes(batch),
         )
+        if self._state.num_yielding:
+            self._yielding_left = self._max_yielding - sum(
+                num for index, num in plan.num_tokens.items() if _yields(batch[index])
+            )
         are_free = [
             self._transfers.attempt(
                 partial(self._preempt, each, now_s), each.request_id, now_s, otherwise=True
@@ -83,7 +108,7 @@ class Batcher:
             for each in map(batch.__getitem__, plan.preempted)
         ]
         if not all(are_free):
-            self.fill(now_s, filling)  # with the blocks that are free
+            self.fill(now_s, filling, makes_way=makes_way)  # with the blocks that are free
             return None
         for index, num_tokens in plan.num_tokens.items():
             request = batch[index]
@@ -100,6 +125,51 @@ class Batcher:
         if self._row_budget is None:
             return plan.budget_left
         return plan.budget_left - self._grant_drafts(self._row_budget, filling, plan.budget_left)
+
+    def _made_way(self, batch: list[Request], candidates: list[Candidate]) -> list[Candidate]:
+        """Have prompts that yield sit out a step with a prompt that does not and ranks before them.
+
+        That is a prompt of the batch, or the next one that waits. Tokens of prompts that yield and
+        go on are limited. Blocks may be taken from all of them.
+        """
+        first = [
+            request.rank
+            for request, candidate in zip(batch, candidates, strict=True)
+            if candidate.num_wanted and not (request.wire.yields_s or request.is_decoding)
+        ]
+        head = self._state.waiting.peek()
+        if head is not None and not head.wire.yields_s and self._may_start(head):
+            first.append(head.rank)
+        self._first = min(first, default=None)
+        return [
+            msgspec.structs.replace(
+                candidate,
+                num_wanted=0
+                if self._sits_out(request)
+                else min(candidate.num_wanted, self._max_yielding),
+            )
+            if _yields(request)
+            else candidate
+            for request, candidate in zip(batch, candidates, strict=True)
+        ]
+
+    def _sits_out(self, request: Request) -> bool:
+        return self._first is not None and self._first < request.rank
+
+    def _budget_of(self, request: Request, budget: int) -> int:
+        """Return how much of a step's budget is left for a waiting request."""
+        if not (self._state.num_yielding and _yields(request)):
+            return budget
+        return 0 if self._sits_out(request) else max(0, min(budget, self._yielding_left))
+
+    def _may_start(self, request: Request) -> bool:
+        """Return whether a waiting prompt has room now, without the prefix cache's help."""
+        need = self._kv.blocks_for(request.num_tokens) + self._num_reserved_blocks()
+        return (
+            request.source is KVSource.LOCAL
+            and self._state.num_admitted < self._config.max_num_seqs
+            and need <= self._kv.pool.num_free
+        )
 
     # ---- drafts --------------------------------------------------------------------
 
@@ -238,13 +308,15 @@ class Batcher:
             request = state.waiting.peek()
             if request is None:
                 break
-            admit = partial(self._admit_next, request, now_s, budget)
+            own = self._budget_of(request, budget)
+            admit = partial(self._admit_next, request, now_s, own)
             num_tokens = self._transfers.attempt(admit, request.request_id, now_s, otherwise=0)
             if num_tokens is None:
                 break
             if num_tokens:
                 scheduled[request.request_id] = num_tokens
                 budget -= num_tokens
+                self._yielding_left -= num_tokens if request.wire.yields_s else 0
         return scheduled
 
     def _admit_next(self, request: Request, now_s: float, budget: int) -> int | None:
@@ -309,3 +381,8 @@ class Batcher:
         request.times.start(now_s)
         why = f"{hit.num_tokens} tokens from the prefix cache"
         state.move(request, State.RUNNING, now_s, why)
+
+
+def _yields(request: Request) -> bool:
+    """Return whether it is a prompt, or a preempted request, that lets others pass."""
+    return request.wire.yields_s > 0 and not request.is_decoding

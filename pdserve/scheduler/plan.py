@@ -6,7 +6,7 @@ a step serves many: one impossible request must not end the others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pdserve.wire.sampling import SamplingParams
     from pdserve.wire.transfer import KVHandoff
 
+Rank: TypeAlias = tuple[int, float, int]
+"""Priority, arrival in seconds (later by `GenerateRequest.yields_s`), order of arrival."""
 MAX_OVERTAKEN: Final = 8
 """Requests whose KV is ready that may start ahead of one whose KV is only planned."""
 # Beyond these, fp32 logits overflow and cannot be sampled from. NaN is in no range.
@@ -59,7 +61,7 @@ class Candidate(msgspec.Struct, frozen=True):
         num_wanted: Tokens to compute with an unlimited budget.
         num_computed: Tokens whose KV it has.
         num_blocks: Blocks it holds.
-        rank: Priority and arrival; smaller is served first and preempted last.
+        rank: Smaller is served first and preempted last.
         is_decode: Whether it computes the token that it sampled last.
         is_pinned: Whether it may not be preempted.
     """
@@ -67,7 +69,7 @@ class Candidate(msgspec.Struct, frozen=True):
     num_wanted: int
     num_computed: int
     num_blocks: int
-    rank: tuple[int, int]
+    rank: Rank
     is_decode: bool = False
     is_pinned: bool = False
 
@@ -158,7 +160,7 @@ def plan_running(
     return RunningPlan(tokens, new_blocks, preempted, budget, is_short)
 
 
-def next_line(heads: Mapping[KVSource, tuple[int, int]], *, num_overtaken: int) -> KVSource | None:
+def next_line(heads: Mapping[KVSource, Rank], *, num_overtaken: int) -> KVSource | None:
     """Return the line whose first request is next.
 
     That is the one of best rank, unless its KV is only planned while the KV of a request of equal
@@ -167,7 +169,7 @@ def next_line(heads: Mapping[KVSource, tuple[int, int]], *, num_overtaken: int) 
     KV does not fit, no planned request is given blocks either.
 
     Args:
-        heads: The rank (priority, place) of each line's first request; smaller is better.
+        heads: The rank of each line's first request; smaller is better.
         num_overtaken: Requests with ready KV that have started in the place of the first planned
             one, which lets at most `MAX_OVERTAKEN` pass.
     """

@@ -28,7 +28,7 @@ class Request:
     """One request inside one engine. Only its own methods write its fields.
 
     Args:
-        rank: (priority, arrival). Smaller is served first; the largest is preempted.
+        rank: See `plan.Rank`. Smaller is served first; the largest is preempted.
 
     Attributes:
         num_computed_tokens: Tokens whose KV its blocks have, or will once steps in flight retire.
@@ -101,7 +101,7 @@ class Request:
         shared: SharedPrompt,
         *,
         drafts: DraftRecord | None = None,
-        rank: tuple[int, int],
+        rank: tuple[int, float, int],
         now_s: float,
     ) -> None:
         self.wire = wire

@@ -111,7 +111,11 @@ class Scheduler:
             drafts=None
             if history is None
             else history.begin(has_prediction=bool(wire.prediction_token_ids)),
-            rank=(wire.priority if self._is_by_priority else 0, self._num_arrivals),
+            rank=(
+                wire.priority if self._is_by_priority else 0,
+                now_s + wire.yields_s,
+                self._num_arrivals,
+            ),
             now_s=now_s,
         )
         self._num_arrivals += 1
@@ -192,6 +196,8 @@ class Scheduler:
         self._may_admit = budget is not None
         if budget is not None:
             filling.num_tokens.update(self._batcher.admit(now_s, budget))
+        if not filling.num_tokens and self._batcher.is_making_way:  # for one that cannot start
+            self._batcher.fill(now_s, filling, makes_way=False)
         if not filling.num_tokens and not self.state.steps.has_gone:
             return None
         return self._build_step(now_s, filling)

@@ -81,7 +81,7 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._heaps: dict[KVSource, list[tuple[int, int, int, Request]]] = {
+        self._heaps: dict[KVSource, list[tuple[int, float, int, int, Request]]] = {
             source: [] for source in KVSource
         }
         self._entries = itertools.count()
@@ -140,7 +140,7 @@ class WaitingQueue:
     def _head(self, source: KVSource) -> Request | None:
         heap = self._heaps[source]
         while heap:
-            _, _, entry, request = heap[0]
+            *_, entry, request = heap[0]
             # A request that was removed and pushed again also has an older, void entry.
             if request.queue_entry == entry:
                 return request
@@ -167,6 +167,7 @@ class SchedulerState:
         running: The batch, in the order in which it is served.
         receiving: Requests whose blocks are being filled.
         leased: Requests that have finished here, and whose blocks may be read.
+        num_yielding: Requests in any state that let other tenants' prompts pass (`yields_s`).
         prompts: Ids of requests without a token whose prompt no other engine computes.
         holds: Blocks that a preempted request lost and a save still reads, by connector and id of
             the hold; the same blocks may be under several.
@@ -205,6 +206,7 @@ class SchedulerState:
         self.running: dict[RequestId, Request] = {}
         self.receiving: dict[RequestId, Request] = {}
         self.leased: dict[RequestId, Request] = {}
+        self.num_yielding = 0
         self.prompts: set[RequestId] = set()
         self.holds: dict[HoldKey, Holding] = {}
         self.deadlines: list[tuple[float, int, RequestId]] = []
@@ -252,6 +254,7 @@ class SchedulerState:
     def add(self, request: Request) -> None:
         """Take a waiting request, under an id that no other has."""
         self.requests[request.request_id] = request
+        self.num_yielding += request.wire.yields_s > 0
         self.waiting.push(request)
         if request.source is KVSource.LOCAL:
             self.prompts.add(request.request_id)
@@ -262,7 +265,7 @@ class SchedulerState:
         if len(self.deadlines) >= max(_MIN_TO_SWEEP, 2 * len(self.requests)):
             self.deadlines = [entry for entry in self.deadlines if self._find(entry) is not None]
             heapq.heapify(self.deadlines)
-        heapq.heappush(self.deadlines, (deadline_s, request.rank[1], request.request_id))
+        heapq.heappush(self.deadlines, (deadline_s, request.rank[2], request.request_id))
 
     def take_late(self, now_s: float) -> list[Request]:
         """Return each request whose deadline lies before `now_s`, once, the latest last.
@@ -280,7 +283,7 @@ class SchedulerState:
         _, order, request_id = entry
         request = self.requests.get(request_id)
         # Another request may have arrived under the same id.
-        return request if request is not None and request.rank[1] == order else None
+        return request if request is not None and request.rank[2] == order else None
 
     def move(self, request: Request, state: State, now_s: float, why: str) -> None:
         """Move a request from one place to another.
@@ -384,6 +387,7 @@ class SchedulerState:
         self.move(request, State.DONE, now_s, why)
         self.recorder.add(request.traced(now_s))
         del self.requests[request.request_id]
+        self.num_yielding -= request.wire.yields_s > 0
 
     def free(self, request: Request) -> None:
         """Free the blocks of `request`, if it has any."""

@@ -31,7 +31,7 @@ from pdserve.server.sampling import (
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S
 from pdserve.server.text_request import TextRequest
 from pdserve.text.output import OutputProcessor
-from pdserve.wire.hop import PARAMS, TIME_LEFT_HEADER
+from pdserve.wire.hop import PARAMS, TIME_LEFT_HEADER, YIELDS_HEADER
 from pdserve.wire.ids import RequestId, request_id_of
 from pdserve.wire.request import GenerateRequest, OnLoadFailure
 
@@ -89,6 +89,7 @@ async def make_job(
         on_load_failure=ours.on_load_failure if ours is not None else OnLoadFailure.RECOMPUTE,
         is_fallback=ours is not None and ours.is_fallback,
         prediction_token_ids=await _prediction_of(service, asked, hop),
+        yields_s=_yields_s(request),
     )
     choices = choices_of(
         _processors(service, fields, asked),
@@ -358,13 +359,23 @@ def _check_priority(
 
 def _deadline_s(request: web.Request) -> float | None:
     """Return the deadline; proxies send the time left, so clocks of hosts are not compared."""
-    given = request.headers.get(TIME_LEFT_HEADER)
+    left_s = _seconds_in(request, TIME_LEFT_HEADER)
+    return None if left_s is None else request[START_S] + left_s
+
+
+def _yields_s(request: web.Request) -> float:
+    """Return for how long the request lets others pass; never negative, which would be a lead."""
+    return max(0.0, _seconds_in(request, YIELDS_HEADER) or 0.0)
+
+
+def _seconds_in(request: web.Request, header: str) -> float | None:
+    given = request.headers.get(header)
     if given is None:
         return None
     try:
-        left_s = float(given)
+        seconds = float(given)
     except ValueError:
-        left_s = math.nan
-    if math.isnan(left_s):  # NaN cannot be ordered among deadlines
-        raise BadRequestError(f"{TIME_LEFT_HEADER} is {given!r}: it must be a number of seconds")
-    return request[START_S] + left_s
+        seconds = math.nan
+    if math.isnan(seconds):  # NaN cannot be ordered
+        raise BadRequestError(f"{header} is {given!r}: it must be a number of seconds")
+    return seconds

@@ -38,6 +38,8 @@ STAGES_HEADER: Final = "X-Pdserve-Stages"
 """In a request, "1": the answer is to have the engine's own account of it (`EngineStages`)."""
 TIME_LEFT_HEADER: Final = "X-Pdserve-Time-Left"
 """In a request: seconds from its arrival at the engine after which the answer is of no use."""
+YIELDS_HEADER: Final = "X-Pdserve-Yields"
+"""In a request: `GenerateRequest.yields_s`; left out if it is 0."""
 KV_MODE_HEADER: Final = "X-Pdserve-KV-Mode"
 """In a request that two engines share: who moves its KV, a `KVMode` value. In its answer, a stream
 with stages: who has moved it; left out if none has come."""

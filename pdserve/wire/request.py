@@ -37,6 +37,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         prediction_token_ids: Text that the answer may resemble; drafts are made from it.
         deadline_s: Time after which the answer is useless, by the same clock; or None.
         priority: Lower runs first under the priority policy.
+        yields_s: Its tenant has had more than its share: prompts of other tenants that arrive up to
+            so many seconds later go first, even if this one is begun. 0 for all others.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
         remote_decode: Prefill only: stop after the first token and lease the KV out.
         handoff: The prefill of this prompt by another engine, if there was one.
@@ -59,6 +61,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
     is_fallback: bool = False
     prediction_token_ids: list[int] = []
+    yields_s: float = 0.0
 
     @property
     def is_computed_here(self) -> bool:

@@ -52,15 +52,18 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def rejection(decision: PairDecision, *, waiting_s: float) -> Rejection | None:
+def rejection(
+    decision: PairDecision, *, waiting_s: float, passed_s: float = 0.0
+) -> Rejection | None:
     """Return the reason to turn a request away; None: there is none.
 
     Args:
         decision: Where it would be sent now.
         waiting_s: Wait before it gets a place.
+        passed_s: Time in which its engine computes prompts that pass it.
     """
     question, chosen = decision.question, decision.chosen
-    parts = {"waiting": waiting_s, **chosen.ttft}
+    parts = {"waiting": waiting_s, "passed": passed_s, **chosen.ttft}
     alone_s = chosen.ttft["prefill"] + chosen.ttft["hop"]
     slo_s = question.ttft_slo_s
     if alone_s > slo_s:

@@ -63,6 +63,7 @@ HEADERS: Final = (
     "X-Session-Id",
     "X-Pdserve-Stages",
     "X-Pdserve-Time-Left",
+    "X-Pdserve-Yields",
     "X-Pdserve-Deadline",
     "X-Pdserve-KV-Mode",
     "X-Pdserve-Prefill",

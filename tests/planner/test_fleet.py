@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.routing import figures, settings_of
-from benchmarks.routing_work import conversations
+from benchmarks.routing_work import conversations, greedy
 from pdserve.config.policies import POLICIES, SPLIT_POLICIES
 from pdserve.planner.fleet import Fleet
 from pdserve.planner.work import FleetLayout, Work, least_computed, output_token, parse_layout
@@ -76,3 +76,18 @@ def test_a_turn_repeats_what_was_answered_before_it():
             seed = numbers[id(work)]
             assert list(answer) == [output_token(seed, start + i) for i in range(len(answer))]
     assert num_found >= len(TURNS) // 2
+
+
+def test_first_tokens_come_nearly_as_soon_beside_a_tenant_that_sends_ten_times_as_much():
+    both = greedy(350, 2.4, times=10.0, seed=8)
+    late_s = []
+    for workload in (both, [each for each in both if each.tenant == "modest"]):
+        fleet = Fleet(parse_layout("2P2D"), settings_of("prefix_sticky/predicted"))
+        late_s.append(
+            sorted(
+                outcome.ttft_s
+                for outcome in fleet.run(workload)
+                if outcome.tenant == "modest" and outcome.ttft_s is not None
+            )[-3]
+        )
+    assert late_s[0] < 1.3 * late_s[1]

@@ -177,6 +177,27 @@ def test_a_request_that_should_not_begin_yet_is_asked_again_and_told_of_its_shar
     assert not service.places.is_over_share("greedy"), "nobody else was there of late"
 
 
+def held_while_another_waits(band: int) -> tuple[Claim, Claim]:
+    """A claim of a tenant over its share that waits for idle engines, and another's behind it."""
+    service = Service(4)
+    service.ask("modest", cost=100)
+    service.clock.advance(RECENT_S - 1)
+    service.end()
+    service.ask("greedy", cost=60)
+    held = service.ask("greedy", band=band, is_ready=lambda is_over_share: not is_over_share)
+    return held, service.ask("modest")
+
+
+def test_a_tenant_within_its_share_passes_one_that_is_held_for_idle_engines():
+    held, other = held_while_another_waits(STANDARD)
+    assert (held.is_waiting, other.is_running) == (True, True)
+
+
+def test_nobody_passes_a_request_of_a_higher_band_that_is_held():
+    held, other = held_while_another_waits(CRITICAL)
+    assert (held.is_waiting, other.is_waiting) == (True, True)
+
+
 def test_who_goes_round_waits_for_a_place_but_for_nobody_else():
     service = Service(2)
     service.ask("a", is_ready=lambda is_over_share: False)

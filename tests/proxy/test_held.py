@@ -68,6 +68,17 @@ async def test_a_tenant_over_its_share_is_held_for_prefill_engines_and_uses_idle
     assert len(prefill.calls) == 3
 
 
+async def test_engines_hear_which_requests_are_of_a_tenant_over_its_share(stack):
+    prefill, decode = stack.engines
+    told = []
+    for tenant in ("greedy", "modest", "greedy", "modest"):
+        num = len(prefill.calls), len(decode.calls)
+        await served(stack, tenant, 300, 2000, num_output=1000 if tenant == "greedy" else 4)
+        calls = [*prefill.calls[num[0] :], *decode.calls[num[1] :]]
+        told.append({call.headers.get("X-Pdserve-Yields") for call in calls})
+    assert told == [{None}, {None}, {"1"}, {None}], "alone, nobody is over its share"
+
+
 async def test_the_choice_on_which_a_request_is_admitted_is_the_only_one(make_stack):
     engines = [[ScriptedEngine(role) for _ in range(2)] for role in ("prefill", "decode")]
     stack = await make_stack(*engines, split_policy="predicted")

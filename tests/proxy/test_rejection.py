@@ -25,9 +25,9 @@ def asked(num_tokens, *engines, **more):
     return msgspec.structs.replace(question, **more)
 
 
-def rejection(question, *, waiting_s):
+def rejection(question, *, waiting_s, passed_s=0.0):
     decision = decide(question, lambda prefill, decode: True)
-    return rejections.rejection(decision, waiting_s=waiting_s)
+    return rejections.rejection(decision, waiting_s=waiting_s, passed_s=passed_s)
 
 
 @given(st.integers(1, 100_000), st.floats(1e-3, 10.0), st.floats(1e-4, 1.0))
@@ -63,6 +63,13 @@ def test_who_would_be_a_little_late_is_turned_away():
     alone_s = decide(question, lambda prefill, decode: True).chosen.ttft_s
     assert rejection(question, waiting_s=1.95 - alone_s) is None
     assert rejection(question, waiting_s=2.05 - alone_s).limit_s == 2.0
+
+
+def test_who_would_be_late_because_others_pass_is_turned_away():
+    idle = engine("p", "prefill"), engine("d", "decode")
+    question = asked(4000, *idle, ttft_slo_s=2.0)
+    assert rejection(question, waiting_s=1.0) is None
+    assert rejection(question, waiting_s=1.0, passed_s=1.0).parts["passed"] == 1.0
 
 
 def test_a_request_is_turned_away_where_tokens_would_come_too_slowly_once_they_begin():

@@ -127,6 +127,20 @@ def by_choice(stream: bytes) -> dict[int, list[Any]]:
     return lanes
 
 
+async def test_requests_of_a_tenant_over_its_share_yield_at_both_engines(text):
+    async with (
+        deployed(text, prefill=[{}], decode=[{}], tenant_header="X-Tenant") as both,
+        aiohttp.ClientSession() as session,
+    ):
+        for tenant, num in (("greedy", 400), ("modest", 1), ("greedy", 1)):
+            body = {"prompt": "The quick " * num, "max_tokens": 4, "seed": 5}
+            headers = {"X-Tenant": tenant}
+            async with session.post(both.url + COMPLETIONS, json=body, headers=headers) as response:
+                assert response.status == 200, await response.text()
+        for server in both.servers:
+            assert [each.yields_s for each in server.engine.requests] == [0.0, 0.0, 1.0]
+
+
 PULL_AND_PUSH = pytest.mark.parametrize("engine", [{}, {"can_push": True}], ids=["pull", "push"])
 
 

@@ -82,7 +82,7 @@ def test_entries_of_requests_that_are_over_are_swept() -> None:
     chain = state.kv.chain(PROMPT, "")
     for order in range(5000):
         wire = make_request("same", PROMPT, deadline_s=1e9)
-        last = Request(wire, chain, SharedPrompt(), rank=(0, order), now_s=0.0)
+        last = Request(wire, chain, SharedPrompt(), rank=(0, 0.0, order), now_s=0.0)
         state.add(last)
         if order < 4999:
             state.end(last, 0.0, "over")

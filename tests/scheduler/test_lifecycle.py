@@ -338,7 +338,7 @@ def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue
             make_request(f"r{order}", 8),
             chain,
             SharedPrompt(),
-            rank=(0, order),
+            rank=(0, 0.0, order),
             now_s=0.0,
         )
         for order in range(2)
@@ -357,7 +357,7 @@ def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue
 def test_an_illegal_move_is_refused_with_the_story() -> None:
     pair = Pair()
     chain = pair.decode.scheduler.kv.chain((), "")
-    request = Request(make_request("r", 8), chain, SharedPrompt(), rank=(0, 0), now_s=0.0)
+    request = Request(make_request("r", 8), chain, SharedPrompt(), rank=(0, 0.0, 0), now_s=0.0)
     with pytest.raises(InternalError, match=r"waiting -> leased(.|\n)*queued prompt=20"):
         request.move(State.LEASED, 1.0, "by mistake")
     assert request.state is State.WAITING

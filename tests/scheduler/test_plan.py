@@ -9,6 +9,7 @@ from pdserve.connectors.base import KVSource
 from pdserve.scheduler.plan import (
     MAX_OVERTAKEN,
     Candidate,
+    Rank,
     Room,
     next_line,
     plan_admission,
@@ -40,7 +41,7 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
                 draw(st.one_of(st.just(1), st.integers(0, 20))),
                 computed,
                 -(-computed // BLOCK),
-                (draw(st.integers(0, 2)), order),
+                (draw(st.integers(0, 2)), 0.0, order),
                 draw(st.booleans()),
             )
         )
@@ -193,14 +194,14 @@ def test_a_request_is_admitted_only_if_all_of_it_fits(
         assert admission == min(most, num_tokens - computed)
 
 
-RANKS = st.tuples(st.integers(0, 2), st.integers(0, 9))
+RANKS = st.tuples(st.integers(0, 2), st.just(0.0), st.integers(0, 9))
 
 
 @given(
     heads=st.dictionaries(st.sampled_from(KVSource), RANKS), num=st.integers(0, 2 * MAX_OVERTAKEN)
 )
 def test_only_a_handoff_goes_before_the_best_rank_and_only_before_a_push(
-    heads: dict[KVSource, tuple[int, int]], num: int
+    heads: dict[KVSource, Rank], num: int
 ) -> None:
     line = next_line(heads, num_overtaken=num)
     if line is None:

@@ -374,10 +374,16 @@ async def test_a_bug_in_mid_stream_ends_it_with_an_error_event(text, caplog):
 
 
 @pytest.mark.parametrize("left", ["soon", "nan"])
-async def test_time_left_that_is_no_number_is_a_400(server, left):
-    status, error = await server.refused(COMPLETIONS, PROMPT, X_Pdserve_Time_Left=left)
+@pytest.mark.parametrize("header", ["X-Pdserve-Time-Left", "X-Pdserve-Yields"])
+async def test_a_header_of_seconds_that_is_no_number_is_a_400(server, header, left):
+    status, error = await server.refused(COMPLETIONS, PROMPT, **{header: left})
     assert status == 400
-    assert "X-Pdserve-Time-Left" in error["message"]
+    assert header in error["message"]
+
+
+async def test_no_header_lets_a_request_pass_others(server):
+    await server.ok(COMPLETIONS, PROMPT, **{"X-Pdserve-Yields": "-5"})
+    assert server.engine.requests[-1].yields_s == 0.0
 
 
 async def test_the_time_left_travels_to_the_engine_by_this_hosts_own_clock(server):

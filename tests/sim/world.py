@@ -52,6 +52,7 @@ T = TypeVar("T")
 
 PROXY = "http://proxy:80"
 OPERATOR = "the operator's key"
+_TENANT = "X-Tenant"
 REQUEST_TIMEOUT_S = 20.0
 _REUSE_FAULTS = {"block_reused", "block_reused_under_write", "block_reused_under_load"}
 PATIENCE_S = REQUEST_TIMEOUT_S + 2.0
@@ -134,6 +135,7 @@ class World:
             health_check_timeout_s=0.5,
             cb_timeout_s=0.5,
             split_policy=scenario.split_policy,
+            tenant_header=_TENANT,
         )
         self.proxy = Proxy(
             config,
@@ -365,7 +367,11 @@ class World:
                 response: Response = await self.net.session().post(
                     f"{PROXY}/v1/{'chat/' if life.has_tool else ''}completions",
                     data=json.dumps(body).encode(),
-                    headers={"Content-Type": "application/json", "X-Request-Id": f"{life.number}"},
+                    headers={
+                        "Content-Type": "application/json",
+                        "X-Request-Id": f"{life.number}",
+                        _TENANT: "greedy" if life.number % 8 else "modest",
+                    },
                 )
                 try:
                     answer.status, answer.kind = response.status, response.content_type

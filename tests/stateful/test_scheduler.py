@@ -55,10 +55,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, 2), min_size=1, max_size=9),
         max_tokens=st.integers(1, 12),
         priority=st.integers(0, 2),
+        yields_s=st.sampled_from([0.0, 0.02, 1.0]),
         seed=st.integers(0, 1),
     )
     def arrive(
-        self, prefix: list[int], tail: list[int], max_tokens: int, priority: int, seed: int
+        self,
+        prefix: list[int],
+        tail: list[int],
+        max_tokens: int,
+        priority: int,
+        yields_s: float,
+        seed: int,
     ) -> None:
         prompt = prefix + tail
         request_id = RequestId(f"r{self.num_requests}")
@@ -73,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sampling=params,
                 arrival_s=self.clock.wall_s(),
                 priority=priority,
+                yields_s=yields_s,
             )
         )
 
