@@ -4,8 +4,8 @@ Loads are counts of tokens, and everything is computed in integers, so that all 
 the same placement whatever their processor. A token chooses among the copies of an expert
 evenly, so each copy bears an equal share of the expert's load.
 
-Knows nothing of weights or of how they move, but that moving them costs: of two placements
-that are about as good, the one nearer to what lies there now is taken.
+It knows nothing of weights or how they move, except that moving them costs: of two about equally
+good placements, it takes the one nearer to the current one.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _MAX_SWAPS_PER_RANK = 64
 
 
 def balance_ratio(placement: ExpertPlacement, load: Sequence[int]) -> float:
-    """Load of the busiest rank over the mean; 1 is even. 1 where there is no load."""
+    """Return the load of the busiest rank over the mean; 1 if it is even, or there is no load."""
     busiest, mean = busiest_and_mean(placement, load)
     return busiest / mean if mean else 1.0
 
 
 def busiest_and_mean(placement: ExpertPlacement, load: Sequence[int]) -> tuple[float, float]:
-    """Tokens on the busiest rank, and on a rank on average.
+    """Return the tokens on the busiest rank, and on a rank on average.
 
     Args:
         load: Tokens of each logical expert.
@@ -59,12 +59,12 @@ def busiest_and_mean(placement: ExpertPlacement, load: Sequence[int]) -> tuple[f
 
 
 def rebalance(current: ExpertPlacement, load: Sequence[int]) -> ExpertPlacement:
-    """A placement with as many copies on each rank as `current`, and the load spread evenly.
+    """Return a placement with as many copies on each rank as `current`, and an even load.
 
-    Three ways are tried, the one that moves least first, until one is `_GOOD_ENOUGH`; else the
-    best is taken, one that moves more only if it is clearly better. (1) Copies are swapped
-    between ranks. (2) The most loaded experts get the redundant copies, then as (1). (3) All is
-    packed anew, heaviest first, then as (1).
+    Three ways are tried, the one that moves least first, until one is `_GOOD_ENOUGH`; otherwise the
+    best is taken, but one that moves more only if it is clearly better. (1) Copies are swapped
+    between ranks. (2) The most loaded experts get the redundant copies, then as (1). (3) All
+    experts are packed anew, heaviest first, then as (1).
 
     Args:
         load: Tokens of each logical expert.
@@ -92,10 +92,10 @@ def _attempts(current: ExpertPlacement, load: Sequence[int]) -> Iterator[ExpertP
 
 
 def replicate(load: Sequence[int], num_copies: int, num_ranks: int) -> list[int]:
-    """How many copies each expert gets: one, and the rest one by one to the highest share.
+    """Return each expert's number of copies: one, and the rest one by one to the highest load.
 
     Args:
-        num_copies: In all.
+        num_copies: Copies of all experts.
         num_ranks: No expert has more copies than that.
     """
     counts = [1] * len(load)
@@ -119,11 +119,11 @@ def _shares(load: Sequence[int], counts: Sequence[int] | NDArray[np.int64]) -> N
 def _fill(
     ranks: Sequence[Sequence[int]], counts: Sequence[int], load: Sequence[int]
 ) -> list[set[int]]:
-    """Take surplus copies from the busiest ranks, add lacking ones to the idlest.
+    """Take surplus copies from the busiest ranks, and add missing ones to the idlest.
 
     Args:
-        ranks: What lies there, maybe nothing.
-        counts: Copies of each expert there shall be.
+        ranks: Experts of each rank so far; may be empty.
+        counts: Wanted copies of each expert.
     """
     shares = _shares(load, counts).tolist()
     placing = Placing(ranks, sum(counts))
@@ -150,7 +150,7 @@ def _fill(
 def _packed(
     current: ExpertPlacement, counts: Sequence[int], load: Sequence[int]
 ) -> ExpertPlacement:
-    """Pack from nothing, then give each rank the pack that has most of what lies there."""
+    """Pack from nothing, then give each rank the pack that has most of its present experts."""
     empty: list[tuple[int, ...]] = [()] * current.num_ranks
     packs = _swap(_fill(empty, counts, load), load)
     pairs = sorted(

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from pdserve.parallel.shared_memory import SharedExchange
 
-# Up to here all ranks send all to all and each adds everything; beyond, each adds a part. The bits
-# are the same. For GPUs it is an estimate: what NVLink carries while a second call of NCCL starts.
+# Up to this size all ranks send everything to all, and each adds everything; beyond it, each adds a
+# part. The bits are the same. For GPUs it is an estimate: what NVLink carries while a second NCCL
+# call starts.
 _GATHERED_BYTES = {"cpu": 64 << 10, "cuda": 512 << 10}
 
 
@@ -43,7 +44,7 @@ class _Carrier:
         device: The process group for tensors of the world's device.
         host: The one for CPU tensors, on gloo.
         shared: For CPU tensors, instead of `host`, where all ranks are on one host.
-        sum_ranks: Adds what others have brought (`kernels.ops`).
+        sum_ranks: Adds the values of all ranks (`kernels.ops`).
     """
 
     ranks: tuple[int, ...]
@@ -169,7 +170,7 @@ def _broadcast(x: Tensor, source: int, group: str) -> Tensor:
 
 
 def _gather(flat: Tensor, carrier: _Carrier) -> Tensor:
-    """Every rank's `flat` `[n]`, as `[num_ranks, n]`."""
+    """Return every rank's `flat` `[n]`, as `[num_ranks, n]`."""
     out = flat.new_empty((len(carrier.ranks), flat.numel()))
     if flat.numel():
         dist.all_gather_single(out.view(-1), flat, group=carrier.group_of(flat))

@@ -36,7 +36,7 @@ class LocalExperts(Protocol):
     """The experts of one layer that lie on this rank."""
 
     def read(self, local: int) -> Tensor:
-        """The weights of the expert with this local index, as they lie: `[n]` uint8."""
+        """Return the bytes of the weights of the expert with this local index: `[n]` uint8."""
         ...
 
     def write(self, local: int, data: Tensor) -> None:
@@ -61,25 +61,25 @@ class ExpertParallel(Protocol):
     """Where the experts of every layer are, and how tokens get there."""
 
     def local_experts(self, layer: int) -> Sequence[int]:
-        """Logical id of each expert copy that this rank holds of `layer`, by local index."""
+        """Return the logical id of each expert copy of `layer` on this rank, by local index."""
         ...
 
     @property
     def slices_experts(self) -> bool:
-        """Whether each expert is cut over the TP group (else it lies whole on its rank)."""
+        """Whether each expert is sliced over the TP group (else it is whole on its rank)."""
         ...
 
     @property
     def balance(self) -> ExpertBalance | None:
-        """How evenly the experts are loaded, where they are balanced; a fresh one if it changes."""
+        """How evenly the experts are loaded, if they are balanced; a new object for each change."""
         ...
 
     def begin_step(self, num_tokens: Sequence[int]) -> None:
-        """A forward pass begins. `num_tokens`: of each DP rank, this one's included."""
+        """Begin a forward pass. `num_tokens`: tokens of each DP rank, including this one."""
         ...
 
     def end_step(self) -> None:
-        """It is over: experts may be moved now. Every rank of the EP group calls this, once."""
+        """End the forward pass: experts may move now. Each rank of the EP group calls it once."""
         ...
 
     def __call__(
@@ -101,7 +101,7 @@ class ExpertParallel(Protocol):
 
 
 class SlicedExperts:
-    """Every expert is on every rank of the TP group, in slices: one sum, nothing to send."""
+    """Each rank of the TP group has a slice of every expert: one sum, and no tokens to send."""
 
     slices_experts = True
     balance = None

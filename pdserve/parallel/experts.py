@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Copies(NamedTuple):
-    """Where the copies of each expert are, in order of their ranks.
+    """Where the copies of each expert are, in rank order.
 
-    E experts, C copies of the most copied one. Rows of experts with fewer repeat their own
+    E experts, C copies of the expert with the most. Rows of experts with fewer copies repeat them
     from the start, so that every entry names a copy.
 
     Attributes:
@@ -101,7 +101,7 @@ def place(
 
     Args:
         strategy: linear (runs of experts) or round_robin, for the first copy of each.
-        num_redundant: Further copies; the first experts get them, evenly.
+        num_redundant: Additional copies, which the first experts get evenly.
 
     Raises:
         ConfigError: A rank would hold no expert, or one twice.
@@ -135,11 +135,11 @@ def place(
 
 
 class Placing:
-    """A placement while it is made: copies come and go.
+    """A placement under construction: copies are added and removed.
 
     Args:
-        ranks: What each rank holds to begin with.
-        num_copies: Copies there will be at the end, of all experts.
+        ranks: Experts that each rank holds at first.
+        num_copies: Final number of copies of all experts.
 
     Attributes:
         ranks: The experts on each rank.
@@ -154,7 +154,7 @@ class Placing:
         return len(self.ranks[rank]) >= self._capacities[rank]
 
     def add(self, expert: int, rank: int) -> None:
-        """Put a copy of `expert` into a free slot of `rank`, which has none of it."""
+        """Put a copy of `expert` into a free slot of `rank`, which has no copy of it."""
         if self.is_full(rank) or expert in self.ranks[rank]:
             raise InternalError(f"expert {expert} cannot be added to rank {rank}: {self.ranks}")
         self.ranks[rank].add(expert)
@@ -164,14 +164,14 @@ class Placing:
         self.ranks[rank].remove(expert)
 
     def add_anywhere(self, expert: int, cost: Callable[[int], int]) -> None:
-        """Put a copy of `expert` on the cheapest rank that has a free slot and none of it.
+        """Put a copy of `expert` on the cheapest rank that has a free slot and no copy of it.
 
         If all ranks with free slots have one already, a rank without it passes another expert
-        on to a free slot. There always is one to pass on: else the rank with the free slot
-        would hold all of the full one's and `expert`, and be full itself.
+        on to a free slot. There is always one to pass on: otherwise the rank with the free slot
+        would hold all experts of the full one and `expert`, and be full itself.
 
         Args:
-            cost: Of a rank; ties go to the lower one.
+            cost: Cost of a rank; ties go to the lower rank.
         """
         lacking = [rank for rank, held in enumerate(self.ranks) if expert not in held]
         roomy = [rank for rank in lacking if not self.is_full(rank)]
@@ -186,10 +186,10 @@ class Placing:
         self.add(expert, rank)
 
     def done(self) -> ExpertPlacement:
-        """The placement, each rank's experts in rising order."""
+        """Return the placement, each rank's experts in ascending order."""
         return placement_of(self.ranks)
 
 
 def placement_of(ranks: Sequence[Collection[int]]) -> ExpertPlacement:
-    """The placement with these experts on the ranks, in rising order."""
+    """Return the placement with these experts on the ranks, in ascending order."""
     return ExpertPlacement(tuple(tuple(sorted(experts)) for experts in ranks))

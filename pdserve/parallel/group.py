@@ -38,11 +38,11 @@ _SIOCGIFADDR = 0x8915
 
 
 class Group:
-    """The ranks of one axis that this rank is among.
+    """This rank's group along one axis.
 
     Attributes:
-        ranks: Their numbers in the world, rising.
-        index: This rank's place among them.
+        ranks: World ranks of its members, ascending.
+        index: This rank's index among them.
         device: For tensors: NCCL on CUDA, gloo on a CPU. None for a group of one.
         host: For metadata, always gloo. None for a group of one.
         shared: For CPU tensors and metadata instead of gloo, where all ranks are on one host
@@ -90,12 +90,12 @@ class Group:
 
     @property
     def next(self) -> int:
-        """World rank of the one after this; the last is followed by the first."""
+        """World rank of the next member; the first follows the last."""
         return self.ranks[(self.index + 1) % self.size]
 
     @property
     def prev(self) -> int:
-        """World rank of the one before this."""
+        """World rank of the previous member."""
         return self.ranks[self.index - 1]
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -103,15 +103,15 @@ class Group:
         return x if self.size == 1 else collectives.all_reduce(x, self.name)
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Every rank's `x`, of one shape, joined along `dim` in rank order."""
+        """Return every rank's `x`, of one shape, joined along `dim` in rank order."""
         return x if self.size == 1 else collectives.all_gather(x, dim, self.name)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part, along `dim`, of the sum over the ranks; `dim` must divide."""
+        """Return this rank's part, along `dim`, of the sum over the ranks; `dim` must divide."""
         return x if self.size == 1 else collectives.reduce_scatter(x, dim, self.name)
 
     def all_to_all(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        """Send `sent[i]` rows of `x` to rank i, in order, and return what all sent to here.
+        """Send `sent[i]` rows of `x` to rank i, in order, and return the rows sent to this rank.
 
         Args:
             x: `[sum(sent), ...]`.
@@ -127,11 +127,11 @@ class Group:
         return rows
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """The `x` of the group's `source`-th rank; others give one of equal shape and dtype."""
+        """Return `x` of the group's `source`-th rank; others pass one of equal shape and dtype."""
         return x if self.size == 1 else collectives.broadcast(x, source, self.name)
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's `values` (equally many), by the metadata group."""
+        """Return every rank's `values` (equally many), through the metadata group."""
         if self.size == 1:
             return [list(values)]
         if self.shared is not None:
@@ -143,11 +143,11 @@ class Group:
         return rows
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called this."""
         self.gather_ints([0])
 
     def close(self) -> None:
-        """Leave the group; again: nothing. Other ranks need not take part."""
+        """Leave the group; further calls do nothing. Other ranks need not take part."""
         collectives.forget(self.name)
         if self.shared is not None:
             self.shared.close()
@@ -198,7 +198,7 @@ class World:
         return self.pp.index * self.tp.size + self.tp.index
 
     def gather_engine_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Values of every rank of this engine (equally many), by its number there."""
+        """Return the values of every rank of this engine (equally many), by engine rank."""
         stage = [value for row in self.tp.gather_ints(values) for value in row]
         size = len(values)
         return [
@@ -229,7 +229,7 @@ def join(
 
     Args:
         use_shared_memory: False: use gloo even between ranks of one host. Equal on all ranks.
-        sum_ranks: Adds what has come from all ranks, where it did not come through shared memory.
+        sum_ranks: Adds the values of all ranks that did not come through shared memory.
     """
     if mesh.shape.world_size == 1:
         return World.alone()
@@ -279,9 +279,9 @@ def join(
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of this machine's interface from which packets to `host` go, or that has it.
+    """Return the name of the interface that leads to `host`, or that has this address.
 
-    None: it cannot be told (IPv6, no route).
+    None if it is unknown (IPv6, no route).
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

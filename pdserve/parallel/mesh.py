@@ -2,7 +2,7 @@
 
 Ranks are numbered row by row over [external DP, DP, PP, PCP, TP], the last axis fastest, so
 that the ranks which talk most (TP) are neighbours. An *axis* is of the mesh; a *dim* is of a
-tensor. A group of an axis holds the ranks that differ in that axis alone, in rising order;
+tensor. A group of an axis holds the ranks that differ in that axis alone, in ascending order;
 EP, which is no axis of its own, holds those that differ in DP, PCP and TP.
 """
 
@@ -62,7 +62,7 @@ class MeshShape(msgspec.Struct, frozen=True, kw_only=True):
         return size
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
-        """Where `rank` lies along each axis of the grid.
+        """Return the coordinate of `rank` along each axis of the grid.
 
         Raises:
             InternalError: There is no such rank.
@@ -75,7 +75,7 @@ class MeshShape(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """Every group of `axis`; each rank is in exactly one. O(world size)."""
+        """Return every group of `axis`; each rank is in exactly one. O(world size)."""
         fixed = [other for other in _GRID if other not in _VARYING[axis]]
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -91,22 +91,22 @@ class Mesh(msgspec.Struct, frozen=True):
     rank: int = 0
 
     def index(self, axis: Axis) -> int:
-        """This rank's place within its group of `axis`."""
+        """Return this rank's index in its group of `axis`."""
         return self.group(axis).index(self.rank)
 
     def group(self, axis: Axis) -> tuple[int, ...]:
-        """Ranks of the group of `axis` that this one is in, rising."""
+        """Return the ranks of this rank's group of `axis`, ascending."""
         return next(ranks for ranks in self.shape.groups(axis) if self.rank in ranks)
 
 
 def split_layers(num_layers: int, num_stages: int, explicit: tuple[int, ...] = ()) -> list[range]:
-    """Which layers each pipeline stage runs.
+    """Return the layers that each pipeline stage runs.
 
-    By count: as even as can be. The middle stages take what does not divide, since the first
-    has the embedding and the last has the head and the sampler to run as well.
+    The numbers of layers are as even as possible. The middle stages take the remainder, because the
+    first one also runs the embedding, and the last one the head and the sampler.
 
     Args:
-        explicit: Layers of each stage; wins where it is given, and must sum to `num_layers`.
+        explicit: Number of layers of each stage, used if given; must sum to `num_layers`.
     """
     counts = list(explicit)
     if not counts:

@@ -1,13 +1,12 @@
 """Plans how experts' weights move from one placement to another, in rounds. Pure.
 
-In a round each rank sends one expert at most and receives one at most; all that is sent is
-read before anything is written. After every round each expert has a copy somewhere, and no
-rank has two of one: a layer may serve with any of these placements in between.
+In a round each rank sends and receives at most one expert; everything sent is read before anything
+is written. After every round each expert has a copy somewhere, and no rank has two of one: a layer
+may serve with any of these placements in between.
 
-Nothing has to be kept aside. Which slot an expert comes to lie in is decided when it arrives:
-one whose own expert is not wanted there and has been sent to all that wait for it, perhaps in
-this very round. Where no such slot is to be had, ranks wait for one another in circles, and a
-circle moves in one round.
+No extra memory is needed. The slot of an expert is chosen when it arrives: one whose own expert is
+not wanted there, and has been sent to all ranks that need it, perhaps in the same round. If there
+is no such slot, ranks wait for one another in cycles, and a cycle moves in one round.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ class ExpertSlot(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One expert's weights are copied from slot to slot."""
+    """A copy of one expert's weights from slot to slot."""
 
     source: ExpertSlot
     target: ExpertSlot
 
 
 class _Arrival(NamedTuple):
-    """An expert that a rank lacks, and the copy it is to come from."""
+    """An expert that a rank lacks, and the copy from which it gets it."""
 
     rank: int
     source: ExpertSlot
 
 
 def rounds(current: ExpertPlacement, wanted: ExpertPlacement) -> list[list[Move]]:
-    """What must be copied.
+    """Return the copies to make, round by round.
 
     Args:
-        wanted: As many copies on each rank as in `current`; their order means nothing.
+        wanted: As many copies on each rank as in `current`; their order does not matter.
     """
     plan = _Plan(current, wanted)
     found: list[list[Move]] = []
@@ -57,7 +56,7 @@ def rounds(current: ExpertPlacement, wanted: ExpertPlacement) -> list[list[Move]
 
 
 def after(placement: ExpertPlacement, moved: Sequence[Move]) -> ExpertPlacement:
-    """Where the experts lie once the moves of a round are done."""
+    """Return the placement after the moves of a round."""
     ranks = [list(experts) for experts in placement.ranks]
     for source, target in moved:
         ranks[target.rank][target.local] = placement.ranks[source.rank][source.local]
@@ -65,7 +64,7 @@ def after(placement: ExpertPlacement, moved: Sequence[Move]) -> ExpertPlacement:
 
 
 class _Plan:
-    """What is still to be moved."""
+    """The moves that are still to be made."""
 
     def __init__(self, current: ExpertPlacement, wanted: ExpertPlacement) -> None:
         if list(map(len, current.ranks)) != list(map(len, wanted.ranks)):
@@ -85,7 +84,7 @@ class _Plan:
         self._receivers: set[int] = set()
 
     def next_round(self) -> list[Move]:
-        """Take out as many moves as fit into one round, at least one."""
+        """Remove and return as many moves as fit into one round, at least one."""
         found: list[Move] = []
         self._senders, self._receivers = set(), set()
         num_before = -1
@@ -95,7 +94,7 @@ class _Plan:
                 if self._fits(arrival) and self._free[arrival.rank]:
                     found += self._take([arrival])
         for rank in range(len(self._free)):
-            found += self._take(self._circle(rank))
+            found += self._take(self._cycle(rank))
         return found
 
     def _fits(self, arrival: _Arrival) -> bool:
@@ -114,8 +113,8 @@ class _Plan:
             found.append(Move(arrival.source, self._free[arrival.rank].pop()))
         return found
 
-    def _circle(self, start: int) -> list[_Arrival]:
-        """Arrivals that free the slots for one another; none if a walk from `start` ends."""
+    def _cycle(self, start: int) -> list[_Arrival]:
+        """Return arrivals that free slots for one another; none if `start` leads to no cycle."""
         path: list[_Arrival] = []
         seen: dict[int, int] = {}
         rank = start
@@ -134,7 +133,7 @@ class _Plan:
 
 
 def _arrivals(current: ExpertPlacement, wanted: ExpertPlacement) -> list[_Arrival]:
-    """What each rank lacks; the copies of an expert share the sending."""
+    """Return what each rank lacks; the copies of an expert share the sending."""
     at: dict[int, list[ExpertSlot]] = {}
     for rank, experts in enumerate(current.ranks):
         for local, expert in enumerate(experts):

@@ -14,17 +14,16 @@ if TYPE_CHECKING:
     from pdserve.parallel.group import Group
 
 
-# Sends that gloo may hold at a time. It does not tell when one has left, but by a wait.
+# Maximum number of sends pending in gloo, which reports their completion only to a wait.
 _MAX_LEAVING = 8
 
 
 class StageLink:
     """Sends to the next stage and receives from the one before, in step order.
 
-    What is received has a shape that both sides know (the step's tokens are on every rank),
-    so no metadata travels. A send is posted, not waited for: the stage goes on with its next
-    micro-batch, and the tensor is held until it has left. Stages of one host pass CPU tensors
-    through shared memory.
+    Both sides know the shape of a tensor (the step's tokens are on every rank), so no metadata is
+    sent. Sends are asynchronous: the stage continues with its next micro-batch, and the tensor is
+    kept until it has been sent. Stages of one host pass CPU tensors through shared memory.
     """
 
     def __init__(self, pp: Group, device: torch.device, dtype: torch.dtype) -> None:
@@ -34,7 +33,7 @@ class StageLink:
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, hidden: Tensor) -> None:
-        """Post `hidden` to the next stage; it must not be changed any more."""
+        """Send `hidden` to the next stage; it must not be changed afterwards."""
         if self._shared is not None:
             self._shared.send_next(hidden)
             return
@@ -48,7 +47,7 @@ class StageLink:
         self._leaving.append((work, hidden))
 
     def recv(self, *shape: int) -> Tensor:
-        """Wait for the stage before.
+        """Receive a tensor from the previous stage.
 
         Returns:
             `shape`, of the link's dtype.

@@ -23,8 +23,8 @@ class CorePlace(msgspec.Struct, frozen=True, kw_only=True):
         index: This core's place along the DP axis.
         num_cores: Cores in the world.
         rendezvous: Where all ranks of the world meet; None: the executor arranges it.
-        local_index, num_local: This core among those on this machine, whichever world they
-            are in; None: as in the world.
+        local_index, num_local: Index of this core among those on this machine, of any world, and
+            their number; None: as in the world.
     """
 
     index: int = 0
@@ -39,8 +39,8 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rendezvous: None only for a world of one.
-        local_index, num_local: This rank among those that share this machine's cores and
-            devices, of all engine cores.
+        local_index, num_local: Index of this rank among those of all engine cores that share this
+            machine's cores and devices, and their number.
     """
 
     mesh: Mesh = Mesh(MeshShape())
@@ -61,7 +61,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mesh_shape(parallel: ParallelConfig, core: CorePlace) -> MeshShape:
-    """The world's grid."""
+    """Return the world's grid."""
     return MeshShape(
         dp=core.num_cores,
         pp=parallel.pipeline_parallel_size,
@@ -72,7 +72,7 @@ def mesh_shape(parallel: ParallelConfig, core: CorePlace) -> MeshShape:
 def rank_places(
     parallel: ParallelConfig, core: CorePlace, rendezvous: Rendezvous | None
 ) -> list[RankPlace]:
-    """The places of one engine core's ranks, in rank order, all on one machine.
+    """Return the places of one engine core's ranks, in rank order, all on one machine.
 
     Args:
         rendezvous: Where the world meets; its listening socket goes to the world's rank 0.

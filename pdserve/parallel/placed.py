@@ -1,12 +1,12 @@
-"""Whole experts on one rank each (or several), and the tokens sent to them.
+"""Whole experts on one or several ranks each, and the tokens sent to them.
 
-Two ways of bringing tokens to experts. `GatheredTokens`: every rank sees every token and adds
-what its own experts say. `RoutedTokens`: the ranks of a TP group share its tokens, and each
-sends a token to the ranks of its experts alone, once per rank.
+Two ways of bringing tokens to experts. `GatheredTokens`: every rank sees every token and adds the
+results of its own experts. `RoutedTokens`: the ranks of a TP group share its tokens, and each sends
+a token to the ranks of its experts alone, once per rank.
 
-What a token gets does not depend on which other tokens are in the step: its copies of experts
-are chosen by its own contents, and its results are summed in the order of the ranks, at least
-in fp32. (The order of an all-reduce is that of `pdserve.parallel.collectives`.)
+A token's result does not depend on the other tokens of the step: its copies of experts are chosen
+by its own contents, and its results are summed in the order of the ranks, at least in fp32. (The
+order of an all-reduce is that of `pdserve.parallel.collectives`.)
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class _Map:
         self._local = self.here(self._slots)
 
     def slots(self, x: Tensor, expert_ids: Tensor) -> Tensor:
-        """The slots `[T, k]` of the copies that the tokens `x` `[T, D]` go to."""
+        """Return the slots `[T, k]` of the copies that the tokens `x` `[T, D]` go to."""
         return self._slots[self._choose(x, expert_ids)]
 
     def local(self, x: Tensor, expert_ids: Tensor) -> Tensor:
-        """Their local indices `[T, k]` on this rank, -1 for those elsewhere."""
+        """Return their local indices `[T, k]` on this rank, -1 for those elsewhere."""
         return self._local[self._choose(x, expert_ids)]
 
     def here(self, slots: Tensor) -> Tensor:
-        """The local indices of `slots` on this rank, -1 for those elsewhere."""
+        """Return the local indices of `slots` on this rank, -1 for those elsewhere."""
         return self._here[slots]
 
     def _choose(self, x: Tensor, expert_ids: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class _Map:
         return expert_ids * self._num_columns + copy
 
     def _keys(self, x: Tensor) -> Tensor:
-        """A number for each token `[T, 1]`, from its own bits: equal tokens have equal ones."""
+        """Return a number per token `[T, 1]` from its own bits: equal tokens have equal numbers."""
         words = x[:, :_KEY_ELEMENTS].contiguous().view(torch.int16).to(torch.int64)
         if len(self._factors) != words.shape[1]:
             # Odd, so that every word's last bit counts; and 1, so that all remainders occur.
@@ -87,7 +87,7 @@ class _Map:
 
 
 class PlacedExperts(abc.ABC):
-    """What both ways share: maps, balancing, and the sum over the TP group at the end."""
+    """The common part of both ways: maps, balancing, and the sum over the TP group at the end."""
 
     slices_experts = False
 
@@ -162,15 +162,15 @@ class PlacedExperts(abc.ABC):
         return any(self._num_tokens)
 
     def _share(self, num_tokens: int, index: int) -> slice:
-        """The tokens of a TP group that its `index`-th rank is to take care of.
+        """Return the tokens of a TP group that its `index`-th rank handles.
 
-        All shares but the last ones are equal, so that gathered ones need no reordering.
+        All shares but the last ones are equal, so that they need no reordering once gathered.
         """
         size = -(-num_tokens // self._tp.size)
         return slice(min(index * size, num_tokens), min((index + 1) * size, num_tokens))
 
     def _whole(self, share: Tensor, num_tokens: int, partial: Tensor | None) -> Tensor:
-        """From this rank's share of the experts' results to the layer's result, on all of TP."""
+        """Return the layer's result, on all TP ranks, from this rank's share of the results."""
         own = self._share(num_tokens, self._tp.index)
         if partial is not None:
             result = partial.clone()
@@ -215,7 +215,7 @@ class GatheredTokens(PlacedExperts):
         return self._whole(total.to(x.dtype), len(x), partial)
 
     def _gather(self, rows: Tensor) -> Tensor:
-        """The rows of all DP ranks, in rank order."""
+        """Return the rows of all DP ranks, in rank order."""
         counts, num_ranks = self._num_tokens, self._dp.size
         longest = max(counts)
         if longest * num_ranks > _MAX_PADDING * sum(counts):
@@ -257,7 +257,7 @@ class RoutedTokens(PlacedExperts):
         for part, of_tokens in zip(
             torch.split(found, sent), torch.split(tokens, sent), strict=True
         ):
-            # A token is in here once: nothing is left to the order of threads.
+            # Each token occurs once, so the order of threads does not matter.
             total.index_add_(0, of_tokens, part.to(total.dtype))
         return self._whole(total.to(x.dtype), len(x), partial)
 
@@ -267,7 +267,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def _pack(x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-    """Tokens with their choices, as bytes: one message instead of three.
+    """Pack tokens with their choices as bytes: one message instead of three.
 
     Returns:
         `[T, n]` uint8.
@@ -277,7 +277,7 @@ def _pack(x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
 
 
 def _unpack(rows: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, slots and weights from what `_pack` made; `x` and `weights` are alike in kind."""
+    """Return tokens, slots and weights of `_pack`; `x` and `weights` give widths and dtypes."""
     num_choices = weights.shape[1]
     sizes = [x.shape[1] * x.itemsize, num_choices * weights.itemsize, num_choices * 4]
     tokens, factors, slots = (column.contiguous() for column in torch.split(rows, sizes, dim=1))
@@ -291,7 +291,7 @@ def _unpack(rows: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, T
 def make(
     moe_layers: Sequence[int], num_experts: int, parallel: ParallelConfig, world: World
 ) -> ExpertParallel:
-    """The way of sharing experts that the settings ask for.
+    """Return the way of sharing experts that the settings choose.
 
     Args:
         moe_layers: Layers of this rank's pipeline stage that have experts.

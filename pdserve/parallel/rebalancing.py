@@ -1,9 +1,9 @@
 """Moves experts between ranks while serving, to even out their load.
 
-The load of each expert is counted over a window of steps. Every interval one layer after
-another is planned and its experts are moved, a little after each step, so that no forward pass
-sees half a move, and none waits long for them. All ranks of the group count the same steps, so
-they rebalance in the same ones; the load is summed over them, so they plan the same.
+The load of each expert is counted over a window of steps. In each interval one layer after another
+is planned and its experts are moved, a few after each step, so that no forward pass sees half a
+move or waits long. All ranks of the group count the same steps, so they rebalance in the same ones;
+the load is summed over them, so they plan the same.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Rebalancer:
     """Counts, plans and moves, for the layers of one pipeline stage.
 
     Attributes:
-        placements: Of each layer; replaced as experts move.
-        stats: For metrics; replaced in `end_step`, where it changes.
+        placements: Placement of each layer; replaced as experts move.
+        stats: For metrics; replaced in `end_step` when it changes.
     """
 
     def __init__(
@@ -71,23 +71,23 @@ class Rebalancer:
         self._experts: dict[int, LocalExperts] = {}
         self._counts: Tensor | None = None
         self._one: Tensor | None = None
-        # A window that is longer than the interval is made of whole intervals.
+        # A window that is longer than the interval consists of whole intervals.
         self._recent: deque[NDArray[np.int64]] = deque(
             maxlen=max(1, self._window // self._interval)
         )
         self._work: Iterator[int | None] | None = None
 
     def begin_step(self) -> None:
-        """A step begins; it is counted if it lies in the window."""
+        """Begin a step; it is counted if it is in the window."""
         since = self._num_steps % self._interval
         self._is_counting = self._may_count and since >= self._interval - self._window
 
     def count(self, layer: int, expert_ids: Tensor, experts: LocalExperts) -> None:
-        """Take note of the tokens of this DP rank in `layer`.
+        """Count the tokens of this DP rank in `layer`.
 
         Args:
             expert_ids: `[T, k]` int64, logical.
-            experts: This rank's, moved later.
+            experts: This rank's experts, which may be moved later.
         """
         self._experts[layer] = experts
         if not self._is_counting:
@@ -100,7 +100,7 @@ class Rebalancer:
         self._counts[self._rows[layer]].index_add_(0, chosen, self._one.expand(chosen.shape))
 
     def end_step(self) -> int | None:
-        """Carry on with rebalancing if it is time; every rank of the group takes part.
+        """Continue rebalancing if it is due; every rank of the group takes part.
 
         Returns:
             The layer whose placement has changed, if one has.
@@ -124,7 +124,7 @@ class Rebalancer:
         self.stats = msgspec.structs.replace(self.stats, **changes)
 
     def _take_counts(self) -> NDArray[np.int64]:
-        """Tokens of each expert that this rank has counted in the window: `[layers, E]`."""
+        """Return this rank's counts of each expert's tokens in the window: `[layers, E]`."""
         counts = np.zeros((len(self._rows), self._num_experts), dtype=np.int64)
         if self._counts is not None:
             counts += self._counts.cpu().numpy()
@@ -180,7 +180,7 @@ class Rebalancer:
             )
 
     def _carry_out(self, moved: Sequence[Move], experts: LocalExperts, num_bytes: int) -> None:
-        """Send and receive what a round has for this rank, one expert each way."""
+        """Send and receive this rank's experts of a round, at most one each way."""
         group = self._ep
         data, local = experts.read(0)[:0], -1
         sent, received = [0] * group.size, [0] * group.size

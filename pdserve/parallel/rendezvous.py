@@ -28,7 +28,7 @@ def listen(host: str) -> tuple[socket.socket, Rendezvous]:
     The socket stays the caller's: pass `listen_fd` on to rank 0, then close it.
 
     Raises:
-        ConfigError: `host` is no address of this machine.
+        ConfigError: `host` is not an address of this machine.
     """
     try:
         listener = socket.create_server((host, 0))

@@ -21,7 +21,7 @@ _TOKEN_BYTES = 16
 
 
 def place() -> str:
-    """Name what ranks must share to see each other's processes: the host, and its process ids."""
+    """Return a name that ranks share if they see each other's processes: host, pid namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -31,7 +31,7 @@ def place() -> str:
 
 
 class SharedSegment(msgspec.Struct, frozen=True):
-    """A memfd of zeros, but for a token at its beginning, as its maker has it open."""
+    """A memfd, as open in its maker: a token at its beginning, then zeros."""
 
     fd: int
     num_bytes: int
@@ -39,7 +39,7 @@ class SharedSegment(msgspec.Struct, frozen=True):
 
 
 def make(num_bytes: int) -> SharedSegment | None:
-    """Make a segment; None if no bytes are wanted, or there are no descriptors left."""
+    """Make a segment; None if its size is 0, or no descriptors are left."""
     if num_bytes == 0:
         return None
     try:
@@ -54,7 +54,7 @@ def make(num_bytes: int) -> SharedSegment | None:
 
 
 def open_segment(pid: int, segment: SharedSegment | None) -> mmap.mmap | None:
-    """Map what process `pid` has made; None if it has not, or it cannot be opened from here."""
+    """Map a segment of process `pid`; None if there is none, or it cannot be opened from here."""
     if segment is None:
         return None
     try:
@@ -73,7 +73,7 @@ def open_segment(pid: int, segment: SharedSegment | None) -> mmap.mmap | None:
 
 
 def gather(value: _T, kind: type[_T], world: dist.ProcessGroup) -> list[_T]:
-    """Return every rank's `value`, in rank order: as msgpack, for unpickling runs what it is given.
+    """Return every rank's `value`, in rank order; sent as msgpack, because unpickling can run code.
 
     Raises:
         msgspec.DecodeError: A rank sent something else.

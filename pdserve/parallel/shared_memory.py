@@ -48,8 +48,8 @@ _SLOT_BYTES = 128 << 10
 # Only touched pages cost memory. A step's activations fit several times.
 _RING_BYTES = 64 << 20
 _TIMEOUT_S = 600.0
-# How long a waiting rank looks before it sleeps, which costs it some 50 us more. It offers its
-# core meanwhile; where ranks share cores, all but the first look is somebody else's time.
+# How long a waiting rank polls before it sleeps, which costs some 50 us more. It yields its core
+# meanwhile; where ranks share cores, all but the first poll takes time from others.
 _LOOK_NS = 100_000
 _LOOK_CROWDED_NS = 20_000
 # How soon it is known that a peer has ended.
@@ -67,7 +67,7 @@ _WAITING, _MISMATCH = 1, 2
 
 
 class _Cursor(ctypes.Structure):
-    """How far a call has come that is waiting."""
+    """Progress of a waiting call."""
 
     _fields_ = (
         ("begin", ctypes.c_int64),
@@ -87,8 +87,8 @@ class SharedExchange:
 
     Args:
         memory: The segment; owned from here on.
-        members: Process ids by world rank, rising.
-        index: This rank's place among them.
+        members: Process ids by world rank, ascending.
+        index: This rank's index among them.
         is_crowded: Whether ranks must share cores.
         slot_bytes, ring_bytes: As the segment was made with.
     """
@@ -253,16 +253,16 @@ class SharedExchange:
         return [found[rank * num : (rank + 1) * num] for rank in range(self._size)]
 
     def send_next(self, x: Tensor) -> None:
-        """Leave `x` for the rank after this; waits only while too much has been left there."""
+        """Leave `x` for the next rank; waits only while the ring is full."""
         x = x.contiguous()
         self._run(self._send_next, _PASS(self._group, x.data_ptr(), x.nbytes))
 
     def recv_prev(self, out: Tensor) -> None:
-        """Fill `out`, contiguous, with what the rank before this sent."""
+        """Fill `out`, which is contiguous, with what the previous rank sent."""
         self._run(self._recv_prev, _PASS(self._group, out.data_ptr(), out.nbytes))
 
     def close(self) -> None:
-        """Unmap. The others may still read what was written here."""
+        """Unmap the segment. The others may still read what was written to it."""
         for fd in self._peer_of:
             os.close(fd)
         del self._base, self._group  # a call from here on is an error, not a wild read
@@ -274,7 +274,7 @@ class SharedExchange:
             self._go_on(function, call, status)
 
     def _go_on(self, function: Callable[[bytes], int], call: bytes, status: int) -> None:
-        """Come back to a call until it is done; Python's signal handlers run in between."""
+        """Resume a call until it is done; Python's signal handlers run in between."""
         began = time.monotonic()
         while status:
             peer, reason = divmod(status, 256)
@@ -287,7 +287,7 @@ class SharedExchange:
                 raise InternalError("a collective was left half done, and another one begun")
             ended = [self._peer_of[fd] for fd, _ in self._poller.poll(0)]
             self._cursor.is_resumed = 1
-            # Looked for before the last try: what a rank said before its end still counts.
+            # Checked before the last try: what a rank wrote before its end still counts.
             status = function(call)
             if status and ended:
                 raise PeerLostError(f"{self._name(ended[0])} has ended")
@@ -328,14 +328,14 @@ def share(
     Every rank of the world calls it, at the same time.
 
     Args:
-        groups: World ranks, rising, by the group's name, which no other group of the world
-            has; those of this rank.
+        groups: World ranks, ascending, of each of this rank's groups, by a name that is unique in
+            the world.
         world: All ranks, on gloo.
-        slot_bytes: What a rank says at a time; larger tensors go in pieces.
-        ring_bytes: What may lie between a sender and a receiver. Both: multiples of 4096.
+        slot_bytes: Bytes that a rank passes at a time; larger tensors are passed in pieces.
+        ring_bytes: Capacity between a sender and a receiver. Both are multiples of 4096.
 
     Returns:
-        By name; all ranks of a group have it, or none.
+        Exchanges by group name; all ranks of a group have one, or none.
     """
     library = _load()
     cores = frozenset(os.sched_getaffinity(0))
