@@ -1,8 +1,8 @@
 """`pdserve plan`: find the layout of engines that meets objectives, with the plan's own error.
 
-Simulates layouts with the real policies and schedulers (`planner`), by what engines are said to
-take, or by what a running proxy has learned. `--check` plays some of the workload there, too, and
-says how far off its simulation is. Exit code 0 if the best layout meets the objectives, else 1.
+Simulates layouts with the real policies and schedulers (`planner`), with times that flags give or a
+running proxy has learned. `--check` also sends some of the workload there, and shows how far the
+simulation is off. Exit code 0 if the best layout meets the objectives, else 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pdserve.bench.target import ApiEndpoint, Target
 from pdserve.commands.announce import given_lines, title
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
 from pdserve.commands.plan_asking import ask_fleet
-from pdserve.commands.plan_console import checked, sentences, start_commands, table
+from pdserve.commands.plan_console import checked, layout_table, sentences, start_commands
 from pdserve.config.bench import ResultConfig, TrafficConfig
 from pdserve.config.boxed import boxed_model_dir
 from pdserve.config.checks import require
@@ -62,12 +62,12 @@ _ITL_SLO_S: Final = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """A workload, and whose it is.
+    """A workload and the deployment it is for.
 
     Attributes:
-        model: What engines are started with; empty if nobody says.
-        target: Where it can be played; None: nowhere.
-        running: What is known of that.
+        model: Model in the printed commands; empty if unknown.
+        target: Endpoint that the workload can be sent to; None if there is none.
+        running: What that deployment reports.
     """
 
     requests: Sequence[Planned]
@@ -79,13 +79,14 @@ class _Asked:
     notes: Sequence[str]
 
 
-def run(table_: Table, resolved: Mapping[str, Resolved]) -> int:
+def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     """Run `pdserve plan`.
 
     Raises:
-        PdserveError: The workload cannot be read, nobody can be asked, or they know too little.
+        PdserveError: The workload cannot be read, or the proxy cannot be reached or knows too
+            little.
     """
-    config = build("plan", PlanConfig, table_, resolved)
+    config = build("plan", PlanConfig, table, resolved)
     layouts = [parse_layout(word) for each in config.layout for word in each.split(",")]
     if not resolved["slo"].value:
         raise ConfigError(
@@ -93,9 +94,9 @@ def run(table_: Table, resolved: Mapping[str, Resolved]) -> int:
             "requests that must keep them, such as --slo ttft:1000 tpot:30 p90",
             param="slo",
         )
-    objectives = build("sweep", SweepConfig, table_, resolved)
+    objectives = build("sweep", SweepConfig, table, resolved)
     slos = parse_goodput(objectives.objectives, flag="slo")
-    shows_progress = build("result", ResultConfig, table_, resolved).progress
+    shows_progress = build("result", ResultConfig, table, resolved).progress
     if not config.json:
         print("\n".join([title("plan"), *given_lines(resolved)]), flush=True)
     begun_s = time.monotonic()
@@ -107,7 +108,7 @@ def run(table_: Table, resolved: Mapping[str, Resolved]) -> int:
             line.draw(words, time.monotonic() - begun_s)
 
     with contextlib.closing(line):
-        asked = _asked(config, slos, objectives.share, table_, resolved)
+        asked = _asked(config, slos, objectives.share, table, resolved)
         planner = Planner(asked.question, show)
         check = None
         if config.check:
@@ -125,7 +126,7 @@ def run(table_: Table, resolved: Mapping[str, Resolved]) -> int:
         print(f"{asked.description}: {len(asked.requests)} requests, {per_s:.3g}/s")
         lines = [*(f"note: {each}" for each in asked.notes), ""]
         lines += [*checked(check), ""] if check else []
-        lines += [*table(plan.rows), ""]
+        lines += [*layout_table(plan.rows), ""]
         lines += [*sentences(plan, per_s=per_s, share=objectives.share), "", *commands]
         print("\n".join(lines))
     return EXIT_DONE if plan.rows[0].holds else EXIT_FAILED
@@ -135,12 +136,12 @@ def _asked(
     config: PlanConfig,
     slos: tuple[Slo, ...],
     share: float,
-    table_: Table,
+    table: Table,
     resolved: Mapping[str, Resolved],
 ) -> _Asked:
-    """Read the workload, and ask whom there is."""
-    dataset = build("dataset", DatasetConfig, table_, resolved)
-    traffic = build("traffic", TrafficConfig, table_, resolved)
+    """Read the workload, and query the deployment if one is named."""
+    dataset = build("dataset", DatasetConfig, table, resolved)
+    traffic = build("traffic", TrafficConfig, table, resolved)
     law = arrivals_of(traffic)
     if calibration.is_needed(dataset):
         raise ConfigError(
@@ -201,7 +202,7 @@ def _asked(
 def _known(
     config: PlanConfig, running: RunningFleet | None, served: ServedModel
 ) -> tuple[FleetCosts, TimesError, FleetLayout]:
-    """What flags say, else what a deployment has learned, else what is usual."""
+    """Return times and sizes: from flags, else from the deployment, else usual ones."""
     costs = running.costs if running else FleetCosts()
     given: dict[str, float] = {}
     for words, flag, names in (
@@ -253,18 +254,18 @@ def _settings(policy: str, slos: Sequence[Slo]) -> dict[str, Any]:
 
 
 async def _check(asked: _Asked, number: int, line: ProgressLine | None) -> PlanCheck:
-    """Play the first requests of the workload, and simulate the same where they are played."""
+    """Send the first requests of the workload, and simulate them on the same layout."""
     assert asked.target is not None
     assert asked.running is not None
     played = list(asked.requests[:number])
     question = dataclasses.replace(asked.question, workload=asked.question.workload[:number])
     predicted = Planner(question).simulate(asked.running.layout)
     reason = await reset_prefix_caches(asked.target)
-    run_ = await run_plan(played, asked.target, Options(ignore_eos=True), on_progress=line)
+    played_run = await run_plan(played, asked.target, Options(ignore_eos=True), on_progress=line)
     notes = [] if reason is None else [f"the caches were not empty: {reason}"]
-    if not run_.health.valid:
-        notes += run_.health.why_not
-    measured = load_figures(run_.outcomes, question.slos)
+    if not played_run.health.valid:
+        notes += played_run.health.why_not
+    measured = load_figures(played_run.outcomes, question.slos)
     return compare(asked.target.base_url, asked.running.layout, predicted, measured, notes=notes)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _NUM_ASKED: Final = 256
 _COMPUTING: Final = ("queue", "prefill")
-"""Parts of a first token's time that are an engine's; the others are the way there and back."""
+"""Parts of the TTFT that an engine takes; the others are the way there and back."""
 _MAX_ERROR: Final = 0.9
 
 
@@ -44,10 +44,10 @@ class _Requests(msgspec.Struct):
 
 
 class RunningFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """A deployment as it is.
+    """A running deployment.
 
     Attributes:
-        layout: Its ready engines; the room is that of the smallest cache.
+        layout: Its ready engines; `kv_tokens` is that of the smallest cache.
         notes: What could not be learned from it.
     """
 
@@ -58,10 +58,10 @@ class RunningFleet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
-    """Ask a proxy.
+    """Ask a proxy for its layout and what it has learned.
 
     Raises:
-        PdserveError: It cannot be reached, decides nothing, or knows too little.
+        PdserveError: It cannot be reached, records no decisions, or has learned too little.
     """
     learned = _ask(url, "/debug/decisions?limit=1", api_keys, DecisionsShown)
     if not learned.is_known:
@@ -86,34 +86,32 @@ def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
     if hop_s is None:
         notes.append(f"{url} has no finished requests, so a hop is assumed to take 3 ms (--hop-ms)")
     pushed_s = _later_s([each for each in finished if each.kv_mode == "push"], "kv")
-    r, t = usual.wire, usual.wire_token
+    wire: Sequence[float] = (usual.wire, usual.wire_token)
     if pushed_s is not None:
-        r, t = pushed_s, 0.0  # the rest of it went while the prompt was computed
+        wire = (pushed_s, 0.0)  # the rest was sent while the prompt was computed
     elif fits["wire"].samples:
-        r, t = fits["wire"].weights
+        wire = fits["wire"].weights
     else:
         notes.append(
             f"{url} has seen no KV transfer, so one is assumed to take 1 ms and 8 us per token "
             "(--wire-times)"
         )
-    a, b, c = fits["prefill"].weights
-    d, e, f = fits["step"].weights
     hop_s = usual.hop if hop_s is None else hop_s
     handover_s = 2 * hop_s if handover_s is None else handover_s
-    costs = FleetCosts(a, b, c, d, e, f, hop_s, handover_s, r, t)
+    costs = FleetCosts(*fits["prefill"].weights, *fits["step"].weights, hop_s, handover_s, *wire)
     error = TimesError(**{name: min(_MAX_ERROR, fit.error) for name, fit in fits.items()})
     return RunningFleet(layout=layout, costs=costs, error=error, notes=notes)
 
 
 def _hop_s(finished: Sequence[_Finished]) -> float | None:
-    """Half of what first tokens took beside waiting and computing, in the middle one of them."""
+    """Return half of the median TTFT without queue and prefill; None if unknown."""
     all_terms = [each.ttft_terms for each in finished if each.ttft_terms]
     ways = [sum(ms for name, ms in each.items() if name not in _COMPUTING) for each in all_terms]
     return statistics.median(ways) / 2e3 if ways else None
 
 
 def _later_s(finished: Sequence[_Finished], name: str) -> float | None:
-    """What a part of the time to the second token takes, in the middle one of them."""
+    """Return the median of a part of the time to the second token; None if unknown."""
     parts = [each.second_token_terms.get(name) for each in finished]
     known = [ms for ms in parts if ms is not None]
     return statistics.median(known) / 1e3 if known else None

@@ -23,7 +23,7 @@ _CONNECTOR: Final = "--kv-transfer-config.kv-connector nixl"
 _POLICIES: Final = ("prefill_policy", "decode_policy", "split_policy")
 
 
-def table(rows: Sequence[LayoutFigures]) -> list[str]:
+def layout_table(rows: Sequence[LayoutFigures]) -> list[str]:
     """Return layouts, a line each."""
     head = ("layout", "engines", "goodput", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "failed")
     lines = [_line(head)]
@@ -39,7 +39,7 @@ def table(rows: Sequence[LayoutFigures]) -> list[str]:
 
 
 def sentences(plan: FleetPlan, *, per_s: float, share: float) -> list[str]:
-    """Return what a plan says, and how sure it is.
+    """Return what a plan says, and how certain it is.
 
     Args:
         per_s: Requests per second of the workload.
@@ -88,7 +88,7 @@ def checked(check: PlanCheck) -> list[str]:
 
 
 def start_commands(layout_name: str, model: str, settings: Mapping[str, object]) -> list[str]:
-    """Return what starts a layout: on one host in one command where that can be.
+    """Return the commands that start a layout: a single one on one host where possible.
 
     Args:
         settings: Fields of `ProxyConfig`, as the plan was made with.

@@ -1,8 +1,8 @@
 """Chooses the layouts worth simulating, by a closed form. Pure.
 
-Prompts keep prefill engines busy for a share of the time, output tokens have decode engines step at
-a pace: what home roles follow, too (`proxy/brain/roles`). It knows no queues, bursts and caches, so
-it only says which layouts to look at first.
+Prompts keep prefill engines busy for a share of the time, and output tokens set the pace of decode
+engines' steps; home roles use the same formula (`proxy/brain/roles`). It ignores queues, bursts and
+caches, so it only orders the layouts to simulate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIN_SPAN_S: Final = 1.0
 
 
 def demand_of(workload: Sequence[Work], costs: FleetCosts) -> Demand:
-    """Return what a workload asks for, with each prompt by itself."""
+    """Return the demand of a workload, as if each prompt were computed alone."""
     openings = [each.at_s for each in workload if each.after is None]
     span_s = max(_MIN_SPAN_S, max(openings) - min(openings))
     return Demand(
@@ -60,7 +60,7 @@ def splits(
 
 
 def sized(layout: FleetLayout, size: FleetLayout) -> FleetLayout:
-    """Return a layout of engines as large as those of another one."""
+    """Return a layout whose engines have the size of another layout's."""
     return dataclasses.replace(
         size,
         num_prefill=layout.num_prefill,

@@ -36,9 +36,9 @@ class FleetLeg:
     """A request at one engine.
 
     Attributes:
-        on_first: Told of its first output here.
-        token_s: Gets the time of each of its tokens.
-        on_wire: Told of KV that sets out for it: tokens, and seconds on its way.
+        on_first: Called with its first output at this engine.
+        token_s: Receives the time of each of its tokens.
+        on_wire: Called when a KV transfer for it begins, with its tokens and its seconds.
     """
 
     request: GenerateRequest
@@ -53,10 +53,10 @@ class FleetLeg:
 
 @dataclass(frozen=True)
 class FleetTime:
-    """Virtual time, and what is done in it.
+    """Virtual time, and a way to schedule calls.
 
     Attributes:
-        after: Does something so many seconds later.
+        after: Calls a function after some seconds.
     """
 
     clock: Clock
@@ -65,7 +65,7 @@ class FleetTime:
 
 
 class _Wire(KVConnectorScheduler):
-    """KV of prompts that come from another engine."""
+    """Connector for KV of prompts that comes from other engines."""
 
     def __init__(self, begin: Callable[[RequestId, int], None]) -> None:
         self._begin = begin
@@ -91,10 +91,10 @@ class _Wire(KVConnectorScheduler):
 
 
 class FleetEngine:
-    """Steps one after the other.
+    """An engine that runs steps one after the other.
 
     Args:
-        tell: Takes what the cache has gained and lost; None if nobody is to know.
+        tell: Receives the events of the cache; None if nobody reads them.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class FleetEngine:
         self._is_stepping = False
 
     def add(self, leg: FleetLeg, *, num_received: int = 0) -> None:
-        """Take a request.
+        """Add a request.
 
         Args:
             num_received: Tokens of its prompt whose KV comes from another engine.
@@ -157,7 +157,7 @@ class FleetEngine:
             self._time.after(self._begin(step), partial(self._end, step))
 
     def _begin(self, step: SchedulerOutput) -> float:
-        """Take note of what a step computes; return how long it takes."""
+        """Record what a step computes; return its duration in seconds."""
         legs, costs = self._legs, self._time.costs
         for new in step.new_requests:
             legs[new.request_id].num_computed = new.num_computed_tokens
@@ -199,7 +199,7 @@ class FleetEngine:
 
     @staticmethod
     def _token(leg: FleetLeg) -> int:
-        """Output tokens of a request follow from its seed, so that its next turn has them."""
+        """Return the next token; it follows from the seed, so that later turns can repeat it."""
         return output_token(leg.request.sampling.seed, leg.num_tokens)
 
     def _told(self, output: EngineOutput) -> None:

@@ -22,12 +22,12 @@ _COMPARED: Final = tuple(
 
 
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests of one run took; latencies are of those that were answered to their end.
+    """Figures of the requests of one run; latencies cover answered requests only.
 
     Attributes:
         goodput: The share of all requests that met every objective.
-        num_good: How many that are.
-        num_failed: Requests that were turned away, failed, or were not over at the end.
+        num_good: Number of those requests.
+        num_failed: Requests that were rejected, failed, or were unfinished at the end.
     """
 
     num_requests: int
@@ -71,10 +71,10 @@ class PlanCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Some of a workload, as predicted and as measured at a running deployment.
 
     Attributes:
-        layout: The deployment's.
-        goodput_off: Predicted share less measured one.
-        off: By figure, predicted over measured less 1.
-        notes: What whoever reads them has to know.
+        layout: Layout of the deployment.
+        goodput_off: Predicted goodput minus measured goodput.
+        off: Relative error of each figure: predicted / measured - 1.
+        notes: Sentences needed to interpret the figures.
     """
 
     url: str
@@ -94,7 +94,7 @@ def compare(
     *,
     notes: list[str],
 ) -> PlanCheck:
-    """Return what a simulation and a run have in common."""
+    """Compare a simulation with a run."""
     off = {}
     for name in _COMPARED:
         was = getattr(measured, name)

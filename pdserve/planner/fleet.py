@@ -1,10 +1,10 @@
 """Simulates a deployment: engines in virtual time behind real routers.
 
-Real are the router of each proxy, its policies and what they look at (backends, prefix index,
-pending work, what engines say of others'), and of each engine the scheduler, the prefix cache and
-the KV events. A step takes the time that a formula gives it, KV on its way to a decode engine the
-time of its bytes; a hop and an event take a constant. There is no HTTP, no text and no model: a run
-of minutes takes seconds, and the same again each time.
+The router of each proxy is real, with its policies and their inputs (backends, prefix index,
+pending work, engines' reports of others' work), and so are each engine's scheduler, prefix cache
+and KV events. A formula gives the time of a step and of a KV transfer; a hop and an event take
+constant times. There is no HTTP, no text and no model: a run of minutes takes seconds, and every
+run gives the same result.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Fleet:
 
     Args:
         settings: Fields of `ProxyConfig` that name the policies.
-        num_proxies: Before the same engines; requests come to each in turn.
-        report_s: How often each hears how much engines have to do; as often as the real one at
-            least does, unless told otherwise.
+        num_proxies: Proxies in front of the same engines; requests go to each in turn.
+        report_s: Interval at which each proxy reads the engines' load; by default the longest one
+            of real proxies.
     """
 
     layout: FleetLayout
@@ -78,21 +78,21 @@ class Fleet:
 
     @property
     def first(self) -> VirtualProxy:
-        """The only proxy, where there is one."""
+        """The first proxy, or the only one."""
         return self.proxies[0]
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
-        """Do something later."""
+        """Call `do` after some seconds of virtual time."""
         at_s = self.clock.monotonic_s() + seconds
         heapq.heappush(self._queue, (at_s, next(self._numbers), do))
 
     def teach(self, workload: Sequence[Work]) -> None:
-        """Have the proxies know what engines take, as they do that have served such requests."""
+        """Teach the proxies the engines' times, as if they had served such requests."""
         for proxy in self.proxies:
             proxy.teach(workload, self.layout.max_num_seqs)
 
     def run(self, workload: Sequence[Work], *, patience_s: float = 600.0) -> list[FleetOutcome]:
-        """Serve a workload, until all is over or so long after its last arrival."""
+        """Serve a workload until all requests are over, or `patience_s` after the last arrival."""
         outcomes = []
         self._num_left = len(workload)
         for number, work in enumerate(workload):
@@ -115,7 +115,7 @@ class Fleet:
         return outcomes
 
     def _every(self, seconds: float, do: Callable[[], None]) -> None:
-        """Do something now and again, for as long as requests are to come or are not over."""
+        """Call `do` at this interval while requests are still to come or unfinished."""
         if self._num_left:
             do()
             self.after(seconds, lambda: self._every(seconds, do))
@@ -123,7 +123,7 @@ class Fleet:
     def _tell(
         self, holders: Sequence[Holder], tracker: GrainTracker, events: list[KVEvent]
     ) -> None:
-        """Tell the indexes, a moment later, what a cache has gained and lost."""
+        """Apply a cache's events to the indexes after a delay."""
         for event in tracker.apply(events):
             for holder in holders:
                 if self._rng.random() >= self.faults.lost_events:
@@ -134,7 +134,7 @@ class Fleet:
         self.proxies[number % self.num_proxies].arrive(work, outcome, number)
 
     def _over(self, work: Work, number: int, is_answered: bool) -> None:
-        """Have the requests come that follow one which is over; if it has no answer, none do."""
+        """Schedule the requests that follow a finished one; without an answer they end, too."""
         self._num_left -= 1
         for follower, outcome, its_number in self._followers.pop(number, ()):
             if not is_answered:

@@ -1,9 +1,9 @@
 """Finds the layout of engines that meets objectives, and how certain that is.
 
-Every figure is a simulation's (`fleet`): real policies and schedulers, times as they were given or
-learned. Layouts that a closed form thinks likeliest are simulated, and engines for both; then fewer
-engines or more, the load that the best one holds, and the same with all times longer and shorter by
-their error.
+Every figure comes from a simulation (`fleet`) with real policies and schedulers, and with given or
+learned times. It simulates the layouts that a closed form considers likeliest, and engines for both
+roles; then fewer engines or more, the highest load of the best layout, and that layout with all
+times longer and shorter by their error.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _NUM_SPLITS: Final = 7
 _NUM_TRIED: Final = 2
 """The same for each other number of engines."""
 _MAX_GROWTH: Final = 4
-"""So many times as many engines as there are may be found to be needed."""
+"""Multiple of the given engines up to which more engines are tried."""
 _MAX_LOAD: Final = 32.0
 _TOLERANCE: Final = 0.1
-"""Of the highest load."""
+"""Relative precision of the highest load."""
 
 
 class TimesError(msgspec.Struct, frozen=True, kw_only=True):
-    """By which share times may be longer or shorter than they are taken to be."""
+    """Relative errors of the assumed times."""
 
     prefill: float
     step: float
@@ -46,7 +46,7 @@ class TimesError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayoutFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layout makes of the workload.
+    """Figures of the workload on one layout.
 
     Attributes:
         holds: Whether as many requests as required meet the objectives.
@@ -59,15 +59,16 @@ class LayoutFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found.
+    """The result of planning.
 
     Attributes:
-        rows: Layouts of the engines that there are, the best first.
+        rows: Layouts of the given engines, the best first.
         best: The first of them.
-        close: Others that the best one cannot be told from, within the error of the times.
-        goodput_range: Of the best one, with all times longer and shorter by their error.
-        fewest: With the fewest engines that hold; None: not found with as many as were tried.
-        highest_load: Of the best one, in parts of the workload's own rate; None: it holds none.
+        close: Other layouts that are as good as the best, within the error of the times.
+        goodput_range: Goodput of the best layout, with all times longer and shorter by their error.
+        fewest: The layout with the fewest engines that holds; None if no tried one does.
+        highest_load: Highest load of the best layout, as a multiple of the workload's rate; None if
+            it holds none.
     """
 
     rows: list[LayoutFigures]
@@ -80,13 +81,13 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
-    """What is to be planned.
+    """The input of planning.
 
     Attributes:
         slos: Objectives of a request.
-        share: Of the requests, how many are to keep them.
-        settings: Fields of `ProxyConfig`: policies, and what they aim at.
-        size: How large an engine is; its numbers of engines mean nothing.
+        share: Share of the requests that must meet them.
+        settings: Fields of `ProxyConfig`: policies and their objectives.
+        size: Size of an engine; its numbers of engines are ignored.
     """
 
     workload: Sequence[Work]
@@ -99,16 +100,16 @@ class PlanQuestion:
 
     @property
     def itl_slo_s(self) -> float:
-        """What decode engines' steps may take."""
+        """Objective for the time between tokens, in seconds."""
         return float(self.settings["itl_slo_s"])
 
 
 @dataclass
 class Planner:
-    """Simulates what a question needs, each layout once.
+    """Simulates the layouts that a question needs, each once.
 
     Attributes:
-        on_simulated: Told of each layout when it was simulated, with how many were before it.
+        on_simulated: Called after each simulation with its number, the layout and its figures.
     """
 
     question: PlanQuestion
@@ -117,7 +118,7 @@ class Planner:
     _num: int = 0
 
     def plan(self, num_engines: int, layouts: Sequence[FleetLayout] = ()) -> FleetPlan:
-        """Return the best of layouts, or of all that so many engines can have."""
+        """Return the best of some layouts, or of all layouts of `num_engines` engines."""
         tried = layouts or self._layouts(num_engines, _NUM_SPLITS)
         rows = sorted((self.row(each) for each in tried), key=_rank)
         best = rows[0]
@@ -135,7 +136,7 @@ class Planner:
         )
 
     def row(self, layout: FleetLayout) -> LayoutFigures:
-        """Return what a layout makes of the workload as it is."""
+        """Return the figures of the unchanged workload on a layout."""
         name = str(layout)
         if name not in self._rows:
             figures = self.simulate(layout)
@@ -148,11 +149,11 @@ class Planner:
         return self._rows[name]
 
     def simulate(self, layout: FleetLayout, *, load: float = 1.0, off: float = 0.0) -> LoadFigures:
-        """Serve the workload.
+        """Simulate the workload on a layout.
 
         Args:
-            load: Requests come so many times as fast.
-            off: Times are longer by so many times their error.
+            load: Factor of the workload's request rate.
+            off: Multiple of their error by which times are longer.
         """
         asked = self.question
         fleet = Fleet(
@@ -182,7 +183,7 @@ class Planner:
         return next((each for each in rows if each.holds), None)
 
     def _fewest(self, best: LayoutFigures) -> LayoutFigures | None:
-        """Look between no engine and those that hold; more engines are never taken for worse."""
+        """Search for the fewest engines that hold, assuming that more engines are never worse."""
         failing, found = 0, best if best.holds else None
         limit = best.num_engines * _MAX_GROWTH
         trying = best.num_engines
@@ -206,7 +207,7 @@ class Planner:
 
 
 def longer(costs: FleetCosts, error: TimesError, off: float) -> FleetCosts:
-    """Return times that are longer by so many times their error, but for those of the proxy."""
+    """Return costs whose engine times are longer by `off` times their error."""
     factors = {
         "prefill": 1 + off * error.prefill,
         "decode": 1 + off * error.step,
@@ -221,6 +222,6 @@ def longer(costs: FleetCosts, error: TimesError, off: float) -> FleetCosts:
 
 
 def _rank(row: LayoutFigures) -> tuple[float, int, float, float]:
-    """The most requests within objectives; then the fewest engines, and the earliest tokens."""
+    """Rank by the highest goodput, then by the fewest engines and the lowest latencies."""
     figures = row.figures
     return -figures.goodput, row.num_engines, figures.ttft_p99_ms, figures.tpot_p99_ms

@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from pdserve.wire.request import EngineOutput
 
 Listeners: TypeAlias = tuple[Callable[["EngineOutput"], None], Callable[[], None]]
-"""What is told of a request's first token, and of its end."""
+"""Callbacks for a request's first token and for its end."""
 _EVENT_S: Final = 0.005
 _MIN_GAPS: Final = 4
 _NUM_TAUGHT: Final = 40
 
 
-class _Told:
-    """Events that are never lost. See `Feed`."""
+class _LosslessFeed:
+    """A feed of events that are never lost. See `Feed`."""
 
     num_resyncs = 0
 
@@ -63,25 +63,25 @@ class _Told:
         self._index = index
 
     def start(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     async def stop(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def states(self) -> list[ReaderState]:
-        """Nobody asks."""
+        """See `Feed`; not used in simulations."""
         return []
 
     def lags_s(self) -> dict[str, float]:
-        """Nobody asks."""
+        """See `Feed`; not used in simulations."""
         return {}
 
     def resyncs(self) -> dict[str, int]:
-        """Nobody asks."""
+        """See `Feed`; not used in simulations."""
         return {}
 
     def holder(self, url: str) -> Holder:
-        """An engine's part of the index."""
+        """Return an engine's part of the index."""
         holder = self.holders[url] = Holder(self._index, url)
         return holder
 
@@ -92,12 +92,12 @@ class _Told:
 
 @dataclass(frozen=True)
 class FleetFaults:
-    """What is wrong with what the proxy knows.
+    """Faults in the proxy's knowledge.
 
     Attributes:
-        predicted: All times are predicted so many times as long.
-        event_s: How late KV events are.
-        lost_events: Share of them that never come.
+        predicted: Factor of all predicted times.
+        event_s: Delay of KV events, in seconds.
+        lost_events: Share of KV events that are lost.
     """
 
     predicted: float = 1.0
@@ -124,11 +124,12 @@ class ScaledModel(ServiceModel):
 
 
 class VirtualProxy:
-    """One of the proxies before a fleet's engines: what decides of the real one, and no HTTP.
+    """One of the proxies in front of a fleet: it decides as the real proxy does, without HTTP.
 
     Args:
-        engines: By URL; they may be put there later.
-        on_over: Told of each request that is over: it, its number, whether it was answered.
+        engines: Engines by URL; they may be added later.
+        on_over: Called for each finished request: the work, its number, and whether it was
+            answered.
     """
 
     def __init__(
@@ -147,10 +148,10 @@ class VirtualProxy:
         self.backends = Backends(config, clock, self._breakers)
         for backend in self.backends:
             backend.health = Health.READY
-        self.feed: _Told | None = None
+        self.feed: _LosslessFeed | None = None
 
-        def make_feed(index: PrefixIndex) -> _Told:
-            self.feed = _Told(index)
+        def make_feed(index: PrefixIndex) -> _LosslessFeed:
+            self.feed = _LosslessFeed(index)
             return self.feed
 
         self._prefixes = make_prefixes(
@@ -174,7 +175,7 @@ class VirtualProxy:
         )
 
     def teach(self, workload: Sequence[Work], max_num_seqs: int) -> None:
-        """Have it know what engines take, as one does that has served such requests."""
+        """Teach it the engines' times, as if it had served such requests."""
         if self.pairing is None:
             return
         model, costs, rng = self.pairing.model, self._time.costs, random.Random(0)
@@ -188,7 +189,7 @@ class VirtualProxy:
             model.learn_output(work.num_output)
 
     def hear(self) -> None:
-        """Hear of every engine what it has to do and what it has learned, as `EventFeed` does."""
+        """Read every engine's load and learned times, as `EventFeed` does."""
         now_s = self._time.clock.monotonic_s()
         for backend in self.backends:
             scheduler = self._engines[backend.url].scheduler
@@ -200,7 +201,7 @@ class VirtualProxy:
                     self.pairing.model.hear(backend.url, [learned])
 
     def arrive(self, work: Work, outcome: FleetOutcome, number: int) -> None:
-        """Take a request."""
+        """Accept a request."""
         at_s = outcome.at_s = self._time.clock.monotonic_s()
         outcome.num_prompt = len(work.prompt)
         grains = tuple(grain_hashes(work.prompt, "")) if self._prefixes else ()
@@ -316,7 +317,7 @@ class VirtualProxy:
         )
 
     def _learn(self, kind: str, leg: FleetLeg, entry: LedgerEntry, pairing: Pairing) -> None:
-        """Have the model learn what the real proxy learns from a leg's account of itself."""
+        """Teach the model what the real proxy learns from a leg's own report."""
         on_first, on_end = leg.on_first, leg.on_end
         sent_s, first_s = self._time.clock.monotonic_s(), 0.0
 

@@ -17,22 +17,23 @@ if TYPE_CHECKING:
     from pdserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE: Final = 50_000
-"""Tokens that answers are made of."""
+"""Number of different output tokens."""
 _LAYOUT: Final = re.compile(r"(?=.)(?:(\d+)P)?(?:(\d+)D)?(?:(\d+)B)?")
 
 
 @dataclass(frozen=True)
 class FleetCosts:
-    """What takes how long, in seconds.
+    """Durations in a simulation, in seconds.
 
     Attributes:
-        prefill, prefill_token, prefill_pair: Of a step with prompt tokens alone: constant, each
-            token, each pair of a token and one before it.
-        decode, decode_request, decode_token: Of a step with output tokens: constant, each
-            request, each token of its context.
-        hop: From the client to an engine through the proxy, and back.
-        handover: From a prefill engine that has its token to the decode engine, without the KV.
-        wire, wire_token: Of KV: constant, each token.
+        prefill, prefill_token, prefill_pair: A step with prompt tokens only: constant, per token,
+            per pair of a token and an earlier one.
+        decode, decode_request, decode_token: A step with output tokens: constant, per request, per
+            token of context.
+        hop: From the client through the proxy to an engine, or back.
+        handover: From the first token at a prefill engine to the decode engine, without the KV
+            transfer.
+        wire, wire_token: A KV transfer: constant, per token.
     """
 
     prefill: float = 4e-3
@@ -47,28 +48,28 @@ class FleetCosts:
     wire_token: float = 8e-6
 
     def of_prompt(self, num_tokens: int, num_cached: int = 0) -> float:
-        """Seconds to compute a prompt, with nothing beside it."""
+        """Return the seconds to compute a prompt alone."""
         num = num_tokens - num_cached
         pairs = num * (num_cached + num / 2)
         return self.prefill + self.prefill_token * num + self.prefill_pair * pairs
 
     def of_step(self, num_streams: float, kv_tokens: float) -> float:
-        """Seconds of a step with output tokens alone."""
+        """Return the seconds of a step with output tokens only."""
         return self.decode + self.decode_request * num_streams + self.decode_token * kv_tokens
 
     def of_wire(self, num_tokens: int) -> float:
-        """Seconds that the KV of some tokens is on its way."""
+        """Return the seconds that the KV transfer of some tokens takes."""
         return self.wire + self.wire_token * num_tokens
 
 
 @dataclass(frozen=True)
 class FleetLayout:
-    """How many engines of each role there are, and how large they are.
+    """Numbers of engines by role, and the size of each.
 
     Attributes:
-        kv_tokens: Room of one engine's cache.
+        kv_tokens: Capacity of one engine's cache, in tokens.
         step_tokens: Token budget of one step.
-        max_num_seqs: Requests in one step at most.
+        max_num_seqs: Maximum number of requests in one step.
     """
 
     num_prefill: int
@@ -81,7 +82,7 @@ class FleetLayout:
 
     @property
     def num_engines(self) -> int:
-        """All of them."""
+        """Engines of all roles."""
         return self.num_prefill + self.num_decode + self.num_both
 
     def __str__(self) -> str:
@@ -90,10 +91,10 @@ class FleetLayout:
 
 
 def parse_layout(text: str) -> FleetLayout:
-    """Return the layout that 4P4D, 6P2D or 8B means.
+    """Parse a layout such as 4P4D, 6P2D or 8B.
 
     Raises:
-        ConfigError: It means none, or one that cannot serve.
+        ConfigError: It is not a layout, or one that cannot serve.
     """
     found = _LAYOUT.fullmatch(text)
     layout = FleetLayout(*(int(number or 0) for number in found.groups())) if found else None
@@ -111,10 +112,10 @@ class Work:
     """One request of a workload.
 
     Attributes:
-        at_s: When it comes, if it follows none.
-        prompt: What stands in it; of one that follows another, what comes behind that one's prompt
-            and answer.
-        after: Place in the workload of the request that it follows, `delay_s` after its end.
+        at_s: Arrival time, unless it follows another request.
+        prompt: Its tokens; if it follows another request, those after the other's prompt and
+            answer.
+        after: Index of the request that it follows, `delay_s` after the other's end.
     """
 
     at_s: float
@@ -128,17 +129,20 @@ class Work:
 
 @dataclass
 class FleetOutcome:
-    """What became of one request.
+    """The outcome of one request.
 
     Attributes:
-        at_s: When it came; None: it never did, as what it follows was not answered.
-        num_cached: Tokens of its prompt that were not computed for it.
-        ttft_s, end_s: Since its arrival; None: it was refused, or not over at the end.
-        token_s: When each of its tokens was there.
-        was_split: Whether its prompt was computed by another engine than the rest.
-        is_rejected: It was turned away as it came.
-        predicted_s: To the first token, from when it was sent on; as it was `sent_s` after it came.
-        error: Mean relative error of what that was predicted by, of late.
+        at_s: Arrival time; None if it never arrived, because the request before it was not
+            answered.
+        num_cached: Cached tokens of its prompt.
+        ttft_s, end_s: Times of its first token and its end, since its arrival; None if it was
+            rejected or unfinished.
+        token_s: Time at which the client had each of its tokens.
+        was_split: Whether different engines did its prefill and its decode.
+        is_rejected: Whether it was rejected on arrival.
+        predicted_s: Predicted time to its first token from its dispatch, which was `sent_s` after
+            its arrival.
+        error: Recent mean relative error of the model that predicted it.
     """
 
     num_prompt: int
@@ -157,7 +161,7 @@ class FleetOutcome:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of each token behind the first one, the hand-over included."""
+        """Mean time per token after the first, including the handover."""
         if self.ttft_s is None or self.end_s is None or self.num_output < 2:
             return 0.0
         return (self.end_s - self.ttft_s) / (self.num_output - 1)
@@ -182,12 +186,12 @@ class FleetOutcome:
 
 
 def output_token(seed: int, position: int) -> int:
-    """The token that a request of this seed has at a position."""
+    """Return the token at a position, for a request with this seed."""
     return 1 + (seed * 7919 + position * 104_729) % (VOCAB_SIZE - 1)
 
 
 def least_computed(workload: Sequence[Work]) -> int:
-    """Prompt tokens that are computed if nothing is ever computed twice, in whole grains."""
+    """Return the prompt tokens to compute if no whole grain is ever computed twice."""
     seen: set[int] = set()
     total = 0
     for work in workload:
@@ -199,10 +203,10 @@ def least_computed(workload: Sequence[Work]) -> int:
 
 
 def workload_of(requests: Sequence[Planned], tokenizer: Tokenizer) -> list[Work]:
-    """Return scheduled requests as work: as long, as alike, at the same times.
+    """Return scheduled requests as work with the same lengths, shared prefixes and times.
 
     Raises:
-        ConfigError: All of them are due at once, which is no load that lasts.
+        ConfigError: All of them are due at once, which is not a sustained load.
     """
     place_of = {each.index: place for place, each in enumerate(requests)}
     if len(requests) > 1 and not any(each.at_s for each in requests):
