@@ -17,7 +17,7 @@ from pdserve.errors import PdserveError
 from pdserve.observe.log import LogEvent
 
 START: Final = "pdserve.start"
-"""Logger of how a command starts, and why it ends."""
+"""Name of the logger for the start of a command and the reason of its end."""
 _log = logging.getLogger(START)
 
 _SECRET: Final = ("secret", "api-key", "operator-key")
@@ -29,7 +29,7 @@ def title(command: str) -> str:
 
 
 def program() -> str:
-    """Return how to call pdserve, for commands that are shown to be copied.
+    """Return how to call pdserve, for commands that users may copy.
 
     A virtual environment need not be active for its `pdserve` to run, as in `make up`.
     """
@@ -43,7 +43,7 @@ def program() -> str:
 
 
 def log_start(command: str, resolved: Mapping[str, Resolved]) -> None:
-    """Log that a command starts, with each setting that somebody gave, and who did."""
+    """Log the start of a command, with each given setting and its source."""
     given = {
         flag: {"value": _shown(flag, item.value), "from": _origin(item)}
         for flag, item in resolved.items()
@@ -62,7 +62,7 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def tell_note(text: str) -> None:
-    """Say that something was set without effect: in the command's log, or on stderr alone."""
+    """Report a setting without effect: in the command's log or, without one, on stderr."""
     if logging.getLogger("pdserve").handlers:
         _log.warning("%s", text)
     else:
@@ -70,7 +70,7 @@ def tell_note(text: str) -> None:
 
 
 def tell_failure(command: str, error: PdserveError) -> None:
-    """Say once why a command ends: in its log, if it has one, else on stderr alone."""
+    """Report once why a command ends: in its log if it has one, else on stderr."""
     if not logging.getLogger("pdserve").handlers:
         print(f"pdserve {command}: {error.message}", file=sys.stderr)
         return
@@ -84,7 +84,7 @@ def tell_failure(command: str, error: PdserveError) -> None:
 
 
 def given_lines(resolved: Mapping[str, Resolved]) -> list[str]:
-    """Return one line for each setting that somebody gave, with the source."""
+    """Return one line for each given setting, with its source."""
     return [
         f"  {flag} = {_shown(flag, item.value)}  ({_origin(item)})"
         for flag, item in resolved.items()

@@ -23,8 +23,8 @@ def asked(base_url: str, path: str, api_keys: Sequence[str]) -> bytes:
         api_keys: The first is sent.
 
     Raises:
-        PeerError: Nobody can be reached there, or they refuse.
-        ConfigError: They want another key.
+        PeerError: The server cannot be reached, or refuses.
+        ConfigError: It requires another API key.
     """
     url = f"{base_url.rstrip('/')}{path}"
     request = urllib.request.Request(url)

@@ -1,7 +1,7 @@
 """`pdserve bench serve`: send a data set to an endpoint and print what users would experience.
 
 Exit code 0 if every request was answered and the run is valid; 1 if one failed, or if its figures
-may not be believed (unless `--allow-invalid`): the client was too slow, or others took the cores.
+are not valid (unless `--allow-invalid`): the client was too slow, or other programs used the cores.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
 def figures_of(
     run: Run, slos: Sequence[Slo], result: ResultConfig, traffic: TrafficConfig, target: Target
 ) -> dict[str, Any]:
-    """Return a run's figures with what was asked for, as `vllm bench serve` saves them."""
+    """Return a run's figures with its settings, as `vllm bench serve` saves them."""
     found = figures(run, slos, percentiles=result.percentiles, environment=environment.describe())
     rate = traffic.request_rate
     own = {
@@ -143,7 +143,7 @@ def figures_of(
 
 
 def _short(run: Run, requests: Sequence[Planned]) -> list[str]:
-    """Say if answers were shorter than asked for: figures of other runs have other lengths."""
+    """Note answers that were shorter than requested: such runs do not compare with others."""
     asked = {each.index: each.max_tokens for each in requests}
     good = run.answered
     short = sum(each.num_output_tokens < asked[each.index] for each in good)
@@ -157,7 +157,7 @@ def _short(run: Run, requests: Sequence[Planned]) -> list[str]:
 
 
 def _filename(found: Mapping[str, Any], target: TargetConfig) -> str:
-    """As vLLM's: label, rate, concurrency, model and date."""
+    """Return a name as vLLM's: label, rate, concurrency, model and date."""
     label = target.label or "pdserve"
     concurrency = found["max_concurrency"]
     places = f"-concurrency{concurrency}" if concurrency is not None else ""

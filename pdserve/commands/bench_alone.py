@@ -23,14 +23,14 @@ from pdserve.config.schema import Role
 
 _NUM_REQUESTS: Final = 48
 _MAX_TOKENS: Final = 24_000
-"""Prompts of so many tokens fit the cache of the engine that is measured alone."""
+"""Maximum tokens of the sample, which has to fit the engine's cache."""
 _CONCURRENCY: Final = 16
 
 
 def one_engine(topologies: Sequence[Topology]) -> Topology | None:
-    """An engine on the cores that the smallest one has, of a P/D deployment if there is one.
+    """Return one engine with the cores of the smallest one, of a P/D deployment if there is one.
 
-    None if everything runs already.
+    None if every deployment is already running.
     """
     engines = _of_pd(topologies) or [each for one in topologies for each in one.engines]
     if not engines:
@@ -40,7 +40,7 @@ def one_engine(topologies: Sequence[Topology]) -> Topology | None:
 
 
 def why_no_bound(topologies: Sequence[Topology]) -> str | None:
-    """Why the rate-matched bound says nothing here; empty if there is no P/D to say it of."""
+    """Return why there is no rate-matched bound, empty without P/D; None if there can be one."""
     engines = _of_pd(topologies)
     if not engines:
         return ""
@@ -63,14 +63,14 @@ async def measure_rates(
     options: Options,
     requests: Sequence[Planned],
 ) -> EngineRates | None:
-    """Prompts per second and tokens per second of one engine; None if requests failed.
+    """Measure prompts and tokens per second of one engine; None if requests failed.
 
     Args:
-        player: Asks, and takes the note if it comes to nothing.
+        player: Sends the requests, and notes a failure.
         alone: The engine, which is `running`.
-        target: Where it is, and its model.
-        options: Of the comparison's runs.
-        requests: Of the comparison; a sample of them is sent, as fast as it goes.
+        target: Its address and model.
+        options: Options of the comparison's runs.
+        requests: Requests of the comparison; a sample of them is sent as fast as possible.
     """
     sample = sample_of(requests)
     quick = msgspec.structs.replace(
@@ -95,11 +95,11 @@ async def measure_rates(
 
 
 def sample_of(requests: Sequence[Planned]) -> list[Planned]:
-    """Some requests in the plan's proportions, all due at once; none follows another."""
+    """Return some requests in the plan's proportions, all due at once; none follows another."""
     able = [each for each in requests if each.after is None]
     tokens = sum((each.num_prompt_tokens or 0) + each.max_tokens for each in able)
     step = max(1, math.ceil(len(able) / _NUM_REQUESTS), math.ceil(tokens / _MAX_TOKENS))
-    # Group by group: every n-th of a plan that repeats itself could be of one group only.
+    # Sorted by group: every n-th request of a repeating plan could be of one group only.
     chosen = sorted(able, key=lambda each: (each.group, each.index))[step // 2 :: step]
     return [
         msgspec.structs.replace(each, at_s=0.0, cancel_after_tokens=None)

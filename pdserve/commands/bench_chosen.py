@@ -22,7 +22,7 @@ _LOOK_FOR_GPUS: Final = "import torch; print(torch.cuda.device_count(), torch.__
 
 
 def topologies_of(config: CompareConfig) -> list[Topology]:
-    """The deployments, in the order of the table.
+    """Return the deployments in the order of the table.
 
     Raises:
         ConfigError: There is none, or the machine cannot run them.
@@ -76,10 +76,11 @@ def topologies_of(config: CompareConfig) -> list[Topology]:
 def _require_gpus(gpus: Sequence[int]) -> None:
     """Refuse GPUs that engines would not see.
 
-    A process of its own looks, as an engine would: CUDA cannot be asked again for other devices.
+    A separate process looks, as an engine would: CUDA cannot be initialised again for other
+    devices.
 
     Raises:
-        ConfigError: Some of them are not there.
+        ConfigError: Some of them do not exist.
     """
     words = ",".join(map(str, gpus))
     done = subprocess.run(
@@ -101,7 +102,7 @@ def _require_gpus(gpus: Sequence[int]) -> None:
 
 
 def paths_of(config: CompareConfig) -> tuple[Path | None, Path | None]:
-    """Where the report and the JSON go; None where nothing is written.
+    """Return the paths of the report and the JSON; None for a file that is not written.
 
     Raises:
         ConfigError: A directory is missing.

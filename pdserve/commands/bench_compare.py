@@ -1,8 +1,8 @@
 """`pdserve bench compare`: the same requests on several deployments, a table and a report.
 
-Deployments use the same cores, are started one at a time, each anew for every run, and take
-turns, so that whatever drifts on the machine meets all of them. Exit code 0 if every request
-was answered and every run is valid (or `--allow-invalid`), else 1.
+Deployments use the same cores, are started one at a time, anew for every run, and take turns, so
+that a drift of the machine affects all of them. Exit code 0 if every request was answered and every
+run is valid (or `--allow-invalid`), else 1.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Session:
         self._topologies = topologies
         self._slos = slos
         self._model = str(model_directory(config.model))
-        self._starter = Starter(config, self._model, say)
+        self._starter = Starter(config, self._model)
         self._sampling = sampling_in_words(traffic)
         self._player = Player(
             config,
@@ -159,16 +159,16 @@ class _Session:
         measured: list[Measured] = []
         total = self._config.num_runs * len(self._topologies)
         for repeat in range(self._config.num_runs):
-            # There and back again: a machine that gets slower or faster treats all alike.
+            # Forwards and backwards: a machine that gets slower or faster affects all alike.
             order = self._topologies if repeat % 2 == 0 else self._topologies[::-1]
             for place, topology in enumerate(order):
                 head = f"[{repeat * len(order) + place + 1}/{total}]"
                 say(f"{head} {topology.label}, run {repeat + 1} of {self._config.num_runs}")
-                # A store cannot be told to forget, so it is started anew for each rate.
+                # A store cannot be emptied, so it is started anew for each rate.
                 one_by_one = [[rate] for rate in self._rates]
-                for in_turn in one_by_one if topology.has_store else [self._rates]:
+                for start_rates in one_by_one if topology.has_store else [self._rates]:
                     async with self._reachable(topology) as running:
-                        for rate in in_turn:
+                        for rate in start_rates:
                             measured.append(await self._measure(topology, running, rate, repeat))
                             await asyncio.sleep(self._config.pause_s)
         return Comparison(
@@ -211,7 +211,7 @@ class _Session:
         say("    ended")
 
     def _plan(self, rate: float | None, target: Target, served: ServedModel) -> list[Planned]:
-        """The requests at a rate: made once, the same for every deployment and run."""
+        """Return the requests at a rate, made once and the same for every deployment and run."""
         if rate not in self._plans:
             self._plans[rate] = plan_of(
                 self._dataset,
@@ -270,7 +270,7 @@ class _Session:
     async def _prepare(self) -> EngineRates | None:
         """Measure one engine alone: the pace, if it is left open, and the bound's rates.
 
-        Where everything runs already the first peer is asked for the pace.
+        If every deployment is already running, the pace is measured at the first peer.
         """
         must_pace = calibration.is_needed(self._dataset)
         why_not = why_no_bound(self._topologies) if self._config.bound else ""
@@ -335,7 +335,7 @@ class _Session:
 
 
 def _crowd_words(topology: Topology) -> str:
-    """What a deployment with more engines than cores can show, and what not."""
+    """Say what a deployment with more engines than cores can and cannot show."""
     cores = {core for engine in topology.engines for core in engine.cores}
     places = "; ".join(
         f"{', '.join(names)} share core {core}" for core, names in topology.crowded.items()
@@ -355,7 +355,7 @@ def _layout(topology: Topology, config: CompareConfig) -> str:
 
 
 def _environment(config: CompareConfig) -> dict[str, str]:
-    """Hardware and software, in words."""
+    """Describe hardware and software in words."""
     found = environment.describe()
     own = sorted(os.sched_getaffinity(0))
     words = {
@@ -378,7 +378,7 @@ def _environment(config: CompareConfig) -> dict[str, str]:
 
 
 def _tell(comparison: Comparison) -> None:
-    """The sentences under the table."""
+    """Print the sentences under the table."""
     rate = chosen_rate(comparison)
     best = verdict.headline(comparison, rate)
     if best is not None:

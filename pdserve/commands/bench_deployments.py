@@ -1,8 +1,8 @@
 """Starts the deployments of a comparison as child processes, one after the other.
 
-Knows topologies, flags and ports; knows no request and no figure. A deployment that cannot be
-started, or of which a process ends before it may, raises; its logs are kept and named. However
-the block ends that a deployment lives in, nothing of it is left.
+Knows topologies, flags and ports; knows no request and no figure. If a deployment cannot be
+started, or one of its processes ends too early, an error names its logs, which are kept. However
+the block of a deployment ends, none of its processes is left.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHOWN_LINES: Final = 25
 
 
 class DeploymentFailedError(PdserveError):
-    """A deployment could not be started, or did not live as long as it was needed."""
+    """A deployment could not be started, or ended while it was needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class DeployedProcess:
     """One process of a deployment.
 
     Attributes:
-        part: Which of `bench.cores`'s it is; an engine's is its server.
-        role: Of an engine.
+        part: Its part in `bench.cores`; an engine's process is its API server.
+        role: Role of an engine; None for other processes.
     """
 
     spec: ChildSpec
@@ -66,8 +66,8 @@ class Running:
 
     Attributes:
         url: Where clients send requests.
-        ready_s: From its first process to ready.
-        watched: Its processes and its cores; None of what ran already.
+        ready_s: Time from its first process until it was ready.
+        watched: Its processes and its cores; None for a peer.
     """
 
     url: str
@@ -87,14 +87,14 @@ class Running:
 def members_of(
     topology: Topology, config: CompareConfig, *, model: str, ports: Sequence[int], secret: str
 ) -> list[DeployedProcess]:
-    """Which processes make up a deployment: the store, if it has one, engines, and the proxy.
+    """Return the processes of a deployment: the store, if it has one, engines, and the proxy.
 
     Args:
-        topology: No peer.
-        config: What users set for the processes.
+        topology: A deployment that is not a peer.
+        config: The user's settings for the processes.
         model: The model's directory.
-        ports: One for each process, the store's last two.
-        secret: The deployment's.
+        ports: One for each process; the last two are the store's.
+        secret: The deployment's secret.
     """
     environ = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
     environ |= {variable("secret"): secret, variable("drain-delay"): "0"}
@@ -172,7 +172,7 @@ def _engine_words(
 def _proxy(
     engines: Sequence[DeployedProcess], config: CompareConfig, port: int, environ: Mapping[str, str]
 ) -> DeployedProcess:
-    """A proxy that knows its engines from the start; one for both stands in both lists."""
+    """A proxy that knows its engines from the start; one for both roles is in both lists."""
     words = ["proxy", "--host", _HOST, "--port", str(port)]
     for flag, other in (("--prefill", Role.DECODE), ("--decode", Role.PREFILL)):
         words += [flag, *(e.url for e in engines if e.part == SERVERS and e.role is not other)]
@@ -182,7 +182,7 @@ def _proxy(
 
 
 def commands_of(topology: Topology, config: CompareConfig) -> tuple[str, ...]:
-    """How a person would start the same deployment, with the default ports."""
+    """Return commands with which a person would start the same deployment, on default ports."""
     counts = {
         Role.PREFILL: 8100,
         Role.DECODE: 8200,
@@ -208,15 +208,13 @@ class Starter:
     """Starts deployments, one at a time.
 
     Args:
-        config: What users set for the processes.
+        config: The user's settings for the processes.
         model: The model's directory.
-        say: Told what happens, line by line.
     """
 
-    def __init__(self, config: CompareConfig, model: str, say: Callable[[str], None]) -> None:
+    def __init__(self, config: CompareConfig, model: str) -> None:
         self._config = config
         self._model = model
-        self._say = say
         self._children: list[Child] = []
 
     def kill(self) -> None:
@@ -304,7 +302,7 @@ class Starter:
         children: Sequence[Child],
         lives: Sequence[asyncio.Task[None]],
     ) -> None:
-        """The proxy, then those that read KV, then those that are read from, then the store."""
+        """Stop the proxy, then engines that read KV, then those that are read, then the store."""
         try:
             for kinds in ((PROXY,), (Role.DECODE,), (Role.PREFILL, Role.BOTH), (STORE,)):
                 pairs = zip(members, children, strict=True)
@@ -325,7 +323,7 @@ class Starter:
 
 
 class _Logs:
-    """What the processes of one deployment say, in a directory that is removed if all goes well."""
+    """Logs of a deployment's processes, in a directory that is removed if all goes well."""
 
     def __init__(self, label: str) -> None:
         name = "".join(letter if letter.isalnum() else "-" for letter in label)
@@ -341,7 +339,7 @@ class _Logs:
             self._directory.rmdir()
 
     def writer(self, name: str) -> Callable[[str], None]:
-        """Takes the lines of one process."""
+        """Return what takes the lines of one process."""
         return self._lines.setdefault(name, []).append
 
     def keep(self, label: str, reason: str) -> str:
@@ -357,7 +355,7 @@ class _Logs:
 
 
 def _free_ports(num: int) -> list[int]:
-    """Ports that nobody listens on now; held together, so that no two are the same."""
+    """Return ports that are free now; bound at the same time, so that no two are equal."""
     with contextlib.ExitStack() as stack:
         ports = []
         for _ in range(num):

@@ -1,6 +1,6 @@
-"""Plays the requests of a comparison to one deployment, with empty caches.
+"""Sends the requests of a comparison to one deployment, with empty caches.
 
-Knows no topology but what it is called, and no figure.
+Knows no figure, and only the kind and the label of a topology.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _RESET_AGAIN_S: Final = 0.1
 
 
 class Player:
-    """Plays requests to the deployments of one comparison.
+    """Sends requests to the deployments of one comparison.
 
     Args:
-        config: The model's name, and what peers are sent.
+        config: The model's name, and the API key for peers.
         sampling, seed: Written into runs.
-        shows_progress: A line on stderr while a run goes on.
+        shows_progress: Whether to show a line on stderr during a run.
 
     Attributes:
         notes: Sentences about what happened, in order, each once.
@@ -48,11 +48,11 @@ class Player:
         self.notes: dict[str, None] = {}
 
     def note(self, *sentences: str) -> None:
-        """Have the report say something."""
+        """Add sentences to the report."""
         self.notes.update(dict.fromkeys(sentences))
 
     def target(self, topology: Topology, running: Running) -> Target:
-        """Whom requests to a deployment go to; a peer's model is its own to name."""
+        """Return the target for a deployment; a peer names its model itself."""
         is_peer = topology.kind is Kind.PEER
         return Target(
             base_url=running.url,
@@ -72,11 +72,11 @@ class Player:
         dataset: str = "",
         arrivals: str = "",
     ) -> Run:
-        """Carry out a plan while the deployment lives.
+        """Carry out a plan while the deployment is alive.
 
         Raises:
             ChildFailedError: A process of it ended.
-            PdserveError: What `run_plan` raises.
+            PdserveError: As in `run_plan`.
         """
         with contextlib.closing(ProgressLine(sys.stderr)) as line:
             return await running.while_alive(
@@ -91,10 +91,10 @@ class Player:
             )
 
     async def reset(self, topology: Topology, target: Target) -> None:
-        """Empty the prefix caches; what a peer cannot do is noted.
+        """Reset the prefix caches; a peer that cannot do so is noted.
 
         Raises:
-            PeerError: A deployment of ours does not do it.
+            PeerError: A deployment that was started here does not reset them.
         """
         for _ in range(_RESET_TRIES):
             reason = await reset_prefix_caches(target)

@@ -2,8 +2,8 @@
 
 Prints a line per run as it goes, then the table, then what it means; saves one JSON file with the
 figures of every run. Exit code 0 if the sweep came to its end and every run is valid, whatever it
-found: requests that fail under overload are a finding. Else 1, unless `--allow-invalid` bears
-runs that are not; what was measured is saved in any case.
+found: requests that fail under overload are a finding. Else 1, unless `--allow-invalid` accepts
+runs that are not valid; measurements are saved in any case.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ async def _run(
 
 
 def search_of(config: SweepConfig) -> Search:
-    """Return which loads the settings mean."""
+    """Return the search that the settings describe."""
     is_narrowing = config.bisect and bool(config.objectives)
     if config.is_over_concurrency:
         return Search(
@@ -158,7 +158,7 @@ def search_of(config: SweepConfig) -> Search:
 
 
 class _Runs:
-    """Measures one load once, again and again."""
+    """Measures loads, one run at a time."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _Runs:
         self.sweep: Sweep | None = None
 
     def plan(self, seed: int, num_prompts: int) -> RequestPlan:
-        """The requests of a run; the last few plans are kept."""
+        """Return the requests of a run; the last few plans are kept."""
         key = seed, num_prompts
         if key not in self._plans:
             while len(self._plans) >= self._config.num_runs:
@@ -197,7 +197,7 @@ class _Runs:
         """Run one load."""
         if self._can_reset:
             await self._reset()
-        # What cannot be forgotten is never asked twice.
+        # Where caches cannot be reset, no prompt is sent twice.
         seed = self._dataset.seed + (repeat if self._can_reset else self._num_done)
         self._num_done += 1
         options = options_of(self._traffic)

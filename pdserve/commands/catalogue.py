@@ -64,7 +64,7 @@ class Command:
 
     @property
     def last_word(self) -> str:
-        """What is typed last."""
+        """The last word of the name."""
         return self.name.rpartition(" ")[2]
 
 

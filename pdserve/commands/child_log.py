@@ -19,10 +19,11 @@ class ChildLine(NamedTuple):
     """A line of a child's log.
 
     Attributes:
-        level: As in `logging`; None where the line is not of pdserve's own log.
-        logger: Name of the logger, of pdserve's own.
-        request: Whose line it is, and what it tells; empty where it is no request's.
-        record: The JSON object that it is, if it is one.
+        level: As in `logging`; None if the line is not of pdserve's own log.
+        logger: Name of the logger; empty for text that is not of pdserve's own log.
+        request: Id of the request that the line is about, and its text; both empty if there is
+            none.
+        record: The line as a JSON object, if it is one.
     """
 
     text: str
@@ -33,7 +34,7 @@ class ChildLine(NamedTuple):
 
 
 def read(text: str) -> ChildLine:
-    """Take a line apart."""
+    """Parse a line."""
     record = _object_in(text)
     if record is not None:
         logger = str(record.get("logger"))
@@ -52,7 +53,7 @@ def show(name: str, line: ChildLine, form: LogFormat, *, width: int) -> None:
     """Write a line to stderr under a child's name.
 
     Args:
-        width: Of the widest name.
+        width: Width of the widest name, in columns.
     """
     if form is LogFormat.TEXT:
         shown = f"{name.ljust(width)} | {line.text}"

@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 _BACK_OFF_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 _STEADY_S: Final = 30.0
-"""A child that ran so long begins again with the shortest back-off."""
+"""A child that ran for this long restarts with the shortest back-off."""
 _MAX_STARTS: Final = 3
-"""A child that ends so often before it was ever ready is given up."""
+"""A child that ends this often without ever being ready is given up."""
 _LONGEST_LINE_BYTES: Final = 1 << 20
 
 
 class ChildFailedError(Exception):
-    """A child cannot be started, or may not be started again; what it said was told already.
+    """A child cannot be started, or may not be started again; its output was shown already.
 
     Attributes:
         code: Its exit code.
@@ -49,10 +49,10 @@ class ChildSpec:
     """How to start one child.
 
     Attributes:
-        name: Stands before its log lines.
-        arguments: Of `pdserve`.
+        name: Prefix of its log lines.
+        arguments: Arguments of `pdserve`.
         environ: Its whole environment.
-        cores: Where it and what it starts may run; empty leaves that as it is.
+        cores: Cores on which it and its children may run; empty changes nothing.
     """
 
     name: str
@@ -62,13 +62,13 @@ class ChildSpec:
 
 
 class Child:
-    """One child process over all its lives.
+    """One child process and its restarts.
 
     Args:
-        on_line: Told every log line.
-        say: Told what the supervisor itself has to say about it.
+        on_line: Receives every log line.
+        say: Receives the supervisor's own messages about it.
         may_restart: Whether it is started again when it ends; else `run` raises.
-        heartbeat_timeout_s: One that is stopped (SIGSTOP) for so long is killed.
+        heartbeat_timeout_s: A child that is stopped (SIGSTOP) for this long is killed.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the living process, if there is one."""
+        """Id of the running process, if there is one."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
@@ -134,7 +134,7 @@ class Child:
             limit=_LONGEST_LINE_BYTES,
             env={**self.spec.environ, SUPERVISOR_VARIABLE: str(os.getpid())},
             start_new_session=True,
-            # Set before it can have threads, which would keep the cores they began on.
+            # Set before it can have threads, which would keep the cores they started on.
             preexec_fn=functools.partial(_stay_on, self.spec.cores) if self.spec.cores else None,
         )
         self._process = process
@@ -149,7 +149,7 @@ class Child:
             raise
         finally:
             watch.cancel()
-            self._kill_group(process.pid)  # what it had started itself
+            self._kill_group(process.pid)  # its own children
             await pump
         return code
 

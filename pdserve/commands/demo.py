@@ -31,7 +31,7 @@ class DemoFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to ask, and of which of the API's two endpoints."""
+    """Text of a demo request, and which of the API's two endpoints it uses."""
 
     text: str
     max_tokens: int
@@ -39,7 +39,7 @@ class Question:
 
     @property
     def path(self) -> str:
-        """Of the endpoint."""
+        """Path of the endpoint."""
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     @property
@@ -59,9 +59,9 @@ async def wait_ready(
     """Return once `url`'s server says that it is ready.
 
     Args:
-        url: Of a server without HTTP (`tcp://`), which is ready as soon as it listens, too.
-        engines: What a proxy must also say: so many ready engines, by role. With fewer it
-            is ready too, and sends requests whole to one engine.
+        url: URL of a server; one without HTTP (`tcp://`) is ready as soon as it listens.
+        engines: Ready engines by role that a proxy must also report. With fewer it is ready too,
+            but sends each request to a single engine.
     """
     if url.startswith("tcp://"):
         await _until_it_listens(url.removeprefix("tcp://"))
@@ -102,7 +102,7 @@ async def ask(
     """Stream the answer of the server at `url`.
 
     Args:
-        on_text: Told each piece of text as it arrives.
+        on_text: Receives each piece of text as it arrives.
 
     Raises:
         DemoFailedError: The server answered with an error, or ended early.

@@ -88,7 +88,7 @@ def _findings(config: DoctorConfig) -> Iterator[Finding]:
 
 
 def versions() -> Finding:
-    """Are the packages of the main job there?"""
+    """Are the required packages installed?"""
     found, missing = [f"Python {platform.python_version()}", f"pdserve {pdserve.__version__}"], []
     for package in _PACKAGES:
         try:
@@ -164,13 +164,13 @@ def compiler() -> Finding:
 
 
 def fast_numerics() -> Iterator[Finding]:
-    """What does `--numerics fast` compute with? For whoever has a CUDA device."""
+    """Which kernels does `--numerics fast` use? Only with a CUDA device."""
     try:
         import torch
 
         from pdserve.kernels.backend import KernelsUnavailableError
         from pdserve.kernels.registry import FAST_BACKENDS, load
-    except ImportError:  # others have said so
+    except ImportError:  # other checks report it
         return
     if not torch.cuda.is_available():
         return
@@ -183,7 +183,7 @@ def fast_numerics() -> Iterator[Finding]:
 
 
 def shared_memory(folder: Path) -> Finding:
-    """Is there room for what NCCL and Ray keep there? Our own ranks share memfds."""
+    """Is there room for NCCL and Ray? pdserve's own ranks share memfds instead."""
     if not os.access(folder, os.W_OK):
         return Finding(
             "shared memory",
@@ -216,7 +216,7 @@ def port(host: str, number: int, name: str) -> Finding:
 
 
 def ptrace(scope_file: Path) -> Finding:
-    """May one process read another one's memory (what makes KV cheap on one host)?"""
+    """May one process read another's memory, which makes KV transfer on one host cheap?"""
     try:
         scope = int(scope_file.read_text())
     except (OSError, ValueError):
@@ -268,7 +268,7 @@ def transfer() -> Finding:
 
 
 def ucx() -> Iterator[Finding]:
-    """How fast does UCX move messages between two processes here? For whoever has pdserve[ucx]."""
+    """How fast does UCX move messages between two processes here? Only with pdserve[ucx]."""
     if importlib.util.find_spec("ucxx") is None:
         return
     from pdserve.commands.transfer_probe import ProbeError
@@ -293,7 +293,7 @@ def peers(
     """Can the engines at `urls` exchange KV with one another?
 
     Args:
-        fetch: Returns what the engine at a URL says of itself.
+        fetch: Returns the report of the engine at a URL.
         connect: Tries an address; returns why it cannot be reached, or None.
     """
     hosts = {urlsplit(url).hostname for url in urls}
@@ -328,7 +328,7 @@ def peers(
             )
             continue
         yield Finding("peer", Grade.OK, f"{url} is a {peer.role} engine of {_model(peer)}")
-        for host, port in addresses[:1]:  # the further ranks' lie beside it
+        for host, port in addresses[:1]:  # those of further ranks are next to it
             yield kv_address(url, host, port, is_one_host=len(hosts) == 1, connect=connect)
         reached.append(peer)
     for one, other in itertools.pairwise(reached):

@@ -1,6 +1,6 @@
 """`pdserve drain`: empty engines in bounded time, so that they can be stopped or changed.
 
-Asks every proxy before them at once; the work is the proxies'.
+Asks all proxies in front of them at the same time; the proxies do the work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pdserve.config.load import Resolved, Table
 
 _SLACK_S = 10.0
-"""How long a proxy may take for what is no draining."""
+"""Time that a proxy may take beyond the deadline."""
 
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -55,10 +55,10 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
 
 def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
-    """Have one proxy leave one engine, or come back to it; return its answer.
+    """Ask one proxy to drain one engine, or to use it again; return its answer.
 
     Raises:
-        ConfigError, PeerError: As of `run`.
+        ConfigError, PeerError: As in `run`.
     """
     url = proxy.rstrip("/") + PATH
     body = msgspec.json.encode(DrainRequest(engine, config.deadline_s))

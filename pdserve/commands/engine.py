@@ -93,7 +93,7 @@ def _draft_directory(speculative: SpeculativeConfig) -> str:
 def with_kv_host(
     engine: EngineConfig, server: ServerConfig, resolved: Mapping[str, Resolved]
 ) -> EngineConfig:
-    """Let KV be exchanged where HTTP is served, unless somebody says another address."""
+    """Exchange KV at the address where HTTP is served, unless another one is set."""
     if resolved[_KV_HOST].source is not Source.DEFAULT:
         return engine
     host = own_address(server)
@@ -107,7 +107,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig) -> int:
     from pdserve.engine.dp_client import launch
 
     client = await launch(engine, progress=_Progress())
-    # The core is on its way: what the server imports costs no time of the start.
+    # The core is starting meanwhile, so the server's imports do not delay it.
     from pdserve.server.app import run_server
 
     try:
@@ -125,7 +125,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 class _Progress:
-    """Logs what an engine says while it starts; of what takes long, a percentage a second."""
+    """Logs an engine's progress while it starts; percentages at most once a second."""
 
     def __init__(self) -> None:
         self._last_s: float | None = None
@@ -146,7 +146,7 @@ class _Progress:
 def _tell_ready(
     engine: EngineConfig, server: ServerConfig, info: EngineInfo | None, url: str
 ) -> None:
-    """Log what there is now, and, of an engine of a pair that no proxy knows, what it lacks."""
+    """Log that the engine is ready and, if it needs a proxy and has none, how to start one."""
     assert info is not None
     start = logging.getLogger(START)
     num_tokens = info.num_blocks * info.block_size

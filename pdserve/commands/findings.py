@@ -41,7 +41,7 @@ class RunningEngine(msgspec.Struct, frozen=True):
 
 
 def compatible(one: RunningEngine, other: RunningEngine) -> Finding:
-    """Is KV of one engine what the other one expects?"""
+    """Can one engine use the other's KV?"""
     names = f"{one.url} and {other.url}"
     if one.layout_digest == other.layout_digest:
         if one.text_digest != other.text_digest:
@@ -68,7 +68,7 @@ def compatible(one: RunningEngine, other: RunningEngine) -> Finding:
 
 
 def numerics(one: RunningEngine, other: RunningEngine) -> Finding | None:
-    """Do both write the same text as one engine? None = one of them does not say how it rounds."""
+    """Do both engines round alike? None if one of them does not report its numerics."""
     ours, theirs = one.numerics, other.numerics
     if ours is None or theirs is None:
         return None

@@ -53,11 +53,11 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
 
 def fetch(url: str) -> Sequence[EventEndpoint]:
-    """Ask an engine where its cores tell of their KV.
+    """Ask an engine for the addresses of its cores' KV events.
 
     Raises:
-        PeerError: It cannot be reached, or is no engine of pdserve.
-        ConfigError: It tells nobody, or names prefixes as this version does not.
+        PeerError: It cannot be reached, or is not an engine of pdserve.
+        ConfigError: It publishes no events, or hashes prefixes differently from this version.
     """
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -85,11 +85,11 @@ def fetch(url: str) -> Sequence[EventEndpoint]:
 
 
 class CoreEvents:
-    """What one engine core has told.
+    """The KV events of one engine core so far.
 
     Attributes:
         index: What the core holds, as far as is known.
-        num_stored, num_removed: Grains that came and went since it was last looked at.
+        num_stored, num_removed: Grains stored and removed since the last line.
     """
 
     def __init__(
@@ -120,17 +120,17 @@ class CoreEvents:
 
     @property
     def num_grains(self) -> int:
-        """Of all media together."""
+        """Grains in all media together."""
         return sum(map(len, self.index.grains.values()))
 
     def read(self, timeout_ms: int) -> None:
-        """Take what has come, and ask for what is missing."""
+        """Read the events that have arrived, and request missing ones."""
         self._subscription.wait(timeout_ms)
         while self._subscription.pump(time.monotonic()):
             pass
 
     def close(self) -> None:
-        """Leave."""
+        """Close the subscription."""
         self._subscription.close()
 
 
@@ -153,7 +153,7 @@ def _watch(cores: Sequence[CoreEvents], seconds: float) -> None:
 
 
 def described(core: CoreEvents, now_s: float) -> str:
-    """One line: in step or not, what came and went since the last one, and what is there."""
+    """Return a line: the reader's state, changes since the last line, and what the core holds."""
     state = core.reader.state(now_s)
     if state is ReaderState.RESYNC:
         return "asking for all that it holds (if this lasts, the secrets differ)"

@@ -1,8 +1,9 @@
 """`pdserve kv-server`: an LMCache server that keeps KV for the engines of this host.
 
-Beside LMCache's own program it checks first what would only show later, names its shared memory so
-that none is left behind, takes all of it at once (memory that is promised and not there ends
-whoever writes to it), bounds its folder of files over restarts, and tells nobody what it does.
+Unlike LMCache's own program, it first checks what would otherwise fail later, names its shared
+memory so that none is left behind, allocates all of it at once (writing to memory that was promised
+but does not exist ends a process), limits its folder of files across restarts, and reports no
+usage.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _GIB: Final = 1 << 30
 _POPULATE_WRITE: Final = 23
 """MADV_POPULATE_WRITE of Linux' mman.h; Python has no name for it."""
 _CLEARED_BYTES: Final = 32 << 20
-"""At a time: some ten milliseconds."""
+"""Bytes cleared at a time, in about ten milliseconds."""
 
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -79,11 +80,11 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
 def arguments_of(
     config: KvServerConfig, tiers: Tiers, segment: str, *, disk_bytes: int = 0
 ) -> list[str]:
-    """Return what LMCache's server is told.
+    """Return the arguments of LMCache's server.
 
     Args:
         segment: Name of its shared memory.
-        disk_bytes: What it may write into the folder of the disk tier.
+        disk_bytes: Bytes that it may write into the folder of the disk tier.
     """
     words = ["--host", LOOPBACK, "--port", str(config.port)]
     words += ["--http-host", LOOPBACK, "--http-port", str(config.http_port)]
@@ -109,8 +110,8 @@ def arguments_of(
 def make_room(tier: DiskTier) -> int:
     """Remove the oldest files until they take half of a disk tier; return the bytes that are left.
 
-    LMCache counts what it writes, not what an earlier life of it has written: that is found all the
-    same, and never removed. So it is told less than the tier has.
+    LMCache counts only the files of its own process: those of an earlier one are used, but neither
+    counted nor removed. So its limit is lower than the tier's size.
     """
     folder = Path(tier.path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,9 +128,9 @@ def make_room(tier: DiskTier) -> int:
 
 
 class _Reserving(threading.Thread):
-    """Takes the pages of the segment once it is there; ends the server if there are not as many.
+    """Allocates the pages of the segment once it exists; ends the server if there are too few.
 
-    A page that was only promised is cleared by whoever writes to it first, which takes a save ten
+    A page that is not allocated yet is cleared by its first writer, which makes a save take ten
     times as long as its copy.
     """
 
@@ -139,7 +140,7 @@ class _Reserving(threading.Thread):
         self._num_bytes = num_bytes
 
     def run(self) -> None:
-        """Wait for the segment, and take its pages."""
+        """Wait for the segment, and allocate its pages."""
         while not self._segment.exists() or self._segment.stat().st_size < self._num_bytes:
             time.sleep(_LOOK_S)
         with self._segment.open("r+b") as file:
@@ -156,10 +157,10 @@ class _Reserving(threading.Thread):
 
 
 def _clear(descriptor: int, num_bytes: int) -> None:
-    """Have the kernel clear a file's pages now, and leave what is in them; not before Linux 5.14.
+    """Have the kernel allocate a file's pages now, keeping written ones; needs Linux 5.14.
 
-    By ctypes, which lets the server's other threads go on, and a piece at a time: whoever maps or
-    unmaps memory meanwhile waits for the piece. 100 GiB take half a minute or more.
+    It uses ctypes, which lets the server's other threads run, and goes piece by piece, because a
+    thread that maps or unmaps memory waits for a piece. 100 GiB take half a minute or more.
     """
     with mmap.mmap(descriptor, num_bytes) as pages:
         first = ctypes.c_char.from_buffer(pages)
@@ -174,9 +175,9 @@ def _serve(arguments: list[str]) -> None:
     """Run LMCache's server, in this process, until it is interrupted.
 
     Until it has handlers of its own, and again once it has closed, a signal ends the process at
-    once: an exception could be swallowed by what is being imported, and the server would go on.
+    once: an import could swallow an exception, and the server would continue.
     """
-    # Engines bring their KV themselves: a device would only be asked for memory.
+    # Engines copy their KV themselves: on a device the server would only take memory.
     os.environ.update(LMCACHE_SILENT, CUDA_VISIBLE_DEVICES="")
     if os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING") == "WARNING":
         logging.disable(logging.INFO)  # uvicorn's as well, which has a line for each request

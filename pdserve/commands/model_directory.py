@@ -18,14 +18,14 @@ _FILES: Final = ("*.json", "*.safetensors", "*.jinja", "medusa_lm_head.pt")
 
 
 def model_directory(model: str) -> Path:
-    """Return the directory MODEL means.
+    """Return the directory that MODEL means.
 
     Args:
         model: A directory, `boxed`, or a name of the hub as `Qwen/Qwen3-0.6B`.
 
     Raises:
-        ConfigError: There is no such directory, it has no config.json, or the hub cannot
-            give it.
+        ConfigError: There is no such directory, it has no config.json, or the hub cannot provide
+            it.
     """
     if model == BOXED:
         return _checked(boxed_model_dir(), "the model that comes with pdserve")
@@ -69,7 +69,7 @@ def _from_hub(name: str) -> Path:
     logging.getLogger(__name__).info("downloading %s from the hub", name)
     try:
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))
-    except Exception as error:  # the hub's client raises many kinds; each means: not to be had
+    except Exception as error:  # the hub's client raises many kinds: the model is not available
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"MODEL is {name}, which is neither a directory here nor a model that the hub gives "

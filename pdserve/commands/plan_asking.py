@@ -86,19 +86,21 @@ def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
     if hop_s is None:
         notes.append(f"{url} has no finished requests, so a hop is assumed to take 3 ms (--hop-ms)")
     pushed_s = _later_s([each for each in finished if each.kv_mode == "push"], "kv")
-    wire: Sequence[float] = (usual.wire, usual.wire_token)
+    r, t = usual.wire, usual.wire_token
     if pushed_s is not None:
-        wire = (pushed_s, 0.0)  # the rest was sent while the prompt was computed
+        r, t = pushed_s, 0.0  # the rest was sent while the prompt was computed
     elif fits["wire"].samples:
-        wire = fits["wire"].weights
+        r, t = fits["wire"].weights
     else:
         notes.append(
             f"{url} has seen no KV transfer, so one is assumed to take 1 ms and 8 us per token "
             "(--wire-times)"
         )
+    a, b, c = fits["prefill"].weights
+    d, e, f = fits["step"].weights
     hop_s = usual.hop if hop_s is None else hop_s
     handover_s = 2 * hop_s if handover_s is None else handover_s
-    costs = FleetCosts(*fits["prefill"].weights, *fits["step"].weights, hop_s, handover_s, *wire)
+    costs = FleetCosts(a, b, c, d, e, f, hop_s, handover_s, r, t)
     error = TimesError(**{name: min(_MAX_ERROR, fit.error) for name, fit in fits.items()})
     return RunningFleet(layout=layout, costs=costs, error=error, notes=notes)
 

@@ -1,7 +1,7 @@
 """`pdserve route`: show why requests went where they did, and what another policy would do.
 
-Asks a proxy for its records. What is computed from them is computed here, by the functions that the
-proxy decides with.
+Asks a proxy for its records. What is computed from them is computed here, with the proxy's own
+functions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run_explain(table: Table, resolved: Mapping[str, Resolved]) -> int:
     """Run `pdserve route explain`; it fails if a decision does not follow from its record.
 
     Raises:
-        PdserveError: There is no such record, or nobody to ask.
+        PdserveError: There is no such record, or the proxy cannot be reached.
     """
     config = build("route", RouteConfig, table, resolved)
     if not config.requests:
@@ -65,7 +65,7 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
     """Run `pdserve route compare`.
 
     Raises:
-        PdserveError: There is nothing to compare, or nobody to ask.
+        PdserveError: There is nothing to compare, or the proxy cannot be reached.
     """
     config = build("route", RouteConfig, table, resolved)
     records = fetch(config, f"?limit={config.limit}").decisions
@@ -76,11 +76,11 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
 
 def fetch(config: RouteConfig, query: str) -> DecisionsShown:
-    """Ask the proxy.
+    """Ask the proxy for decisions.
 
     Raises:
-        PeerError: It cannot be reached, decides nothing, or is none of this version.
-        ConfigError: It wants another key.
+        PeerError: It cannot be reached, records no decisions, or has another version.
+        ConfigError: It requires another API key.
     """
     body = asked(config.url, _PATH + query, config.api_keys)
     try:
@@ -92,7 +92,7 @@ def fetch(config: RouteConfig, query: str) -> DecisionsShown:
 
 
 def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[str]:
-    """Return a decision as a table, with what came of it."""
+    """Return a decision as a table, with its outcome."""
     decision, question = record.decision, record.decision.question
     chosen, other = decision.chosen, decision.other
     costs = [chosen] if other is None else [chosen, other]
@@ -136,7 +136,7 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
 
 
 def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
-    """Return how another policy's choices differ, as predicted when each request came."""
+    """Return how another policy's choices differ, as predicted when each request arrived."""
     name, _, split = policy.partition("/")
     pairs = [
         (each, chosen_by(name, split or "always", each.decision.question, each.seq))

@@ -61,7 +61,7 @@ async def _signalled(main: Coroutine[Any, Any, int], on_second: Callable[[], Non
 
 
 def exit_code(stopped_by: signal.Signals) -> int:
-    """The code of a process that drained after a signal: asked to end, or interrupted."""
+    """Return the exit code of a process that drained after SIGTERM or SIGINT."""
     return EXIT_INTERRUPTED if stopped_by is signal.SIGINT else EXIT_DONE
 
 

@@ -1,12 +1,12 @@
 """Removes shared-memory segments whose owners have ended, however they ended.
 
-A segment is made under a name that is drawn here, by whoever is told it. A process that starts
-before anything is made waits until the owner has ended, and only then removes it: so it misses
-nothing, whether the owner ends while it still starts or while it makes the segment.
+The name of a segment is drawn here, and its owner makes the segment. A process that is started
+before waits until the owner has ended, and then removes the segment: so it misses nothing, even if
+the owner ends while that process starts or while the segment is made.
 
-That process can be killed as well. So beside the segment lies a file that its owner keeps locked:
-the kernel lets go of a lock when a process ends, so a segment whose file can be locked has no owner
-any more. That also holds between containers that share the folder and not their process ids.
+That process can be killed as well. So beside the segment there is a file that its owner keeps
+locked. The kernel releases a lock when a process ends, so a segment whose file can be locked has no
+owner any more. This also holds between containers that share the folder but not their process ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OWNER: Final = ".owner"
 def own_segment(folder: Path = SHARED_MEMORY) -> Path:
     """Return a path under which this process may make a segment; it is removed at its end.
 
-    What others have left behind is removed first.
+    Segments without owners are removed first.
     """
     remove_ownerless(folder)
     while True:
@@ -40,14 +40,14 @@ def own_segment(folder: Path = SHARED_MEMORY) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if owner.exists():
             return segment
-        os.close(lock)  # somebody who tidied up was faster
+        os.close(lock)  # another process removed the file before it was locked
 
 
 def _have_removed(*paths: Path) -> None:
     """Start the process that removes `paths` once this one has ended.
 
-    It has a session of its own and blocks signals, so that what ends this process' group or its
-    service spares it.
+    It has a session of its own and blocks signals, so that it survives the end of this process's
+    group or service.
     """
     end, _ = os.pipe()  # the other end stays open as long as this process lives
     os.posix_spawn(

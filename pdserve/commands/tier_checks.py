@@ -42,7 +42,7 @@ def findings_of(tiers: Tiers, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def installed() -> Finding:
-    """Is LMCache there, in the version that the connector speaks with?"""
+    """Is LMCache installed, in the version that the connector supports?"""
     remedy = f"{sys.executable} -m pip install 'pdserve[lmcache]'"
     try:
         version = importlib.metadata.version("lmcache")
@@ -134,11 +134,11 @@ def redis(tier: RedisTier, environ: Mapping[str, str]) -> Finding:
 
 
 def server(http_url: str, block_size: int) -> Finding:
-    """Does a server that runs answer, in our version, with chunks that engines can take?
+    """Does a running server answer, with the supported version and a usable chunk size?
 
     Args:
-        http_url: Of its HTTP side, as `lmcache.http-url` has it.
-        block_size: Of the engines.
+        http_url: Its HTTP address, as in `lmcache.http-url`.
+        block_size: Block size of the engines, in tokens.
     """
     flag = "--kv-transfer-config.lmcache.http-url"
     try:
@@ -193,7 +193,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """What a disk tier has in its folder."""
+    """Return the files of a disk tier."""
     return list(folder.glob("*.data"))
 
 

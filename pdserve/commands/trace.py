@@ -1,7 +1,7 @@
 """`pdserve trace`: save the last seconds of a running deployment for a trace viewer.
 
-Asks a proxy, which asks all its engines; or one engine's server. The work is done here: what comes
-over the wire is what the processes recorded.
+Asks a proxy, which asks all its engines; or one engine's server. The processes send what they
+recorded, and the trace is made here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from pdserve.observe.chrome_trace import Summary
 
 _SLACK_S = 0.5
-"""Between the first and the last process that was asked."""
+"""Time between asking the first and the last process."""
 
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     """Run `pdserve trace`.
 
     Raises:
-        PdserveError: There is nothing to write, or nobody to ask.
+        PdserveError: There is nothing to write, or the server cannot be reached.
     """
     config = build("trace", TraceConfig, table, resolved)
     path = Path(config.output)
@@ -57,11 +57,11 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
 
 def fetch(config: TraceConfig) -> Collection:
-    """Ask the proxy or the engine.
+    """Ask the proxy or the engine for its events.
 
     Raises:
-        PeerError: It cannot be reached, or it does not answer like one.
-        ConfigError: It wants another key.
+        PeerError: It cannot be reached, or is neither.
+        ConfigError: It requires another API key.
     """
     path = f"/debug/trace?seconds={config.seconds!r}"
     body = asked(config.url, path, config.api_keys)
@@ -74,7 +74,7 @@ def fetch(config: TraceConfig) -> Collection:
 
 
 def described(summary: Summary, path: Path, num_bytes: int) -> list[str]:
-    """What the trace holds, and how to look at it, in lines."""
+    """Return lines on what the trace holds, and how to view it."""
     plural = "" if summary.num_requests == 1 else "s"
     unfinished = f" ({summary.num_unfinished} still running)" if summary.num_unfinished else ""
     lines = [

@@ -136,7 +136,7 @@ def _reader(backends: Sequence[str], stdin: IO[bytes]) -> None:
     local, remote = agent.prepare(region), agent.prepare(there, peer)
     units = np.arange(region.num_units, dtype=np.int32)
     best_s = memcpy_s = float("inf")
-    for _ in range(_REPEATS):  # the first one makes the peers acquainted
+    for _ in range(_REPEATS):  # the first one connects the peers
         started_s = time.perf_counter()
         transfer, state = agent.post(Direction.READ, local, units, remote, units)
         while state is not TransferState.DONE:

@@ -49,7 +49,7 @@ def _kill(parts: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _run(part: str) -> None:
-    """Be the sender or the receiver: say where this is, hear where the other is, and do it."""
+    """Run the sender or the receiver: print its address, read the other's, exchange messages."""
     import torch
 
     from pdserve.connectors.ucx.library import UcxWorker
@@ -60,7 +60,7 @@ def _run(part: str) -> None:
     post = endpoint.send if part == "sender" else endpoint.receive
     memory = torch.full((MESSAGE_BYTES,), 7 if part == "sender" else 0, dtype=torch.uint8)
     best_s = float("inf")
-    for tag in range(_NUM_MESSAGES):  # the first one makes the two acquainted
+    for tag in range(_NUM_MESSAGES):  # the first one connects the two
         started_s = time.perf_counter()
         request = post(memory, tag)
         worker.progress()

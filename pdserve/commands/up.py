@@ -70,7 +70,7 @@ class Supervisor:
         self._shows_all = deployment.shows_all
         self._proxy_level = LOG_LEVELS[deployment.proxy_log_level]
         self._log_format = deployment.log_format
-        self._tells_requests = deployment.tells_requests
+        self._logs_requests = deployment.logs_requests
         self._tls = deployment.tls
         self._model = deployment.model
         self._members = members = deployment.members
@@ -163,9 +163,9 @@ class Supervisor:
                 group.create_task(one(member, child))
 
     async def _require_pairs(self, session: aiohttp.ClientSession) -> None:
-        """Check that KV can go from every engine for prompts to every other one for tokens.
+        """Check that every decode engine can use the KV of every prefill engine.
 
-        The proxy would serve all the same: each request on one engine.
+        Otherwise the proxy would serve each request on one engine.
 
         Raises:
             ConfigError: It cannot; the message names what differs.
@@ -198,7 +198,7 @@ class Supervisor:
             )
 
         try:
-            # The first transfer between two engines makes them acquainted; show the second.
+            # The first transfer between two engines connects them; show the second.
             first = f"{self._demo_id}-first"
             try:
                 await send(Question("Hello", 2, is_chat=True), first, lambda _: None)
@@ -214,7 +214,7 @@ class Supervisor:
             say(f"\nThe demo request failed: {error}")
             return False
         say("\n")
-        if not self._tells_requests:
+        if not self._logs_requests:
             return True
         assert self._demo_line is not None
         try:
@@ -226,12 +226,12 @@ class Supervisor:
         return True
 
     def _on_line(self, name: str, line: str) -> None:
-        """Show a log line of a child, or of our own.
+        """Show a log line of a child or of the supervisor.
 
-        Not shown, below warnings and but for --log-level debug: what the proxy says while
-        the engines start, what the engines say of requests that the proxy tells of as well, the
-        settings and the readiness of each, which are shown here,
-        and the demo request, of which the proxy's line becomes the summary.
+        Unless --log-level is debug, lines below warnings are hidden if they repeat what is shown
+        otherwise: the proxy's while the engines start, the engines' on requests that the proxy logs
+        too, and each one's settings and readiness. Of the demo request only the proxy's line is
+        used, as the summary.
         """
         is_proxy = name == self._proxy.spec.name
         entry = child_log.read(line)
@@ -271,9 +271,9 @@ See it at work, and what it counts:
 """
 
     async def _stop(self) -> None:
-        """Drain the proxy, then those that read KV, then those that are read from, then the store.
+        """Drain the proxy, then engines that read KV, then those that are read, then the store.
 
-        Nothing is left when this returns.
+        No process is left when this returns.
         """
         pairs = list(zip(self._members, self._children, strict=True))
         try:

@@ -49,7 +49,7 @@ class Member:
     """One process of the deployment.
 
     Attributes:
-        drain_s: How long it may go on with what it has when it is asked to end.
+        drain_s: Time that it may take to finish its requests when it is asked to end.
     """
 
     spec: ChildSpec
@@ -60,18 +60,18 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentPlan:
-    """A deployment that could be started.
+    """A deployment that can be started.
 
     Attributes:
         members: The store first, if there is one, then engines, the proxy last.
-        model: MODEL as it was written.
+        model: MODEL as the user wrote it.
         api_keys: The proxy's; the demo request sends the first.
-        shows_all: Whether all that the children log is shown.
-        proxy_log_level: What the proxy logs below it is not shown.
-        log_format: Of what the children log.
-        tells_requests: Whether the proxy has a line for each request.
-        tls: The proxy's, with which the members are asked, too.
-        heartbeat_timeout_s: How long one may be stopped.
+        shows_all: Whether all log lines of the children are shown.
+        proxy_log_level: Level below which the proxy's log lines are hidden.
+        log_format: Format of the children's logs.
+        logs_requests: Whether the proxy has a line for each request.
+        tls: The proxy's TLS settings, which are also used to query the members.
+        heartbeat_timeout_s: Time for which a process may be stopped (SIGSTOP).
     """
 
     members: Sequence[Member]
@@ -80,7 +80,7 @@ class DeploymentPlan:
     shows_all: bool
     proxy_log_level: str
     log_format: LogFormat
-    tells_requests: bool
+    logs_requests: bool
     tls: TlsConfig
     heartbeat_timeout_s: float
 
@@ -88,7 +88,7 @@ class DeploymentPlan:
 def plan(
     config: UpConfig, resolved: Mapping[str, Resolved], *, environ: Mapping[str, str]
 ) -> DeploymentPlan:
-    """Decide which processes make up the deployment, and what each is told.
+    """Decide which processes make up the deployment, and their arguments.
 
     Raises:
         ConfigError: The model cannot be used, two processes want one port, or a port is taken.
@@ -103,8 +103,8 @@ def plan(
     num_ranks = sum(count * _num_ranks(role, resolved) for role, _, count in replicas if count)
     looks = _looks_at_prefixes(resolved)
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    told_here = (ENVIRONMENT_PREFIX, "VLLM_")  # children are told what it means
-    inherited = {k: v for k, v in environ.items() if not k.startswith(told_here)}
+    read_here = (ENVIRONMENT_PREFIX, "VLLM_")  # children get flags instead
+    inherited = {k: v for k, v in environ.items() if not k.startswith(read_here)}
     secret = str(resolved["secret"].value or secrets.token_hex(32))
 
     ports: dict[int, str] = {}
@@ -159,7 +159,7 @@ def plan(
     for role, first_port, count in replicas:
         for index in range(count):
             name = role if count == 1 else f"{role}{index}"
-            # All are on this host, whoever else reaches the proxy.
+            # All engines are on this host, even if the proxy serves others.
             kv_host = ["--kv-transfer-config.host", LOOPBACK]
             arguments = [model, "--engine-id", name, *kv_host, *connector]
             if not resolved["served-model-name"].value:
@@ -184,7 +184,7 @@ def plan(
         shows_all=resolved["log-level"].value == "debug",
         proxy_log_level=_proxy_log_level(resolved),
         log_format=LogFormat(resolved["log-format"].value),
-        tells_requests=_tells_requests(resolved),
+        logs_requests=_logs_requests(resolved),
         tls=_check("proxy", _given("proxy", resolved)),
         heartbeat_timeout_s=float(str(resolved["heartbeat-timeout"].value)),
     )
@@ -208,10 +208,10 @@ def command_of(role: str) -> str:
 
 
 def arguments_of(role: str, resolved: Mapping[str, Resolved]) -> list[str]:
-    """Return, as words of its command line, what somebody set for `role`."""
+    """Return the settings given for `role`, as words of its command line."""
     given = _given(role, resolved)
     if role == "proxy" and _proxy_log_level(resolved) != "debug":
-        # Its line about the demo request is wanted at any level; the rest is left out here.
+        # Its line on the demo request is needed at any level; other lines are hidden here.
         given.pop("log-level", None)
     return [
         word
@@ -227,31 +227,31 @@ def _caches_prefixes(role: str, resolved: Mapping[str, Resolved]) -> bool:
 
 
 def _looks_at_prefixes(resolved: Mapping[str, Resolved]) -> bool:
-    """Whether the proxy is to know what the engines have of a prompt."""
+    """Whether the proxy needs to know which prefixes the engines hold."""
     given = _given("proxy", resolved)
     flags = ("prefill-policy", "decode-policy", "split-policy")
     return looks_at_prefixes(*(str(given[flag].value) for flag in flags if flag in given))
 
 
 def _proxy_log_level(resolved: Mapping[str, Resolved]) -> str:
-    """From which level up the proxy's log is to be shown."""
+    """Return the lowest level of the proxy's log that is shown."""
     given = _given("proxy", resolved).get("log-level")
     return "info" if given is None else str(given.value)
 
 
-def _tells_requests(resolved: Mapping[str, Resolved]) -> bool:
+def _logs_requests(resolved: Mapping[str, Resolved]) -> bool:
     given = _given("proxy", resolved).get("log-requests")
     return given is None or bool(given.value)
 
 
 def _given(role: str, resolved: Mapping[str, Resolved]) -> dict[str, Resolved]:
-    """What somebody set for `role`: for it alone, or for all that have the setting."""
+    """Return what is set for `role`: for it alone, or for all roles with that setting."""
     table = proxy_table() if role == "proxy" else engine_table(Role(role))
     given = {}
     for setting in table.settings:
         flag = setting.flag
         if setting.note:
-            continue  # it was said here
+            continue  # this command reports it
         shared = None if flag in _CHOSEN_HERE else resolved.get(flag)
         for item in (resolved.get(f"{role}.{flag}"), shared):
             if item is not None and item.source is not Source.DEFAULT:
@@ -261,7 +261,7 @@ def _given(role: str, resolved: Mapping[str, Resolved]) -> dict[str, Resolved]:
 
 
 def _num_ranks(role: str, resolved: Mapping[str, Resolved]) -> int:
-    """Ranks of one engine of `role`, of all its engine cores."""
+    """Return the ranks of one engine of `role`, over all its engine cores."""
     flags = {flag: item.value for flag, item in _given(role, resolved).items()}
     table = engine_table(Role(role))
     values = resolve(table, command_line={"model": BOXED, **flags}, environ={})
@@ -270,7 +270,7 @@ def _num_ranks(role: str, resolved: Mapping[str, Resolved]) -> int:
 
 
 def _check(role: str, given: Mapping[str, Resolved]) -> TlsConfig:
-    """Refuse here what a child would refuse, before any is started; return its TLS.
+    """Refuse here what a child would refuse, before any is started; return its TLS settings.
 
     Raises:
         ConfigError: A setting cannot be used.

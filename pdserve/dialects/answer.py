@@ -1,7 +1,7 @@
 """Translates answers: chat completions in, another protocol's events or object out.
 
-A chat's choice is a run of parts: reasoning, text, calls of functions. They are found here, one
-after the other; a dialect says how each begins, grows and ends.
+A chat's choice consists of parts: reasoning, text, function calls. This module finds them one after
+the other; a dialect defines how each begins, grows and ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 _PREFIX = b"data:"
 _DONE = b"[DONE]"
 _SPARE_DEPTH = 32
-"""By how much deeper an answer may be nested, or be made, than the request that it repeats."""
+"""Levels by which an answer may be nested deeper than what it repeats of the request."""
 
 
 class PartKind(enum.Enum):
@@ -39,12 +39,12 @@ class AnswerPart:
     """One part.
 
     Attributes:
-        position: Among the answer's parts.
+        position: Its index among the answer's parts.
         call: Index of the function call, if it is one.
-        pieces: Of its text; of a call its arguments, which are JSON.
-        call_id, name: Of a call.
+        pieces: Pieces of its text; for a call, of its arguments, which are JSON.
+        call_id, name: Id and function name of a call.
         logprobs: Rows of a chat completion's `logprobs.content`.
-        is_cut: The answer was as long as it may be, and ends with this part.
+        is_cut: Whether the answer reached its maximum length within this part.
     """
 
     kind: PartKind
@@ -63,7 +63,7 @@ class AnswerPart:
 
 
 class DialectEvent(msgspec.Struct, frozen=True):
-    """A server-sent event; its data names it, too."""
+    """A server-sent event; its data also has its type."""
 
     type: str
     data: dict[str, Any]
@@ -117,18 +117,18 @@ class ChatUsage(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int:
-        """Those of the prompt that a prefix cache had."""
+        """Prompt tokens that a prefix cache had."""
         return (self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens) or 0
 
     @property
     def reasoning_tokens(self) -> int:
-        """Those of the output that were reasoning."""
+        """Output tokens that were reasoning."""
         details = self.completion_tokens_details
         return (details and details.reasoning_tokens) or 0
 
 
 class ChatError(msgspec.Struct, frozen=True):
-    """An error as the chat has it."""
+    """An error of a chat completion."""
 
     message: str = ""
     type: str | None = None
@@ -156,10 +156,10 @@ class Dialect(abc.ABC):
         chat: The body of the chat completion that answers it.
 
     Attributes:
-        ignored: Parts of its body, by name, that mean nothing here.
-        parts: Of the answer so far; the last one may still grow.
-        usage: As it was last told.
-        finish_reason: As the chat has it; None until then.
+        ignored: Names of the fields of its body that have no effect here.
+        parts: Parts of the answer so far; the last one may still grow.
+        usage: As last reported.
+        finish_reason: The chat's finish reason; None until there is one.
         stop_reason: The stop string or token that ended it, if one did.
     """
 
@@ -178,7 +178,7 @@ class Dialect(abc.ABC):
         """Return the body of the chat completion.
 
         Raises:
-            BadRequestError: It, or what of it the answer repeats, is nested too deeply.
+            BadRequestError: It is nested too deeply, or what the answer repeats of it is.
         """
         repeated: object = self.answer()
         for _ in range(_SPARE_DEPTH):
@@ -193,7 +193,7 @@ class Dialect(abc.ABC):
         """Translate whole events of the chat's stream.
 
         Raises:
-            UpstreamError: They are not what a chat completion has.
+            UpstreamError: They are not events of a chat completion.
         """
         sent = []
         for block in _BOUNDARY.split(data):
@@ -205,10 +205,10 @@ class Dialect(abc.ABC):
         """Translate a whole answer.
 
         Raises:
-            UpstreamError: It is not what a chat completion has.
+            UpstreamError: It is not a chat completion.
         """
         for _ in self._read(body):
-            pass  # what they said is in the parts
+            pass  # their content is in the parts
         for _ in self._read(_DONE):
             pass
         return msgspec.json.encode(self.answer())
@@ -240,14 +240,14 @@ class Dialect(abc.ABC):
             yield from self.begun()
         delta = choice.delta or choice.message or _Delta()
         calls = [(call.index, call) for call in delta.tool_calls or ()]
-        if choice.delta is None:  # whole answers number none of them
+        if choice.delta is None:  # in whole answers they have no index
             calls = [(index, call) for index, (_, call) in enumerate(calls)]
         if calls and self._is_growing and self._is_of_call(calls[0][0]):
-            yield from self._add_call(*calls.pop(0))  # the rest comes behind it
+            yield from self._add_call(*calls.pop(0))  # other parts follow it
         logprobs = (choice.logprobs and choice.logprobs.content) or []
         if reasoning := delta.reasoning or delta.reasoning_content:
             yield from self._add(PartKind.REASONING, reasoning)
-        # A token that ends no character, or the answer, has a row and no text.
+        # A token within a character, or one that ends the answer, has a row but no text.
         is_text_open = self._is_growing and self.parts[-1].kind is PartKind.TEXT
         if delta.content or (logprobs and is_text_open and not delta.tool_calls):
             yield from self._add(PartKind.TEXT, delta.content or "", logprobs=logprobs)
@@ -257,7 +257,7 @@ class Dialect(abc.ABC):
         self.stop_reason = self.stop_reason if choice.stop_reason is None else choice.stop_reason
 
     def _is_of_call(self, index: int) -> bool:
-        """Whether the last part is that call."""
+        """Whether the last part is the call with this index."""
         return (self.parts[-1].kind, self.parts[-1].call) == (PartKind.CALL, index)
 
     def _add_call(self, index: int, call: _Call) -> Iterator[DialectEvent]:
@@ -280,7 +280,7 @@ class Dialect(abc.ABC):
         name: str = "",
         logprobs: list[dict[str, Any]] | None = None,
     ) -> Iterator[DialectEvent]:
-        """Let the last part grow, or end it and begin another one."""
+        """Extend the last part, or end it and begin another one."""
         part = self.parts[-1] if self._is_growing else None
         if part is None or (part.kind, part.call) != (kind, call):
             yield from self._end_part(is_cut=False)
@@ -299,33 +299,33 @@ class Dialect(abc.ABC):
             self.parts[-1].is_cut = is_cut
             yield from self.part_ended(self.parts[-1])
 
-    # --- what a dialect says
+    # --- what a dialect defines: events for each stage of an answer
 
     @abc.abstractmethod
     def begun(self) -> Iterator[DialectEvent]:
-        """The answer begins."""
+        """Yield the events that begin an answer."""
 
     @abc.abstractmethod
     def part_begun(self, part: AnswerPart) -> Iterator[DialectEvent]:
-        """A part begins, with nothing in it."""
+        """Yield the events that begin a part, which is still empty."""
 
     @abc.abstractmethod
     def part_grown(
         self, part: AnswerPart, text: str, logprobs: list[dict[str, Any]]
     ) -> Iterator[DialectEvent]:
-        """A part has more text."""
+        """Yield the events for further text of a part."""
 
     @abc.abstractmethod
     def part_ended(self, part: AnswerPart) -> Iterator[DialectEvent]:
-        """A part is complete."""
+        """Yield the events that complete a part."""
 
     @abc.abstractmethod
     def ended(self) -> Iterator[DialectEvent]:
-        """The answer is complete."""
+        """Yield the events that complete the answer."""
 
     @abc.abstractmethod
     def failed(self, error: ChatError) -> Iterator[DialectEvent]:
-        """The answer ends with an error."""
+        """Yield the events of an answer that ends with an error."""
 
     @abc.abstractmethod
     def answer(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The input of OpenAI's Responses as the messages of a chat.
 
-Items of one turn of the assistant (reasoning, text, calls) are one message there; calls' outputs
-are messages of their own. Whatever the system says before the others speak is one message.
+The items of one assistant turn (reasoning, text, calls) become one message, and each call's output
+a message of its own. System messages at the beginning become one message.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _Message = dict[str, Any]
 def messages_of(
     items: str | list[dict[str, Any]], instructions: str | None
 ) -> tuple[list[_Message], bool]:
-    """Return the messages, and whether the last one is to be gone on with.
+    """Return the messages, and whether the answer continues the last one.
 
     Raises:
-        BadRequestError: An item is nothing that can be said in a chat.
+        BadRequestError: An item has no counterpart in a chat.
     """
     messages: list[_Message] = []
     if instructions:
@@ -38,7 +38,7 @@ def messages_of(
 
 
 def with_one_system(messages: list[_Message]) -> list[_Message]:
-    """Join what the system says at the beginning: most templates take one such message."""
+    """Join the system messages at the beginning: most templates accept only one."""
     leading = 0
     while leading < len(messages) and messages[leading]["role"] == "system":
         leading += 1
@@ -91,9 +91,9 @@ def _add_message(messages: list[_Message], item: dict[str, Any], where: str) -> 
     role = string_in(item, "role", where, _PARAM)
     content = "\n".join(text_of(item.get("content"), _TEXTS, f"{where}.content", _PARAM))
     last = messages[-1] if messages else {}
-    has_only_thought = "reasoning" in last and not last["content"] and "tool_calls" not in last
-    if role == "assistant" and has_only_thought:
+    has_only_reasoning = "reasoning" in last and not last["content"] and "tool_calls" not in last
+    if role == "assistant" and has_only_reasoning:
         last["content"] = content
         return
-    # Few templates know the developer, and OpenAI's models take the two for one.
+    # Few templates have a developer role, and OpenAI's models treat both alike.
     messages.append({"role": "system" if role == "developer" else role, "content": content})

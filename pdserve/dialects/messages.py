@@ -1,7 +1,7 @@
 """Anthropic's Messages: `POST /v1/messages`, and which parts of it form the prompt.
 
-Events and objects as anthropic-sdk-python's types have them. Each part of the answer is a block of
-its content. A last message that is the assistant's is gone on with, as there.
+Events and objects follow the types of anthropic-sdk-python. Each part of the answer is a block of
+its content. If the last message is the assistant's, the answer continues it, as in Anthropic's API.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 _PARAM: Final = "messages"
 _TEXTS: Final = frozenset({"text"})
-_PASSING: Final = "x-anthropic-billing-header"
-"""How a block begins that Claude Code writes anew for each request: it would keep prompts from
-sharing any prefix, and says nothing to a model."""
+_BILLING: Final = "x-anthropic-billing-header"
+"""Beginning of a block that Claude Code changes with each request. It would keep prompts from
+sharing a prefix, and means nothing to a model."""
 _ROLES: Final = {"ctx": "user", "msg": "user"}
-"""Claude Code's own."""
+"""Claude Code's own roles, and what they stand for."""
 _STOPS: Final = {"length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS: Final = {
     400: "invalid_request_error",
@@ -44,13 +44,13 @@ _Message = dict[str, Any]
 
 
 class MessagesDialect(Dialect):
-    """One message.
+    """One request for a message.
 
     Args:
-        request_id: From which its id is made.
+        request_id: Basis of its id.
 
     Raises:
-        BadRequestError: It asks for what is not served.
+        BadRequestError: It asks for something that is not supported.
     """
 
     def __init__(self, body: MessagesRequest, request_id: str) -> None:
@@ -121,7 +121,7 @@ class MessagesDialect(Dialect):
         return _STOPS.get(self.finish_reason or "", "end_turn")
 
     def _usage(self) -> dict[str, int]:
-        """Return the usage; input is there what no cache had."""
+        """Return the usage; Anthropic's `input_tokens` excludes cached tokens."""
         usage = self.usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -129,15 +129,6 @@ class MessagesDialect(Dialect):
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }
-
-
-def tokenize_body(body: CountTokensRequest) -> dict[str, Any]:
-    """Return the body of `/tokenize` that gives the tokens of a message's prompt.
-
-    Raises:
-        BadRequestError: It has what is not served.
-    """
-    return _prompt(body)
 
 
 def anthropic_error(status: int, error: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,9 +141,9 @@ def _chat(body: MessagesRequest) -> dict[str, Any]:
     """Return the body of the chat completion that answers a request.
 
     Raises:
-        BadRequestError: It asks for what is not served.
+        BadRequestError: It asks for something that is not supported.
     """
-    chat = _prompt(body)
+    chat = prompt_fields(body)
     chat["max_tokens"] = body.max_tokens
     for name in ("temperature", "top_p", "top_k"):
         if (value := getattr(body, name)) is not None:
@@ -160,7 +151,7 @@ def _chat(body: MessagesRequest) -> dict[str, Any]:
     if body.stop_sequences:
         chat["stop"] = body.stop_sequences
     if body.stream:
-        # The first event tells the tokens of the prompt.
+        # The first event has the number of prompt tokens.
         options = {"include_usage": True, "continuous_usage_stats": True}
         chat |= {"stream": True, "stream_options": options}
     if isinstance(user := (body.metadata or {}).get("user_id"), str):
@@ -179,15 +170,19 @@ def _chat(body: MessagesRequest) -> dict[str, Any]:
     return chat
 
 
-def _prompt(body: CountTokensRequest) -> dict[str, Any]:
-    """Return the fields of a chat that its prompt is made of."""
+def prompt_fields(body: CountTokensRequest) -> dict[str, Any]:
+    """Return the fields of a chat, and of `/tokenize`, that determine the prompt.
+
+    Raises:
+        BadRequestError: It asks for something that is not supported.
+    """
     system = text_of(body.system, _TEXTS, "system", "system")
-    said = [text for text in system if not text.startswith(_PASSING)]
+    said = [text for text in system if not text.startswith(_BILLING)]
     messages: list[_Message] = []
     if said:
         messages.append({"role": "system", "content": "\n\n".join(said)})
     for index, message in enumerate(body.messages):
-        messages += _said(message, f"messages[{index}]")
+        messages += _chat_messages(message, f"messages[{index}]")
     fields: dict[str, Any] = {"messages": with_one_system(messages)}
     if body.model is not None:
         fields["model"] = body.model
@@ -204,8 +199,8 @@ def _prompt(body: CountTokensRequest) -> dict[str, Any]:
     return fields
 
 
-def _said(message: dict[str, Any], where: str) -> list[_Message]:
-    """Return a message as those of a chat: results of tools are messages of their own."""
+def _chat_messages(message: dict[str, Any], where: str) -> list[_Message]:
+    """Return a message as messages of a chat; each tool result becomes one."""
     role = string_in(message, "role", where, _PARAM)
     role = _ROLES.get(role, role)
     content = message.get("content")
@@ -222,7 +217,7 @@ def _said(message: dict[str, Any], where: str) -> list[_Message]:
             case "thinking":
                 thoughts.append(string_in(block, "thinking", place, _PARAM))
             case "redacted_thinking":
-                pass  # nobody here can read it
+                pass  # it is encrypted
             case "tool_use":
                 calls.append(_call(block, place))
             case "tool_result":
@@ -299,7 +294,7 @@ def _block(part: AnswerPart) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Return a call's arguments; as text where an answer was cut off within them."""
+    """Return a call's arguments; as text if the answer ended within them."""
     try:
         return msgspec.json.decode(text) if text else {}
     except (msgspec.DecodeError, RecursionError):

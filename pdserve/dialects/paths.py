@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from pdserve.dialects.messages import MessagesDialect, anthropic_error, tokenize_body
+from pdserve.dialects.messages import MessagesDialect, anthropic_error, prompt_fields
 from pdserve.dialects.responses import PARAMS, ResponsesDialect
 from pdserve.errors import BadRequestError
 from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
@@ -23,13 +23,13 @@ COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 
 
 def dialect_of(path: str, data: bytes, request_id: str) -> Dialect | None:
-    """Return the translator of a request; None if its path is no dialect's.
+    """Return the translator of a request; None if its path belongs to no dialect.
 
     Args:
-        data: Its body.
+        data: Body of the request.
 
     Raises:
-        BadRequestError: It cannot be read, or asks for what is not served.
+        BadRequestError: It cannot be read, or asks for something that is not supported.
     """
     if path == RESPONSES:
         return ResponsesDialect(parse_body(data, ResponsesRequest), request_id)
@@ -42,9 +42,9 @@ def tokens_asked(data: bytes) -> bytes:
     """Return the body of `/tokenize` for one of `/v1/messages/count_tokens`.
 
     Raises:
-        BadRequestError: It cannot be read, or asks for what is not served.
+        BadRequestError: It cannot be read, or asks for something that is not supported.
     """
-    asked = tokenize_body(parse_body(data, CountTokensRequest))
+    asked = prompt_fields(parse_body(data, CountTokensRequest))
     try:
         return msgspec.json.encode(asked)
     except RecursionError:
@@ -52,7 +52,7 @@ def tokens_asked(data: bytes) -> bytes:
 
 
 def tokens_counted(answer: bytes) -> bytes:
-    """Return what `/v1/messages/count_tokens` answers where `/tokenize` has given an answer."""
+    """Return the answer of `/v1/messages/count_tokens` for one of `/tokenize`."""
     return msgspec.json.encode({"input_tokens": msgspec.json.decode(answer)["count"]})
 
 

@@ -1,7 +1,7 @@
 """OpenAI's Responses, stateless: `POST /v1/responses`.
 
-Events and objects as openai-python's types have them (`openai.types.responses`). Each part of the
-answer is an item of its output. Reasoning comes as it is, and may be sent back as it came.
+Events and objects follow openai-python's types (`openai.types.responses`). Each part of the answer
+is an item of its output. Reasoning is sent as plain text, and clients may send it back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARAMS: Final = {
     "truncate_prompt_tokens": "truncation",
     "continue_final_message": "input",
 }
-"""What fields of a chat are called here."""
+"""Names of a chat's fields in this protocol."""
 _SAME: Final = (
     "model", "temperature", "top_p", "user", "top_k", "repetition_penalty", "logit_bias", "seed",
     "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "priority",
@@ -36,7 +36,7 @@ _SAME: Final = (
 )  # fmt: skip
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDABLE: Final = (_LOGPROBS, "reasoning.encrypted_content")
-"""Nothing has to be encrypted of reasoning that clients may read."""
+"""Reasoning is readable in any case, so the second one changes nothing."""
 _PREFIXES: Final = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}
 
 
@@ -44,10 +44,10 @@ class ResponsesDialect(Dialect):
     """One response.
 
     Args:
-        request_id: From which its id and those of its items are made.
+        request_id: Basis of its id and of those of its items.
 
     Raises:
-        BadRequestError: It asks for what is not served.
+        BadRequestError: It asks for something that is not supported.
     """
 
     def __init__(self, body: ResponsesRequest, request_id: str) -> None:
@@ -207,7 +207,7 @@ def _content(part: AnswerPart) -> dict[str, Any]:
 
 
 def _without_bytes(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of log-probabilities as events have it."""
+    """Return a row of log-probabilities in the form that events have."""
     top = [{**each, "bytes": None} for each in row.get("top_logprobs", ())]
     for each in top:
         del each["bytes"]
@@ -218,7 +218,7 @@ def _chat(body: ResponsesRequest) -> dict[str, Any]:
     """Return the body of the chat completion that answers a request.
 
     Raises:
-        BadRequestError: It asks for what is not served.
+        BadRequestError: It asks for something that is not supported.
     """
     messages, is_open = messages_of(body.input, body.instructions)
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
@@ -248,7 +248,7 @@ def _format(text: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a chat for `text`.
 
     Raises:
-        BadRequestError: Its format is no object.
+        BadRequestError: Its format is not an object.
     """
     wanted = text.get("format")
     if not isinstance(wanted, dict | None):
