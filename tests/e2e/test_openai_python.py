@@ -347,7 +347,9 @@ def test_logprobs_of_completions_come_in_columns(proxy: openai.OpenAI) -> None:
 
 def test_logprobs_of_chat_come_in_rows(proxy: openai.OpenAI) -> None:
     fields = {"logprobs": True, "top_logprobs": 3, "temperature": 0.0}
-    choice = ask(proxy, "chat", **fields).choices[0]
+    # Rows spell special tokens, too.
+    whole = {"skip_special_tokens": False}
+    choice = ask(proxy, "chat", extra_body=whole, **fields).choices[0]
     assert choice.logprobs.content
     spelled = b"".join(bytes(row.bytes) for row in choice.logprobs.content)
     if choice.finish_reason == "length":
