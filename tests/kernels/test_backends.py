@@ -59,7 +59,8 @@ def test_calls_that_a_twin_does_not_take_are_the_references_and_one_line_says_so
 ) -> None:
     directory = write_tiny_model(tmp_path, "llama")
     config = json.loads((directory / "config.json").read_text())
-    config |= {"architectures": ["MistralForCausalLM"], "sliding_window": 19}
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    config["sliding_window"] = 19
     (directory / "config.json").write_text(json.dumps(config))
     kernels = choose(CPU, TINY)
     caplog.clear()

@@ -26,7 +26,7 @@ def run(way, path):
     """Return outcomes, what the stand-in was told of bookings, and what each engine computed."""
     fleet = Fleet(parse_layout("2P2D"), settings_of("least_loaded"))
     command = [sys.executable, STAND_IN, way, path]
-    patience_s = 0.3 if way == "deaf" else 20.0
+    patience_s = 3.0 if way == "deaf" else 20.0
     outcomes = serve(fleet, TURNS, command, counts_blocks=True, patience_s=patience_s)
     for engine in fleet.engines.values():
         assert_nothing_held(engine.scheduler)
