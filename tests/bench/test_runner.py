@@ -122,15 +122,14 @@ async def test_an_answer_may_have_a_length_and_need_not_say_done(
     assert (outcome.error, len(outcome.chunk_s)) == ("", 2)
 
 
-async def test_requests_go_out_when_they_are_due_whatever_came_back(
-    server: ScriptedServer,
-) -> None:
+async def test_requests_go_out_when_they_are_due_whatever_came_back() -> None:
     prompt = script(first_s=3.0)
-    found = await run(server, [request(n, prompt, at_s=0.05 * n) for n in range(6)])
+    with scripted_server() as server:  # its own: it counts what is open at once
+        found = await run(server, [request(n, prompt, at_s=0.05 * n) for n in range(6)])
+        assert server.max_open() == 6
     assert [each.scheduled_s for each in found.outcomes] == pytest.approx(
         [0.05 * n for n in range(6)]
     )
-    assert server.max_open() == 6
     sent = [each.sent_s for each in found.outcomes]
     assert sent == sorted(sent)
 
