@@ -395,9 +395,9 @@ def test_an_engine_is_drained(stage: Stage, name: str) -> None:
 
 
 def drain_under_load(stage: Stage, name: str, deadline_s: float) -> int:
-    """Drain an engine while six streams run; return how many went on elsewhere."""
+    """Drain an engine while streams run; return how many went on elsewhere."""
     stage.wait_kv_moves()  # to each of two: a row before this may have left a breaker open
-    streams, right = many(stage, 6, 700, num_begun=6)
+    streams, right = many(stage, 6, 700)
     since = time.monotonic()
     series = ("pdserve_migration_stall_seconds_count", "pdserve_migration_stall_seconds_sum")
     before = [stage.deployment.metric("proxy", each) for each in series]

@@ -38,6 +38,8 @@ SPILLED = {
     "attention latents, 128 heads": 800,
     "attention latents, prompt": 32,
     "attention latents, prompt, fp32": 24,
+    "many 128x160": 40,
+    "many 128x192": 40,
     "gated 2048": 128,
     "experts 2048": 144,
 }
