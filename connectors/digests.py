@@ -134,7 +134,7 @@ class BlockDigests:
         first_token: int,
         num_tokens: int,
     ) -> bytes:
-        """What P's `of` must be for what has come to this rank, of D, over a route.
+        """Return what P's `of` must have returned for KV that came here, to D, over a route.
 
         One per block of P, whatever D's block size. For any thread; heavy.
 

@@ -1,4 +1,4 @@
-"""Says which rank of P has something for which rank of D, for any pair of KV shapes.
+"""Says which ranks of P have KV for which ranks of D, for any pair of KV shapes.
 
 Pure. It knows shapes, and nothing of addresses, transports, leases or which of the two sides moves
 the bytes. `pieces` cuts what goes over one route.

@@ -90,7 +90,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def why_outside(self, units: npt.NDArray[np.int32], unit_bytes: int) -> str | None:
-        """Return why these cannot be units, of `unit_bytes` each, of this; None = they can."""
+        """Return why these cannot be units of this memory, `unit_bytes` each; None: they can."""
         if self.num_bytes % unit_bytes:
             return f"units of {unit_bytes} bytes do not divide {self} evenly"
         num_units = self.num_bytes // unit_bytes

@@ -58,7 +58,7 @@ def trace_query(query: Mapping[str, str]) -> TraceQuery:
 
 
 async def gathered(dump: Dump) -> ProcessTrace:
-    """A dump of this process's own; streams go on between two of its pieces."""
+    """Return this process's own dump; streams go on between two of its pieces."""
     pieces = []
     for piece in dump.pieces:
         pieces.append(piece)

@@ -158,7 +158,7 @@ class Batcher:
 
     def _budget_of(self, request: Request, budget: int) -> int:
         """Return how much of a step's budget is left for a waiting request."""
-        if not (self._state.num_yielding and _yields(request)):
+        if not _yields(request):
             return budget
         return 0 if self._sits_out(request) else max(0, min(budget, self._yielding_left))
 
