@@ -109,8 +109,8 @@ class Quorum:
                 continue
             if len(parts) < self._num_ranks:
                 # The others may still wait for a peer that only this rank knows to be gone.
-                told = [part for part in parts.values() if isinstance(part, Failed)]
-                failing += told if told == [load] else []
+                failures = [part for part in parts.values() if isinstance(part, Failed)]
+                failing += failures if failures == [load] else []
                 continue
             match _whole(parts):
                 case Received() as whole:

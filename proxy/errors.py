@@ -90,8 +90,8 @@ class WorkerError(UpstreamError):
         is_end: bool = False,
     ) -> None:
         code, what = CAUSES[reason]
-        told = f"{what}; the proxy's log says which, and more, under this request's id"
-        super().__init__(told, code=code, retry_after_s=retry_after_s, detail=detail)
+        message = f"{what}; the proxy's log says which, and more, under this request's id"
+        super().__init__(message, code=code, retry_after_s=retry_after_s, detail=detail)
         self.reason = reason
         self.was_taken = was_taken
         self.is_end = is_end or reason in _ENDS

@@ -118,7 +118,7 @@ class LiveRequests:
             return None
         admission, outcomes = self._admission, self._outcomes
         ttfts_ms = sorted(self._ttfts_ms)
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "ended": outcomes.total(),
             "failed": outcomes["error"] + outcomes["shed"],
             "prompt_tokens_per_s": round(max(0, tokens[0] - before[0]) / seconds, 1),
@@ -133,7 +133,7 @@ class LiveRequests:
             **{role.value: self._ready(role) for role in Role},
         }
         self._begin()
-        return told
+        return fields
 
     def _tokens(self) -> tuple[int, int]:
         """Prompt and output tokens of all requests since the start, as far as they have come."""
@@ -211,10 +211,10 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
 
 def times_in_words(story: Story) -> str:
     """Return where the time went: the end of the log line."""
-    told = ""
+    words = ""
     if terms := story.ttft_terms():
         name = "ttft" if story.streamed else "first token"
-        told = f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
+        words = f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
     parts = []
     if terms := story.second_token_terms():
         always = ("kv", "handover", "first_step")
@@ -237,7 +237,7 @@ def times_in_words(story: Story) -> str:
     if story.rungs:
         rungs = ",".join(f"{rung.value}({reason})" for rung, reason in story.rungs)
         parts.append(f"ladder {rungs}")
-    return told + "".join(f" | {part}" for part in parts)
+    return words + "".join(f" | {part}" for part in parts)
 
 
 def _parts_of(story: Story, terms: dict[str, float]) -> dict[str, str]:

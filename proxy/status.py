@@ -137,9 +137,9 @@ class Status:
         failures = await asyncio.gather(
             *(http.post_empty(f"{engine.url}{path}", headers) for engine in engines)
         )
-        if told := [failure for failure in failures if failure is not None]:
-            message = f"not every engine forgot its prefixes: {'; '.join(why for _, why in told)}"
-            if all(status == 400 for status, _ in told):  # they do not do what was requested
+        if known := [failure for failure in failures if failure is not None]:
+            message = f"not every engine forgot its prefixes: {'; '.join(why for _, why in known)}"
+            if all(status == 400 for status, _ in known):  # they do not do what was requested
                 raise BadRequestError(message)
             raise UpstreamError(message, code="prefix_cache_not_reset")
         return web.Response()

@@ -225,7 +225,7 @@ def front_request(request: Finished, *, is_over: bool) -> FrontRequest:
         outcome=request.outcome if is_over else "",
         ttft_s=marks.get("first_token", start_s) - start_s,
         windows=windows,
-        notes=[(start_s + told.at_ms * _SECONDS_PER_MS, told.event) for told in request.story],
+        notes=[(start_s + each.at_ms * _SECONDS_PER_MS, each.event) for each in request.story],
         facts=facts,
     )
 

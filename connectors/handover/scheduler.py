@@ -232,8 +232,8 @@ class HandoverScheduler(KVConnectorScheduler):
             (self._outgoing[each], step.get(each)) for each in step if each in self._outgoing
         ]
         chunks = [outgoing.take_chunk(each, step.num_tokens) for outgoing, each in scheduled]
-        told = [chunk for chunk in chunks if chunk is not None]
-        return ConnectorMetadata(msgspec.msgpack.encode(told)) if told else None
+        due = [chunk for chunk in chunks if chunk is not None]
+        return ConnectorMetadata(msgspec.msgpack.encode(due)) if due else None
 
     def take_instructions(self) -> ConnectorMetadata | None:
         """See `KVConnectorScheduler`."""

@@ -57,8 +57,8 @@ class StoreHttpSide:
         headers = {} if body is None else {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}/{path}", body, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as told:
-                answer: bytes = told.read()
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                answer: bytes = response.read()
         except urllib.error.HTTPError as error:
             error.close()
             return b""

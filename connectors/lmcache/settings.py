@@ -45,8 +45,8 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not self.server_url.startswith(_SCHEMES):
             self._refuse("url", f"{self.url!r}: it must begin with {' or '.join(_SCHEMES)}")
         if self.http_url and not self.http_url.startswith(_HTTP_SCHEMES):
-            told = " or ".join(_HTTP_SCHEMES)
-            self._refuse("http-url", f"{self.http_url!r}: it must begin with {told}")
+            schemes = " or ".join(_HTTP_SCHEMES)
+            self._refuse("http-url", f"{self.http_url!r}: it must begin with {schemes}")
         if self.save not in _SAVES:
             self._refuse("save", f"{self.save!r}: use one of {', '.join(_SAVES)}")
         for name in ("timeout_s", "heartbeat_s", "max_pending_chunks"):

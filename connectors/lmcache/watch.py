@@ -70,11 +70,11 @@ class StoreWatch(threading.Thread):
         self._inbox: queue.SimpleQueue[ChunkRange | ChunkRelease | None] = queue.SimpleQueue()
         self._lookups: dict[int, _Lookup] = {}
         self._locked: dict[int, ChunkRange] = {}
-        self._told: list[Any] = []  # futures of the last releases
+        self._releases: list[Any] = []  # futures of the last ones
         self._ping: Any = None
         self._next_ping_s = 0.0
         self._is_refused = False
-        self._told_stages: set[str] = set()
+        self._warned_stages: set[str] = set()
 
     def post(self, instructions: StoreInstructions) -> None:
         """Queue lookups and releases."""
@@ -170,10 +170,10 @@ class StoreWatch(threading.Thread):
             return
         lost = [each.chunks for each in self._lookups.values()]
         for chunks in (*self._locked.values(), *lost):
-            self._told += self._link.client.release(chunks, is_last=True)
+            self._releases += self._link.client.release(chunks, is_last=True)
         deadline_s = time.monotonic() + self._settings.timeout_s
-        for told in self._told:
-            told.wait(max(0.0, deadline_s - time.monotonic()))
+        for release in self._releases:
+            release.wait(max(0.0, deadline_s - time.monotonic()))
 
     # --- the server
 
@@ -198,8 +198,8 @@ class StoreWatch(threading.Thread):
     def _name_other_stages(self) -> None:
         """Warn once of each set of other stages in the store, as a miss does not show its cause."""
         for stages in self._link.client.other_stages():
-            if stages not in self._told_stages:
-                self._told_stages.add(stages)
+            if stages not in self._warned_stages:
+                self._warned_stages.add(stages)
                 log_event(
                     _log,
                     "an engine's KV in the store is not taken: it has other pipeline stages",
@@ -240,7 +240,7 @@ class StoreWatch(threading.Thread):
         if taken.is_last:
             self._locked.pop(taken.chunks.session, None)
         if self._link.is_up:
-            self._told = self._link.client.release(taken.chunks, is_last=taken.is_last)
+            self._releases = self._link.client.release(taken.chunks, is_last=taken.is_last)
 
     def _poll(self, now_s: float) -> None:
         timeout_s = self._settings.timeout_s

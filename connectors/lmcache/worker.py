@@ -112,10 +112,10 @@ class LMCacheWorker(KVConnectorWorker):
 
     def post(self, metadata: ConnectorMetadata) -> None:
         """See `KVConnectorWorker`."""
-        threads, told = self._started(), read_instructions(metadata.payload)
+        threads, instructions = self._started(), read_instructions(metadata.payload)
         if self._context.rank == 0:
-            threads.watch.post(told)
-        for each in told.saves:
+            threads.watch.post(instructions)
+        for each in instructions.saves:
             threads.saving.put(each)
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> bool:

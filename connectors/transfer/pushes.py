@@ -286,7 +286,7 @@ class Push:
         if part.is_idle:
             self._observe()
             self._say_if_pushed(part)
-        if part.state is OutgoingState.ACCEPTED and self._written(part) > part.told:
+        if part.state is OutgoingState.ACCEPTED and self._written(part) > part.reported:
             self._say_progress(part)
 
     def _digest(self, first_token: int, end_token: int, *, num_layers: int | None = None) -> None:
@@ -370,7 +370,7 @@ class Push:
 
     def _say_progress(self, part: OutgoingPart, num_tokens: int = 0) -> None:
         """Send one rank of D the progress of its part."""
-        num_settled, layers_end = part.told = self._written(part)
+        num_settled, layers_end = part.reported = self._written(part)
         part.destination.send(
             Progress(
                 load_id=part.register.load_id,

@@ -206,7 +206,7 @@ class OutgoingPart:
         needs_agent: Whether D was told that its agent is needed.
         until_s: Deadline for D's answer.
         num_bytes, num_descriptors: Totals written.
-        told: Tokens and layers reported to D as written, as in `Progress`.
+        reported: Tokens and layers that D knows to be written, as in `Progress`.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class OutgoingPart:
         self.was_rewritten = False
         self.num_bytes = 0
         self.num_descriptors = 0
-        self.told = (0, 0)
+        self.reported = (0, 0)
         self._seams = seams
         self._on_settled = on_settled
         self._on_slow = on_slow

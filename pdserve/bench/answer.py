@@ -103,8 +103,8 @@ class Answer:
         if not self.error and not self.is_done and not self.finish_reason:
             self.error = "the answer broke off: neither a finish reason nor [DONE] came"
         if self._bare_end_s is not None and not self.error:
-            told = self.usage[1] if self.usage is not None else None
-            is_token = not self.chunk_s if told is None else sum(self.chunk_tokens) < told
+            total = self.usage[1] if self.usage is not None else None
+            is_token = not self.chunk_s if total is None else sum(self.chunk_tokens) < total
             if is_token:
                 self.chunk_s.append(self._bare_end_s)
                 self.chunk_tokens.append(1)

@@ -76,17 +76,17 @@ class Stages:
     def fill_in(self, outcomes: Sequence[Outcome]) -> None:
         """Put the records into the outcomes."""
         for outcome in outcomes:
-            told = self.by_id.get(outcome.request_id)
-            if told is not None:
-                outcome.stages = told.ttft_terms or {}
-                outcome.second_stages = told.second_token_terms or {}
-                outcome.kv_mode = told.kv_mode or ""
+            line = self.by_id.get(outcome.request_id)
+            if line is not None:
+                outcome.stages = line.ttft_terms or {}
+                outcome.second_stages = line.second_token_terms or {}
+                outcome.kv_mode = line.kv_mode or ""
 
     async def engines(self) -> list[dict[str, str]]:
         """Return the engines of the deployment that served, as far as it reports them."""
         seen: dict[tuple[str, str], None] = {}
-        for told in self.by_id.values():
-            for role, url in (("prefill", told.prefill), ("decode", told.decode)):
+        for line in self.by_id.values():
+            for role, url in (("prefill", line.prefill), ("decode", line.decode)):
                 if url:
                     seen[role, url] = None
         return [{"role": role, "url": url} for role, url in sorted(seen)]

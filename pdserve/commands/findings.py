@@ -74,8 +74,8 @@ def numerics(one: RunningEngine, other: RunningEngine) -> Finding | None:
         return None
     names = f"{one.url} and {other.url}"
     if ours == theirs:
-        told = ", ".join(f"{key} {value}" for key, value in ours.items())
-        return Finding("numerics", Grade.OK, f"{names} round alike: {told}")
+        fields = ", ".join(f"{key} {value}" for key, value in ours.items())
+        return Finding("numerics", Grade.OK, f"{names} round alike: {fields}")
     differences = ", ".join(
         f"{key} {ours.get(key)} and {theirs.get(key)}"
         for key in sorted({*ours, *theirs})

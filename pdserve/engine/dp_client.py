@@ -341,11 +341,11 @@ async def _of_core(
     index: int, outputs: AsyncGenerator[EngineOutput, None]
 ) -> AsyncGenerator[EngineOutput, None]:
     """Yield `outputs`; the first output of each request names its core."""
-    told: set[RequestId] = set()
+    seen: set[RequestId] = set()
     async with contextlib.aclosing(outputs):
         async for output in outputs:
-            if index and output.request_id not in told:
-                told.add(output.request_id)
+            if index and output.request_id not in seen:
+                seen.add(output.request_id)
                 output = msgspec.structs.replace(output, core=index)
             yield output
 

@@ -90,9 +90,9 @@ class RankActor:
         """Run as the rank that an encoded `Launch` describes, until told to close."""
         from pdserve.executor import rank
 
-        told = msgspec.msgpack.decode(launch, type=Launch)
-        configure_logging(sys.stderr, told.log)  # which Ray keeps
-        return rank.run(told)
+        decoded = msgspec.msgpack.decode(launch, type=Launch)
+        configure_logging(sys.stderr, decoded.log)  # which Ray keeps
+        return rank.run(decoded)
 
 
 class RayExecutor(RankedExecutor):

@@ -352,7 +352,7 @@ def _refuse_tokens_without_logprobs(body: SamplingFields, has_logprobs: bool) ->
 def _check_sizes(body: SamplingFields) -> None:
     """Limit what an engine, or this event loop, searches for each token."""
     stops, words = body.stops, body.bad_words or ()
-    told = body.logprob_token_ids or ()
+    token_ids = body.logprob_token_ids or ()
     biases, stop_ids = body.logit_bias or (), body.stop_token_ids or ()
     chars = "characters in all"
     many = "to allow or forbid many tokens, use allowed_token_ids"
@@ -360,7 +360,7 @@ def _check_sizes(body: SamplingFields) -> None:
         ("stop", len(stops), MAX_STOPS, "strings", "give fewer"),
         ("stop", sum(map(len, stops)), MAX_STOP_CHARS, chars, "shorten the strings"),
         ("stop_token_ids", len(stop_ids), MAX_STOP_TOKEN_IDS, "ids", "give fewer"),
-        ("logprob_token_ids", len(told), MAX_LOGPROB_TOKEN_IDS, "ids", "give fewer"),
+        ("logprob_token_ids", len(token_ids), MAX_LOGPROB_TOKEN_IDS, "ids", "give fewer"),
         ("bad_words", len(words), MAX_BAD_WORDS, "words", "forbid single tokens by logit_bias"),
         ("bad_words", sum(map(len, words)), MAX_BAD_WORDS_CHARS, chars, "give fewer words"),
         ("logit_bias", len(biases), MAX_LOGIT_BIAS, "tokens", many),

@@ -133,16 +133,16 @@ def load_weights(
     """
     source.check(slots, tied_head=tied_head, unused=unused)
     total = max(1, sum(slot.num_elements for slot in slots.values()))
-    done, told = 0, 0
+    done, reported = 0, 0
     for name, tensor in source.tensors(slots):
         load = slots[name].load
         assert load is not None
         load(tensor)
         done += tensor.numel()
         percent = 100 * done // total
-        if percent >= told + 10:
-            told = percent - percent % 10
-            progress(f"weights {told} %")
+        if percent >= reported + 10:
+            reported = percent - percent % 10
+            progress(f"weights {reported} %")
 
 
 class Checkpoint:

@@ -96,8 +96,8 @@ def engine_families(
     """
     families: dict[str, Metric] = {}
     levels = {engine: _levels_of(load) for engine, load in loads.items()}
-    for kind, told in ((GaugeMetricFamily, levels), (CounterMetricFamily, counts)):
-        for engine, values in told.items():
+    for kind, by_engine in ((GaugeMetricFamily, levels), (CounterMetricFamily, counts)):
+        for engine, values in by_engine.items():
             for (name, value), number in values.items():
                 if name == _STEP_TOKENS:
                     continue

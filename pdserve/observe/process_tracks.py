@@ -305,15 +305,15 @@ class ProcessTracks:
     def _names(self) -> Iterator[dict[str, Any]]:
         process = self.process
 
-        def told(what: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+        def metadata(what: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
             return {"ph": "M", "name": what, "pid": self.pid, "tid": tid, "ts": 0, "args": args}
 
-        yield told("process_name", 0, {"name": self.name})
-        yield told("process_sort_index", 0, {"sort_index": self.pid})
-        yield told("process_labels", 0, {"labels": f"{process.host}, process {process.pid}"})
+        yield metadata("process_name", 0, {"name": self.name})
+        yield metadata("process_sort_index", 0, {"sort_index": self.pid})
+        yield metadata("process_labels", 0, {"labels": f"{process.host}, process {process.pid}"})
         for tid, name in sorted(self._tids.items()):
-            yield told("thread_name", tid, {"name": name})
-            yield told("thread_sort_index", tid, {"sort_index": tid})
+            yield metadata("thread_name", tid, {"name": name})
+            yield metadata("thread_sort_index", tid, {"sort_index": tid})
 
     def _ns(self, at_s: float) -> int:
         return round((at_s - self._zero_s) * _NS_PER_S)

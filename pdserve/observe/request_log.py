@@ -170,9 +170,9 @@ def times_of(
         gaps_s: Seconds between outputs.
         tokens_per_step: Where drafts were verified.
     """
-    told = ""
+    words = ""
     if ttft_s is not None:
-        told += f" ttft={ttft_s * 1e3:.1f}ms"
+        words += f" ttft={ttft_s * 1e3:.1f}ms"
         parts = []
         for name, seconds in stages.items():
             part = f"{name.replace('_', ' ')} {seconds * 1e3:.1f}"
@@ -180,14 +180,14 @@ def times_of(
                 part += f" ({moved(kv.num_bytes, kv.seconds, digest_s=kv.digest_s)})"
             parts.append(part)
         if parts:
-            told += " = " + " + ".join(parts)
+            words += " = " + " + ".join(parts)
     if gaps_s:
-        told += f" | itl p50 {statistics.median(gaps_s) * 1e3:.1f} max {max(gaps_s) * 1e3:.1f}"
+        words += f" | itl p50 {statistics.median(gaps_s) * 1e3:.1f} max {max(gaps_s) * 1e3:.1f}"
     if tokens_per_step is not None:
-        told += f" | spec {tokens_per_step:.1f}/step"
+        words += f" | spec {tokens_per_step:.1f}/step"
     if kv is not None and (stored := kv.store.of(num_prompt_tokens)):
-        told += f" | {stored}"
-    return told
+        words += f" | {stored}"
+    return words
 
 
 def moved(num_bytes: int, seconds: float, *, digest_s: float) -> str:

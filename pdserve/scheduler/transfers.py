@@ -260,8 +260,8 @@ class Transfers:
             num_external = min(max(0, whole - num_hit), num_external)
             self._note_failure(request, failed, now_s)
             self._counters.count_remedy(Remedy.RECOMPUTE)
-            told = ConnectorReport(failed=[failed])
-            error = guarded(partial(self._connector.update_connector_output, told))
+            report = ConnectorReport(failed=[failed])
+            error = guarded(partial(self._connector.update_connector_output, report))
             if isinstance(error, Exception):
                 self.end_broken(request.request_id, error, now_s, what="go on with")
                 return

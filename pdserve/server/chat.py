@@ -295,12 +295,12 @@ class _Form(AnswerForm):
 
     def _of_prompt(self) -> dict[str, Any]:
         """Return the fields about the prompt, which appear once."""
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._body.return_token_ids:
-            told["prompt_token_ids"] = self._job.prompts[0]
+            fields["prompt_token_ids"] = self._job.prompts[0]
         if self._body.return_prompt_text:
-            told["prompt_text"] = self._prompt
-        return told
+            fields["prompt_text"] = self._prompt
+        return fields
 
     def _message(self, delta: Delta) -> dict[str, Any]:
         """Return the whole message of a choice."""

@@ -194,17 +194,17 @@ def known_tokens(
     """
     if params is None or not params.do_remote_prefill or params.pdserve is None:
         return None
-    told = params.pdserve.prompt_tokens
-    if told is None or not text_digest or told.text_digest != text_digest:
+    sent = params.pdserve.prompt_tokens
+    if sent is None or not text_digest or sent.text_digest != text_digest:
         return None
-    if len(told.token_ids) != num_prompts:
+    if len(sent.token_ids) != num_prompts:
         raise BadRequestError(
-            f"{PARAMS}: pdserve.prompt_tokens has {len(told.token_ids)} entries "
+            f"{PARAMS}: pdserve.prompt_tokens has {len(sent.token_ids)} entries "
             f"for {num_prompts} prompts",
             param=PARAMS,
         )
     try:
-        packed = [base64.b64decode(text, validate=True) for text in told.token_ids]
+        packed = [base64.b64decode(text, validate=True) for text in sent.token_ids]
         return [array.array("I", each).tolist() for each in packed]
     except ValueError as error:
         raise _malformed(error) from error

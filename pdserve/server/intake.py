@@ -53,10 +53,10 @@ def say_unknown_fields(
     Args:
         also: See `note_ignored`.
     """
-    told = request.app[SERVICE].ignored_fields
+    logged = request.app[SERVICE].ignored_fields
     for name in note_ignored(request, top_level(data), kind, also=also):
-        if name not in told and len(told) < _MAX_IGNORED:
-            told.add(name)
+        if name not in logged and len(logged) < _MAX_IGNORED:
+            logged.add(name)
             shown = ascii(name[:MAX_NAME_CHARS])
             log_event(_log, "request field ignored", field=shown)
 

@@ -93,8 +93,8 @@ class Registrar:
     @property
     def refusal(self) -> str | None:
         """Which proxies refuse this engine, and why; None if no known answer is a refusal."""
-        told = [f"{proxy} refuses it: {why}" for proxy, why in self._refusals.items()]
-        return "; ".join(told) or None
+        refusals = [f"{proxy} refuses it: {why}" for proxy, why in self._refusals.items()]
+        return "; ".join(refusals) or None
 
     async def start(self) -> None:
         """Begin to register.

@@ -162,14 +162,14 @@ def _transfer_params(request: web.Request, job: TextRequest) -> HandedOver | Non
     if not any(job.handoffs):
         return None
     service, prompts = request.app[SERVICE], request.get(PROMPT_TOKENS)
-    told = None
+    prompt_tokens = None
     if prompts is not None and service.text is not None:
-        told = tokens_to_send(prompts, service.text.digest)
+        prompt_tokens = tokens_to_send(prompts, service.text.digest)
     ours = PdserveParams(
         created=job.created,
         seed=job.seed,
         cached_tokens=[choice.num_cached_tokens or 0 for choice in job.choices],
-        prompt_tokens=told,
+        prompt_tokens=prompt_tokens,
     )
     return response_params(
         job.handoffs,

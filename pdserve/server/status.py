@@ -292,8 +292,8 @@ async def requests(request: web.Request) -> web.Response:
     """What runs; and with `?finished=N` the newest N that ended, those after `&after=SEQ`."""
     service = request.app[SERVICE]
     finished = service.recent.asked_for(request.query)
-    told = [running(job) for job in service.jobs.values()]
-    return json_answer({"running": told, "finished": msgspec.Raw(finished)})
+    requests = [running(job) for job in service.jobs.values()]
+    return json_answer({"running": requests, "finished": msgspec.Raw(finished)})
 
 
 async def trace(request: web.Request) -> web.Response:

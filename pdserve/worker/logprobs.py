@@ -56,9 +56,9 @@ def token_logprobs(
     ]
     for row, named in enumerate(alternatives):
         if not isinstance(named, int):
-            told = (logits[row, list(named)] - normaliser[row]).tolist()
+            logprobs = (logits[row, list(named)] - normaliser[row]).tolist()
             described[row] = msgspec.structs.replace(
-                described[row], top=list(zip(named, told, strict=True))
+                described[row], top=list(zip(named, logprobs, strict=True))
             )
     return described
 

@@ -147,7 +147,7 @@ def told_of(
     """
     lost = {*output.non_finite_ids, *(request_ids[i] for i in verified.non_finite)}
     drafted = zip(request_ids, drafts or [], strict=False)
-    told = msgspec.structs.replace(
+    sampled = msgspec.structs.replace(
         output,
         request_ids=request_ids,
         sampled_token_ids=verified.token_ids,
@@ -155,7 +155,7 @@ def told_of(
         non_finite_ids=sorted(lost),
         logprobs={request_ids[i]: entries for i, entries in verified.logprobs.items()},
     )
-    return _without(told, verified.hindered) if verified.hindered else told
+    return _without(sampled, verified.hindered) if verified.hindered else sampled
 
 
 def _without(output: ModelRunnerOutput, hindered: Mapping[int, Hindered]) -> ModelRunnerOutput:

@@ -102,8 +102,8 @@ class SpreadVocabulary:
 
     def announce(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the first rank's `values` on every rank; the others pass an array as long."""
-        told = self._tp.broadcast(torch.from_numpy(values).to(self._device))
-        return told.cpu().numpy()
+        received = self._tp.broadcast(torch.from_numpy(values).to(self._device))
+        return received.cpu().numpy()
 
 
 class SpreadSampler:
@@ -175,17 +175,17 @@ class SpreadSampler:
             picked, peaks = self._vocabulary.first_largest(logits[plain])
             chosen[plain] = np.where(np.isfinite(peaks), picked, _NOT_FINITE)
         gathered = self._vocabulary.whole(logits[whole] if len(plain) else logits)
-        told = np.zeros(len(whole), dtype=np.int64)
+        announced = np.zeros(len(whole), dtype=np.int64)
         hindered: dict[int, Hindered] = {}
         if gathered is not None:
             assert self._sampler is not None
             sampled = self._sampler.sample(gathered, rows[whole], num_outputs[whole])
-            told = sampled.token_ids
-            told[sampled.non_finite] = _NOT_FINITE
-            told[list(sampled.hindered)] = _NO_TOKEN
+            announced = sampled.token_ids
+            announced[sampled.non_finite] = _NOT_FINITE
+            announced[list(sampled.hindered)] = _NO_TOKEN
             hindered = {int(whole[i]): why for i, why in sampled.hindered.items()}
             described = {int(whole[i]): entry for i, entry in sampled.logprobs.items()}
-        chosen[whole] = self._vocabulary.announce(told)
+        chosen[whole] = self._vocabulary.announce(announced)
         is_lost, has_none = chosen == _NOT_FINITE, chosen == _NO_TOKEN
         chosen[is_lost | has_none] = 0
         for i in np.flatnonzero(has_none).tolist():

@@ -286,8 +286,8 @@ class Worker:
         """
         runner, connector = self._started()
         self._began_s = time.monotonic()
-        told = step.connector_metadata
-        is_layerwise = told is not None and connector.start_load_kv(told)
+        metadata = step.connector_metadata
+        is_layerwise = metadata is not None and connector.start_load_kv(metadata)
         return runner.launch(step, connector if is_layerwise else None)
 
     def collect(self, launched: LaunchedStep) -> ModelRunnerOutput:

@@ -88,10 +88,10 @@ def hits_in_words(prompt: RoutePrompt, known: Mapping[str, KnownPrefix]) -> str:
 
     Estimates from prompts sent there have a tilde; a better hit at another engine follows as best.
     """
-    told = []
+    hits = []
     for leg in filter(known.__contains__, ("prefill", "decode", "local")):
         each = known[leg]
         best = f" (best {each.num_best})" if each.num_best > each.num_tokens else ""
-        told.append(f"{leg} {'' if each.is_exact else '~'}{each.num_tokens}{best}")
+        hits.append(f"{leg} {'' if each.is_exact else '~'}{each.num_tokens}{best}")
     unread = f" (by bytes: {prompt.unread})" if prompt.unread else ""
-    return f"hit {' '.join(told)} of {prompt.num_tokens}{unread}"
+    return f"hit {' '.join(hits)} of {prompt.num_tokens}{unread}"

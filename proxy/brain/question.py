@@ -173,16 +173,16 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
             taken: The cost of the engines actually used, in shadow.
         """
         kind = "shadow" if self.question.is_shadow else "route"
-        told = f"{kind} {self.chosen.in_words(self.margin)} because {self.reason}"
+        words = f"{kind} {self.chosen.in_words(self.margin)} because {self.reason}"
         if self.other is not None:
-            told += f", else {self.other.in_words()}"
+            words += f", else {self.other.in_words()}"
         if taken is not None:
-            told += f", sent {taken.in_words()}"
+            words += f", sent {taken.in_words()}"
         judged = taken if self.question.is_shadow else self.chosen
         if served_s is not None and judged is not None:
             off = served_s / max(1e-6, judged.ttft_s) - 1
-            told += f", was {served_s * 1e3:.1f} ({off:+.0%})"
-        return told
+            words += f", was {served_s * 1e3:.1f} ({off:+.0%})"
+        return words
 
 
 def default_ttft_slo_s(times: ServiceTimes, num_tokens: int) -> float:

@@ -191,9 +191,9 @@ class GatewayExchange:
             reason=error.error_code,
         )
         body = error_of(path, error.status, error_body(error))
-        told = {hdrs.CONTENT_TYPE.lower(): "application/json"}
-        told |= {name.lower(): value for name, value in error_headers(error).items()}
-        return refuse(error.status, told, body, f"pdserve_{error.error_code}")
+        fields = {hdrs.CONTENT_TYPE.lower(): "application/json"}
+        fields |= {name.lower(): value for name, value in error_headers(error).items()}
+        return refuse(error.status, fields, body, f"pdserve_{error.error_code}")
 
 
 class EppMetrics:

@@ -166,9 +166,9 @@ def _track(one: Outcome) -> Track:
     pieces += _pieces(one.stages or {WAIT: one.ttft_s * 1e3}, one.sent_s, first)
     at = first
     if one.second_stages and len(one.chunk_s) > 1:
-        told = _pieces(one.second_stages, first, one.chunk_s[1])
-        pieces += told
-        at = told[-1][2] if told else first
+        later = _pieces(one.second_stages, first, one.chunk_s[1])
+        pieces += later
+        at = later[-1][2] if later else first
     pieces.append((DECODE, at, one.chunk_s[-1]))
     group = f"{one.group}, " if one.group else ""
     tip = (

@@ -35,9 +35,9 @@ def stages(comparison: Comparison, rate: float | None) -> Picture | None:
                 continue
             name = f"{label}, {group}" if len(groups) > 1 else label
             first.append(_mean_track(name, those))
-            told = [one for one in those if one.second_stages]
-            if told:
-                second.append(_track(name, [one.second_stages for one in told]))
+            reporting = [one for one in those if one.second_stages]
+            if reporting:
+                second.append(_track(name, [one.second_stages for one in reporting]))
     if not first:
         return None
     charts = [_chart("Stages up to the first token", first)]
@@ -66,8 +66,8 @@ def _mean_track(name: str, those: Sequence[Outcome]) -> Track:
     pieces = [(WAIT, mean_ms)]
     if all(one.stages for one in those):
         pieces = _means([one.stages for one in those])
-        told = sum(ms for _, ms in pieces)
-        pieces.append((_UNREPORTED, max(0.0, mean_ms - told)))
+        reported_ms = sum(ms for _, ms in pieces)
+        pieces.append((_UNREPORTED, max(0.0, mean_ms - reported_ms)))
     return stacked(name, pieces, note=f"{number(mean_ms)} ms")
 
 

@@ -64,7 +64,7 @@ class CallTelling:
 
     def __init__(self, *, is_parallel: bool) -> None:
         self._is_parallel = is_parallel
-        self._told: list[tuple[CallBegins, list[str]]] = []
+        self._begun: list[tuple[CallBegins, list[str]]] = []
 
     def tell(self, pieces: Sequence[CallPiece]) -> list[CallPiece]:
         """Return the follower's pieces to report: none of a call that was not begun."""
@@ -72,12 +72,12 @@ class CallTelling:
         for piece in pieces:
             match piece:
                 case CallBegins():
-                    self._told.append((piece, []))
-                case CallArguments(text) if self._told:
-                    self._told[-1][1].append(text)
+                    self._begun.append((piece, []))
+                case CallArguments(text) if self._begun:
+                    self._begun[-1][1].append(text)
                 case _:
                     continue
-            if self._is_parallel or len(self._told) == 1:
+            if self._is_parallel or len(self._begun) == 1:
                 kept.append(piece)
         return kept
 
@@ -87,27 +87,27 @@ class CallTelling:
         Raises:
             MalformedCallError: What was reported does not match, as with objects that repeat a key.
         """
-        if len(self._told) > len(calls):
+        if len(self._begun) > len(calls):
             raise MalformedCallError
         left: list[CallPiece] = []
         for index, call in enumerate(calls if self._is_parallel else calls[:1]):
             begins, sent = CallBegins(call.name, call.call_id), ""
-            if index < len(self._told):
-                told, parts = self._told[index]
+            if index < len(self._begun):
+                begun, parts = self._begun[index]
                 sent = "".join(parts)
-                if told != begins or not call.arguments.startswith(sent):
+                if begun != begins or not call.arguments.startswith(sent):
                     raise MalformedCallError
             else:
                 left.append(begins)
             if rest := call.arguments[len(sent) :]:
                 left.append(CallArguments(rest))
-        self._told = []
+        self._begun = []
         return [*left, CallEnds()] if calls else []
 
     def drop(self) -> list[CallPiece]:
         """Return the end of calls that were begun but are not calls, if any."""
-        has_begun = bool(self._told)
-        self._told = []
+        has_begun = bool(self._begun)
+        self._begun = []
         return [CallEnds(is_whole=False)] if has_begun else []
 
 
@@ -181,8 +181,8 @@ class ObjectFollower:
 
     def _read_object(self, scanned: ObjectEnd, text: str, pieces: list[CallPiece]) -> str:
         end = scanned.find(text)
-        if told := text[:end]:
-            pieces.append(CallArguments(told))
+        if piece := text[:end]:
+            pieces.append(CallArguments(piece))
         if end is None:
             return ""
         self._object = None

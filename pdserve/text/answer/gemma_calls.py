@@ -155,8 +155,8 @@ class _Follower:
         end = self._held.find(_QUOTE)
         partial = _PARTIAL_QUOTE.search(self._held, max(0, len(self._held) - len(_QUOTE)))
         until = end if end >= 0 else len(self._held) if partial is None else partial.start()
-        told = _quoted(self._held[:until])[1:-1] + '"' * (end >= 0)
-        pieces += [CallArguments(told)] if told else []
+        piece = _quoted(self._held[:until])[1:-1] + '"' * (end >= 0)
+        pieces += [CallArguments(piece)] if piece else []
         self._held = self._held[until + (end >= 0) * len(_QUOTE) :]
         self._is_in_value = end < 0
         return end >= 0
@@ -180,13 +180,13 @@ class _Follower:
     def _tell(self, end: int, pieces: list[CallPiece]) -> bool:
         """Report a value that has ended; return whether it is valid."""
         try:
-            told, at = _value(self._held[:end], 0)
+            piece, at = _value(self._held[:end], 0)
         except (ValueError, RecursionError):
             self._is_lost = True
             return False
         self._is_lost = bool(self._held[at:end].strip())
         if not self._is_lost:
-            pieces.append(CallArguments(told))
+            pieces.append(CallArguments(piece))
         self._held, self._is_in_value = self._held[end:], False
         return not self._is_lost
 

@@ -147,11 +147,11 @@ class _Follower:
         try:
             node = ast.parse(f"f({text.strip()})", mode="eval").body
             values = _values(node) if isinstance(node, ast.Call) else {}
-            told = msgspec.json.encode(values).decode()[1:-1]
+            piece = msgspec.json.encode(values).decode()[1:-1]
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-            values, told = {}, ""
+            values, piece = {}, ""
         if len(values) == 1:
-            pieces.append(CallArguments(("," if self._has_arguments else "{") + told))
+            pieces.append(CallArguments(("," if self._has_arguments else "{") + piece))
             self._has_arguments = True
         self._is_lost = sign not in ",)" or len(values) != (1 if text.strip() else 0)
         return not self._is_lost

@@ -1,7 +1,7 @@
 """Follows calls whose arguments stand between tags, as they are generated.
 
-A value that is a text is told as it comes, up to what may be its closing tag: whether one ends the
-value is said by what follows it. Other values are told when they have ended.
+A value that is a text is reported as it comes, up to a possible closing tag: only the text after a
+tag shows whether it ends the value. Other values are reported when they have ended.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class TagFollower:
             closing = self._tags.closing.search(self._held, self._num_read)
         if closing is not None and is_end:
             text = self._held[: closing.start()]
-            told = _quoted(text)[1:] if is_text else self._tags.typed(self._name, opening, text)
-            pieces.append(CallArguments(told))
+            piece = _quoted(text)[1:] if is_text else self._tags.typed(self._name, opening, text)
+            pieces.append(CallArguments(piece))
             self._held, self._opening = self._held[closing.end() :], None
             return True
         end = len(self._held) if closing is None else closing.start()

@@ -172,9 +172,9 @@ class XtmlMachine:
         match name:
             case "argument":
                 text = "".join(self._text)
-                told = '"' if self._is_string else text
+                piece = '"' if self._is_string else text
                 self._arguments[_quoted(self._key)] = _quoted(text) if self._is_string else text
-                return self._tell(CallArguments(told))
+                return self._tell(CallArguments(piece))
             case "call":
                 return self._end_call()
         return []

@@ -96,8 +96,8 @@ def lists_from(
     for key in lengths:
         each = lists.get(key, [])
         mine += [len(each), *each, *[0] * (width - 1 - len(each))]
-    told = group.gather_ints(mine)[source]
-    lines = ((key, told[at * width : (at + 1) * width]) for at, key in enumerate(lengths))
+    sent = group.gather_ints(mine)[source]
+    lines = ((key, sent[at * width : (at + 1) * width]) for at, key in enumerate(lengths))
     return {key: line[1 : 1 + line[0]] for key, line in lines if line[0]}
 
 
@@ -225,8 +225,8 @@ class Drafts:
 
     def _make(self) -> None:
         """Bring the drafters up to date, and make drafts if look-ups are enough."""
-        told, self._told = self._told, {}
-        for row, tokens in told.items():
+        noted, self._told = self._told, {}
+        for row, tokens in noted.items():
             self._drafter.note(row, tokens)
             if self._in_step is not None:
                 self._in_step.note(row, tokens)
@@ -234,7 +234,7 @@ class Drafts:
         if self.reader is not None and seen is not None:
             self.reader.observe(states_of(*seen))
         if self._in_step is None:
-            self._ready |= self._ask(self._drafter, dict.fromkeys(told, self._max_tokens))
+            self._ready |= self._ask(self._drafter, dict.fromkeys(noted, self._max_tokens))
 
     def take(self, num_rows: Mapping[RequestId, int]) -> dict[RequestId, list[int]]:
         """Return the drafts of a step, by request; empty ones are left out.

@@ -304,9 +304,9 @@ def drafts_of_first(
     for row, most in wanted.items():
         draft = drafts.get(row, [])
         mine += [len(draft), *draft, *[0] * (most - len(draft))]
-    told = iter(tp.gather_ints(mine)[0])
+    sent = iter(tp.gather_ints(mine)[0])
     found = {}
     for row, most in wanted.items():
-        length, *draft = [next(told) for _ in range(1 + most)]
+        length, *draft = [next(sent) for _ in range(1 + most)]
         found[row] = draft[:length]
     return found
