@@ -38,6 +38,7 @@ from pdserve.wire.hop import (
     RELEASE_PATH,
     REQUEST_ID_HEADER,
     TIME_LEFT_HEADER,
+    YIELDS_HEADER,
     KVTransferParams,
     PdserveParams,
     ReleaseRequest,
@@ -61,7 +62,7 @@ _LOOK_S: Final = 1.0
 """Between two looks at an engine that has not answered, and for each of them; the second in a row
 that fails ends the leg. A prefill may take minutes, an engine that is there answers looks."""
 _RELEASE_TIMEOUT_S: Final = 5.0
-_PASSED_ON: Final = (hdrs.AUTHORIZATION, API_KEY_HEADER, TIME_LEFT_HEADER)
+_PASSED_ON: Final = (hdrs.AUTHORIZATION, API_KEY_HEADER, TIME_LEFT_HEADER, YIELDS_HEADER)
 
 
 class PrefillLegError(Exception):

@@ -35,6 +35,7 @@ from pdserve.wire.hop import (
     PREFILL_ORDERS,
     REQUEST_ID_HEADER,
     TIME_LEFT_HEADER,
+    YIELDS_HEADER,
     PrefillOrder,
 )
 
@@ -154,11 +155,14 @@ class GatewayExchange:
         self._metrics.picked(pick, self._clock.monotonic_s() - start_s)
         config = self._services.config
         added = {TIME_LEFT_HEADER.lower(): f"{config.request_timeout_s:.3f}"}
-        order = PREFILL_HEADER.lower()
         if pick.prefill is not None:
-            added[order] = PREFILL_ORDERS.seal(PrefillOrder(pick.prefill.url), config.secret)
+            order = PrefillOrder(pick.prefill.url)
+            added[PREFILL_HEADER.lower()] = PREFILL_ORDERS.seal(order, config.secret)
+        if pick.yields_s:
+            added[YIELDS_HEADER.lower()] = f"{pick.yields_s:g}"
         self._tell(pick)
-        without = () if order in added else (order,)
+        ours = (PREFILL_HEADER.lower(), YIELDS_HEADER.lower())
+        without = [each for each in ours if each not in added]
         return [
             go_to(pick.endpoints, added, without),
             *body_chunks(part, body, is_end=is_end),

@@ -69,12 +69,14 @@ class Pick:
         engines: Destinations, the best first.
         prefill: Engine that computes the prompt for the destination; None if there is none.
         reason: Why there is no prefill engine; `default` if there is one.
+        yields_s: What engines are told in `YIELDS_HEADER`.
         prefilling, running: Count the request as work of the engines until they are closed.
     """
 
     engines: list[Backend]
     prefill: Backend | None = None
     reason: str = "default"
+    yields_s: float = 0.0
     prefilling: ExitStack = field(default_factory=ExitStack)
     running: ExitStack = field(default_factory=ExitStack)
 
@@ -127,7 +129,9 @@ class Picker:
             plan = None
             if not is_whole:
                 plan = services.router.plan(prompt, among=among, decision=decision)
-            return self._counted(self._picked(plan, prompt, among), prompt, among)
+            pick = self._counted(self._picked(plan, prompt, among), prompt, among)
+            pick.yields_s = services.gate.yields_s(prompt)
+            return pick
 
         def granted() -> None:
             with suppress(UnavailableError):  # `_again` looks at the engines again

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import pd_deployment
+from tests.e2e.test_tenants import served_first, shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -236,3 +237,8 @@ def test_envoys_subset_is_obeyed_and_an_empty_one_is_503(tmp_path, running):
             )
             assert answer.status_code == status, answer.text
         assert running.metric("decode", 'pdserve_prefill_legs_total{outcome="handed_over"}') == 0
+
+
+def test_through_envoy_a_prompt_passes_that_of_a_tenant_over_its_share(tmp_path):
+    with shared(tmp_path, "--epp-port", "0") as running, envoy(tmp_path, running) as gateway:
+        assert served_first(running, gateway.url) == ["modest", "greedy"]

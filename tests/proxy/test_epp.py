@@ -39,6 +39,7 @@ PATH = "/v1/completions"
 HEADERS = {":method": "POST", ":path": PATH, "x-request-id": "one"}
 BODY = msgspec.json.encode({"prompt": "hi", "max_tokens": 4})
 DESTINATION, ORDER = "x-gateway-destination-endpoint", "x-pdserve-prefill"
+YIELDS = "x-pdserve-yields"
 
 
 @contextlib.asynccontextmanager
@@ -88,6 +89,21 @@ async def test_without_a_prefill_engine_an_order_of_the_clients_own_is_taken_awa
         )
     assert ORDER not in headers.headers
     assert ORDER in headers.removed
+
+
+async def test_engines_hear_which_requests_are_of_a_tenant_over_its_share(make_stack):
+    stack = await stack_of(make_stack, 1, 1, tenant_header="X-Tenant")
+    async with asked(stack) as gateway:
+        for tenant, num_bytes, told in (
+            ("greedy", 9000, None),
+            ("modest", 4, None),
+            ("greedy", 4, "1"),
+        ):
+            body = msgspec.json.encode({"prompt": "x" * num_bytes, "max_tokens": 4})
+            given = HEADERS | {"x-tenant": tenant, YIELDS: "1e9"}
+            [headers, _] = await gateway.ask(headers_event(given), body_event(body), num_answers=2)
+            assert headers.headers.get(YIELDS) == told
+            assert (YIELDS in headers.removed) == (told is None), "what the client says is nothing"
 
 
 async def test_a_long_body_comes_back_whole_in_chunks_that_gateways_take(make_stack):

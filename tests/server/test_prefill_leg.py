@@ -100,6 +100,14 @@ async def test_an_ordered_stream_is_the_stream_of_one_engine(text, extra):
     assert by_choice(split) == by_choice(alone)
 
 
+async def test_a_prompt_yields_at_the_prefill_engine_as_at_the_one_that_got_the_order(text):
+    async with pair(text) as both:
+        order = {"X_Pdserve_Prefill": both.order(), "X_Pdserve_Yields": "1"}
+        await both.decode.ok(COMPLETIONS, BODIES[COMPLETIONS], **order)
+        for server in (both.prefill, both.decode):
+            assert [each.yields_s for each in server.engine.requests] == [1.0]
+
+
 async def test_a_choice_that_ends_with_its_first_token_is_computed_here_and_nothing_is_leased(text):
     async with pair(text, p={"eos_after": 0}) as both:
         answer = await both.ask(COMPLETIONS, BODIES[COMPLETIONS])
