@@ -177,7 +177,8 @@ class Generation:
             fallback_seed=self._rng.getrandbits(48),
         )
         if dialect is None:
-            note_ignored(request, body.fields, GENERATED[request.path])
+            own = [name for name in body.fields if name == "kv_transfer_params"]  # the proxy's
+            note_ignored(request, body.fields, GENERATED[request.path], also=own)
         else:
             fields = top_level(data)
             note_ignored(request, fields, GENERATED[request.path], also=dialect.ignored)

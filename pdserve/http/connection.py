@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
 
 from pdserve.errors import BadRequestError, ConfigError, PdserveError, RequestTimeoutError
 from pdserve.http.answers import error_answer, error_body, refusal_of
@@ -93,7 +94,12 @@ class ClientConnection(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has already started, so no error can be sent")
         error: PdserveError
-        if status < 500:
+        if isinstance(exc, ContentEncodingError):
+            error = BadRequestError(
+                "the body's Content-Encoding cannot be read here: compress it with gzip, or not "
+                "at all"
+            )
+        elif status < 500:
             reason = (message or "it cannot be read").strip().split("\n", 1)[0].rstrip(":")
             error = BadRequestError(f"this is not an HTTP request: {reason}", code="invalid_http")
         else:

@@ -103,6 +103,14 @@ _REMEDIES = {
     "watermarking": "answers are not marked",
     "web_search_options": "put what was found into a message",
 }
+_NOT_VARIABLES = {
+    "add_generation_prompt": "set it beside chat_template_kwargs",
+    "chat_template": _NO_TEMPLATES,
+    "continue_final_message": "set it beside chat_template_kwargs",
+    "messages": "send them beside chat_template_kwargs",
+    "strftime_now": "the server has the date",
+    "tokenize": "/tokenize returns the tokens",
+}
 _FIELD = re.compile(r" - at (?:`key` in )?`\$\.?([^`.\[]*)[^`]*`$")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -142,7 +150,7 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
     try:
         body: Body = _DECODERS[kind].decode(data)
     except msgspec.ValidationError as error:
-        raise _named(error) from error
+        raise _named(error, kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequestError(
             f"the body is not valid JSON: {error}", code="invalid_json"
@@ -151,8 +159,8 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
         raise BadRequestError("the body is nested too deeply", code="invalid_json") from error
     if isinstance(body, TextFields):
         _refuse_unsupported(body)
-    if isinstance(body, TokenizeRequest):
-        _refuse_two_ends(body)
+    if isinstance(body, ChatRequest | TokenizeRequest):
+        _check_prompt_of_chat(body)
     if isinstance(body, SamplingFields):
         _check_ranges(body)
     if isinstance(body, PoolingFields):
@@ -174,19 +182,30 @@ def top_level(data: bytes) -> Mapping[str, msgspec.Raw]:
         ) from error
 
 
-def _named(error: msgspec.ValidationError) -> BadRequestError:
+def _named(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> BadRequestError:
     """Return the error for a decoder's message, which ends with the place."""
     message = str(error)
     place = _FIELD.search(message)
     if place is not None and place[1]:
+        choices = _choices(kind, place[1]) if message.startswith("Invalid enum value") else ""
         return BadRequestError(
-            f"{place[1]}: {message[: place.start()]}", param=place[1], code="invalid_type"
+            f"{place[1]}: {message[: place.start()]}{choices}", param=place[1], code="invalid_type"
         )
     if missing := re.search(r"missing required field `(\w+)`", message):
         return BadRequestError(
             f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter"
         )
     return BadRequestError(message)
+
+
+def _choices(kind: type[msgspec.Struct], name: str) -> str:
+    """Return what a field may be, for its message; empty if its choices are further inside."""
+    described = msgspec.inspect.type_info(kind)
+    assert isinstance(described, msgspec.inspect.StructType)
+    types = next(field.type for field in described.fields if field.encode_name == name)
+    options = types.types if isinstance(types, msgspec.inspect.UnionType) else (types,)
+    literals = [each for each in options if isinstance(each, msgspec.inspect.LiteralType)]
+    return "".join(f", use one of {', '.join(map(str, each.values))}" for each in literals)
 
 
 def _refuse_unsupported(body: TextFields) -> None:
@@ -213,7 +232,6 @@ def _are_alike(value: object, other: object) -> bool:
 
 def _check_ranges(body: SamplingFields) -> None:
     _check("n", body.n, 1, MAX_CHOICES)
-    _check("max_tokens", body.max_tokens, 0, None)
     _check("min_tokens", body.min_tokens, 0, None)
     _check("temperature", body.temperature, 0, MAX_TEMPERATURE)
     _check("top_p", body.top_p, 0, 1)
@@ -259,6 +277,7 @@ def _check_ranges(body: SamplingFields) -> None:
         case CompletionRequest():
             _refuse_tokens_without_logprobs(body, body.logprobs is not None)
             _check("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+            _check("max_tokens", body.max_tokens, 0, None)
             if body.max_tokens == 0 and not body.echo:
                 raise BadRequestError(
                     "max_tokens is 0: it must be at least 1, or echo must be true",
@@ -279,7 +298,6 @@ def _check_ranges(body: SamplingFields) -> None:
                 raise BadRequestError(
                     "messages is empty: send at least one message", param="messages"
                 )
-            _refuse_two_ends(body)
 
 
 def _check_pooling(body: PoolingFields) -> None:
@@ -320,12 +338,18 @@ def _check_what_prompts_share(body: SamplingFields | PoolingFields) -> None:
         raise BadRequestError("cache_salt must not be empty", param="cache_salt")
 
 
-def _refuse_two_ends(body: ChatRequest | TokenizeRequest) -> None:
-    """Refuse to both continue the last message and answer it.
+def _check_prompt_of_chat(body: ChatRequest | TokenizeRequest) -> None:
+    """Refuse contradictions about the prompt's end, and variables that templates get otherwise.
 
     Raises:
-        BadRequestError: The request asks for both.
+        BadRequestError: The request has one.
     """
+    for name in (body.chat_template_kwargs or {}).keys() & _NOT_VARIABLES.keys():
+        raise BadRequestError(
+            f"chat_template_kwargs.{name} is not a variable of the template: "
+            f"{_NOT_VARIABLES[name]}",
+            param="chat_template_kwargs",
+        )
     if body.continue_final_message and body.add_generation_prompt:
         raise BadRequestError(
             "continue_final_message and add_generation_prompt are both true: the answer can "

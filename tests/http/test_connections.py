@@ -126,6 +126,15 @@ async def test_what_is_no_http_is_a_400_in_openais_shape(serve, request_bytes, c
     assert "Traceback" not in caplog.text  # or whoever likes could fill the log
 
 
+async def test_an_encoding_that_cannot_be_read_is_no_matter_of_what_the_client_installs(serve):
+    async with connected(await serve()) as wire:
+        wire.send(HEAD + b"Content-Encoding: zstd\r\nContent-Length: 2\r\n\r\n{}")
+        status, error = await wire.refusal()
+        assert status == 400
+        assert "Content-Encoding" in error["message"]
+        assert "install" not in error["message"]
+
+
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
 async def test_an_unknown_expectation_is_a_417_in_openais_shape(serve, path):
     async with connected(await serve()) as wire:

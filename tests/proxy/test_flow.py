@@ -84,11 +84,12 @@ async def test_two_requests_without_a_seed_get_different_ones(make_stack):
     assert len(seeds) == 2
 
 
-async def test_kv_transfer_params_of_a_user_are_dropped_and_never_returned(make_stack):
+async def test_kv_transfer_params_of_a_user_are_dropped_named_and_never_returned(make_stack):
     stack = await make_stack(prefills(), decodes())
     forged = {"do_remote_prefill": True, "pdserve": {"handoffs": ["forged"]}}
     async with stack.post({"prompt": "hi", "seed": 3, "kv_transfer_params": forged}) as response:
         assert "kv_transfer_params" not in await response.json()
+        assert response.headers["X-Pdserve-Ignored-Fields"] == "kv_transfer_params"
     assert "forged" not in str(stack.engines[0].calls[0].body)
 
 

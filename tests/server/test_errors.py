@@ -118,6 +118,8 @@ async def test_a_wrong_completion_field_is_named(server, field, value):
         ("response_format", {"type": "json_schema"}),
         ("reasoning_effort", "very"),
         ("chat_template", "{{ 1 }}"),
+        ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}),
+        ("chat_template_kwargs", {"add_generation_prompt": False}),
         ("continue_final_message", "yes"),
         ("documents", "x"),
         ("mm_processor_kwargs", {"a": 1}),
@@ -130,6 +132,19 @@ async def test_a_wrong_chat_field_is_named(server, field, value):
     status, error = await server.refused(CHAT, MESSAGES | {field: value})
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", field)
     assert not server.engine.requests
+
+
+async def test_a_wrong_choice_is_told_the_right_ones(server):
+    _, error = await server.refused(COMPLETIONS, PROMPT | {"truncation_side": "middle"})
+    assert error["message"].endswith("use one of left, right")
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+async def test_the_least_number_of_tokens_is_that_of_the_endpoint(server, path, body):
+    _, error = await server.refused(path, body | {"max_tokens": -1})
+    least = await server.refused(path, body | {"max_tokens": 0})
+    assert error["message"].endswith(f"at least {0 if path == COMPLETIONS else 1}")
+    assert "at least 1" in least[1]["message"]
 
 
 async def test_values_that_ask_for_nothing_are_no_errors(server):
