@@ -247,11 +247,14 @@ class LMCacheScheduler(KVConnectorScheduler):
         return num_tokens // self._chunk_tokens
 
     def _save(self, tracked: _Tracked, block_ids: Sequence[BlockId]) -> None:
-        first, end = tracked.next_chunk, self._end_of_saves(tracked)
-        tracked.next_chunk = end
+        """Save the chunks that are ready, from the first one to the last that may wait."""
+        first, ready = tracked.next_chunk, self._end_of_saves(tracked)
+        tracked.next_chunk = ready
         num_pending = sum(num_chunks for _, num_chunks in self._pending_saves)
-        if num_pending + end - first > self._settings.max_pending_chunks:
-            self.store_stats.num_dropped_chunks += end - first
+        room = max(0, self._settings.max_pending_chunks - num_pending)
+        end = min(ready, first + room)
+        self.store_stats.num_dropped_chunks += ready - end
+        if end == first:
             return
         view, end_token = tracked.view, end * self._chunk_tokens
         tokens = [*view.prompt_token_ids, *view.output_token_ids][:end_token]

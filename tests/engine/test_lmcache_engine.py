@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 CHUNK = 16
+NUM_KV_HEADS = 2
 HEADER_BYTES = 64
 PROMPTS = [[3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (5, 16, 33, 100)]
 NUM_WHOLE = sum(len(prompt) // CHUNK * CHUNK for prompt in PROMPTS)
@@ -110,6 +111,17 @@ def test_answers_are_saved_if_asked_for_and_the_next_turn_finds_them(
         engine.finish()
         engine.run([*prompt, *engine.tokens_of(turn), 5, 6, 7])
         assert engine.num_external == num_found, save
+
+
+def test_a_prompt_with_more_chunks_than_may_wait_is_saved_as_far_as_they_may(
+    make: Callable[..., StoreEngine], expected: list[list[int]]
+) -> None:
+    engine = make(max_pending_chunks=4)
+    for num_saved, num_dropped in ((4, 2), (6, 2)):
+        assert engine.run(LONG) == [expected[-1]]
+        assert engine.stats.num_saved_chunks == num_saved * NUM_KV_HEADS
+        assert engine.stats.num_dropped_chunks == num_dropped
+    assert engine.num_external == 4 * CHUNK
 
 
 def test_a_local_prefix_is_not_loaded_again_even_if_it_ends_inside_a_chunk(
