@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     import torch
 
 # UCX notices a silent partition after about 5 s with the first three, and never without. Without
-# the last it connects at once, and blocks, for minutes, while the peer does not answer.
+# the fourth it connects at once, and blocks, for minutes, while the peer does not answer. Without
+# the last it logs every transfer from a SIGHUP on, even if the process was told to ignore that.
 UCX_DEFAULTS: Final = {
     "UCX_TCP_KEEPIDLE": "2s",
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "3",
     "UCX_TCP_CONN_NB": "y",
+    "UCX_DEBUG_SIGNO": "0",
 }
 _LOOPBACK = "lo"
 _INFINIBAND = Path("/sys/class/infiniband")

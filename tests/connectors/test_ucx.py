@@ -35,6 +35,18 @@ def test_a_second_copy_of_ucx_in_a_process_is_refused(load: str, loaded: str, sa
     assert says in run_python("-c", program).stdout
 
 
+def test_under_nohup_a_closing_terminal_does_not_make_ucx_log_every_transfer() -> None:
+    program = f"""
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+{_NIXL}
+agent = Make(*arguments)
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print("ignored" if int(status["SigIgn"], 16) & 1 else "handled")
+"""
+    assert run_python("-c", program).stdout == "ignored\n"
+
+
 def test_too_few_messages_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"--kv-transfer-config\.ucx\.messages is 1: it must be"):
         UcxSettings(messages=1)
