@@ -211,10 +211,10 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
 
 def times_in_words(story: Story) -> str:
     """Return where the time went: the end of the log line."""
-    words = ""
+    first = ""
     if terms := story.ttft_terms():
         name = "ttft" if story.streamed else "first token"
-        words = f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
+        first = f" {name}={_sum(terms, 'relay', always=('proxy', 'relay'))}"
     parts = []
     if terms := story.second_token_terms():
         always = ("kv", "handover", "first_step")
@@ -237,7 +237,7 @@ def times_in_words(story: Story) -> str:
     if story.rungs:
         rungs = ",".join(f"{rung.value}({reason})" for rung, reason in story.rungs)
         parts.append(f"ladder {rungs}")
-    return words + "".join(f" | {part}" for part in parts)
+    return first + "".join(f" | {part}" for part in parts)
 
 
 def _parts_of(story: Story, terms: dict[str, float]) -> dict[str, str]:
