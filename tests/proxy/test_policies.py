@@ -65,6 +65,19 @@ def test_a_policy_spreads_requests_over_equal_engines(name):
     assert {view.url for view in chosen if view} == {"0", "1", "2", "3"}
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES.keys() - PREFIX_POLICIES))
+@given(request=requests, hits=st.lists(st.sampled_from([0, 256, 1024]), min_size=2, max_size=4))
+def test_a_policy_that_looks_at_prefixes_is_among_prefix_policies(name, request, hits):
+    policy = policy_named(name, flag="policy")
+    told = [
+        BackendView(str(i), age_s=0.0, hit_tokens=h, pending_tokens=h // 2)
+        for i, h in enumerate(hits)
+    ]
+    untold = [dataclasses.replace(view, hit_tokens=0, pending_tokens=0) for view in told]
+    chosen = policy(dataclasses.replace(request, prompt_tokens=0), untold)
+    assert policy(request, told).url == chosen.url, f"add {name} to PREFIX_POLICIES"
+
+
 @given(request=requests, candidates=views)
 def test_least_loaded_never_prefers_an_engine_with_more_of_our_requests(request, candidates):
     fresh = [BackendView(v.url, v.in_flight, 0, 0.0, 0.0) for v in candidates]
