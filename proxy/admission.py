@@ -106,6 +106,38 @@ class _Had:
         return self.cost * math.exp2((self.at_s - now_s) / _HALF_S)
 
 
+class _RecentWork:
+    """The work that each tenant has received recently, with older work decayed.
+
+    The sum of all decays as its parts do, so no question looks at more than one tenant.
+    """
+
+    def __init__(self) -> None:
+        self._had: OrderedDict[str, _Had] = OrderedDict()  # the least recent first
+        self._sum = _Had(0.0, 0.0)
+
+    def add(self, tenant: str, cost: float, now_s: float) -> None:
+        """Count work of a tenant, or a correction below 0."""
+        self._forget(now_s)
+        former = self._had.pop(tenant, None)
+        before = 0.0 if former is None else former.at(now_s)
+        self._had[tenant] = _Had(max(0.0, before + cost), now_s)
+        self._sum = _Had(self._sum.at(now_s) + self._had[tenant].cost - before, now_s)
+
+    def is_over_share(self, tenant: str, now_s: float) -> bool:
+        """Return whether a tenant has had clearly more than the mean; amortised O(1)."""
+        self._forget(now_s)
+        had = self._had.get(tenant)
+        limit = _CLEARLY * self._sum.at(now_s)
+        return had is not None and had.at(now_s) * len(self._had) > limit
+
+    def _forget(self, now_s: float) -> None:
+        """Forget tenants without recent work."""
+        while self._had and now_s - (first := next(iter(self._had.values()))).at_s > RECENT_S:
+            self._had.popitem(last=False)
+            self._sum = _Had(self._sum.at(now_s) - first.at(now_s), now_s)
+
+
 class FairPlaces:
     """The places, their holders, and the waiting requests.
 
@@ -118,7 +150,7 @@ class FairPlaces:
         self._max_running = max_running
         self._now_s = now_s
         self._counters: OrderedDict[str, float] = OrderedDict()
-        self._late: dict[str, _Had] = {}
+        self._recent = _RecentWork()
         self._waiting: dict[tuple[str, int], deque[Claim]] = {}
         self._num_of: Counter[str] = Counter()
         self._num_in_band: Counter[int] = Counter()
@@ -215,15 +247,7 @@ class FairPlaces:
 
     def is_over_share(self, tenant: str) -> bool:
         """Return whether a tenant has clearly exceeded its share of recent work."""
-        return tenant in self._over_share()
-
-    def _over_share(self) -> set[str]:
-        now_s = self._now_s()
-        for name in [name for name, each in self._late.items() if now_s - each.at_s > RECENT_S]:
-            del self._late[name]
-        had = {name: each.at(now_s) for name, each in self._late.items()}
-        limit = _CLEARLY * sum(had.values()) / max(1, len(had))
-        return {name for name, cost in had.items() if cost > limit}
+        return self._recent.is_over_share(tenant, self._now_s())
 
     def _come(self, claim: Claim) -> None:
         tenant = claim.tenant
@@ -243,10 +267,7 @@ class FairPlaces:
 
     def _count(self, tenant: str, cost: float) -> None:
         self._counters[tenant] += cost
-        now_s = self._now_s()
-        late = self._late.get(tenant)
-        before = 0.0 if late is None else late.at(now_s)
-        self._late[tenant] = _Had(max(0.0, before + cost), now_s)
+        self._recent.add(tenant, cost, self._now_s())
 
     def _least(self) -> float:
         """Return the lowest counter among the tenants present."""
@@ -260,14 +281,13 @@ class FairPlaces:
         claim = min(self._heads(), key=lambda each: self._rank(each, now_s))
         if self.num_running >= self._ceiling(claim.band_at(now_s)):
             return None
-        over_share = self._over_share()
-        is_over = claim.tenant in over_share
+        is_over = self.is_over_share(claim.tenant)
         if claim.is_ready(is_over):
             return claim
         if not is_over:
             return None
         # While it is held for an idle engine, tenants within their share pass.
-        within = [each for each in self._heads() if each.tenant not in over_share]
+        within = [each for each in self._heads() if not self.is_over_share(each.tenant)]
         after = min(within, key=lambda each: self._rank(each, now_s), default=None)
         if after is None or after.band_at(now_s) > claim.band_at(now_s):
             return None

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend, Breaker
     from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.brain.ledger import LedgerEntry
-    from pdserve.proxy.brain.prompt import KnownPrefix
     from pdserve.proxy.breakers import TransferAttempt
     from pdserve.proxy.client import Leg
     from pdserve.proxy.delivery import Delivery
@@ -84,7 +83,7 @@ class Legs:
         self.until_s = until_s
         self.prompt = RoutePrompt(body.num_bytes)
         self._entry: LedgerEntry | None = None
-        self._expected: dict[tuple[str, Backend], tuple[KnownPrefix, ExitStack]] = {}
+        self._expected: dict[tuple[str, Backend], tuple[int, ExitStack]] = {}
         self._path = path
         self._headers = headers
 
@@ -310,7 +309,9 @@ class Legs:
     # --- parts of the legs
 
     def expect(self, kind: str, backend: Backend) -> None:
-        """Count a leg as its engine's work from now on, before it is sent."""
+        """Count a leg as its engine's work from now on, before it is sent; once, however often."""
+        if (kind, backend) in self._expected:
+            return
         services, prompt, counted = self.services, self.prompt, ExitStack()
         known = services.prefixes.sent(prompt, backend) if services.prefixes else UNKNOWN
         self.story.looked_up(kind, prompt, known)
@@ -321,7 +322,7 @@ class Legs:
                 self.story.prompt_entry = entry
             if kind != "prefill":
                 self._entry = self.story.stream_entry = entry
-        self._expected[kind, backend] = known, counted
+        self._expected[kind, backend] = prompt.num_tokens - known.num_tokens, counted
 
     def expect_nothing(self) -> None:
         """Count no leg that is not sent."""
@@ -332,10 +333,8 @@ class Legs:
     @contextmanager
     def _exchange(self, kind: str, backend: Backend, leg: Leg) -> Iterator[Breaker]:
         """Count a leg while the block runs; see `Breakers.exchange`."""
-        if (kind, backend) not in self._expected:
-            self.expect(kind, backend)
-        known, counted = self._expected.pop((kind, backend))
-        num_tokens = self.prompt.num_tokens - known.num_tokens
+        self.expect(kind, backend)
+        num_tokens, counted = self._expected.pop((kind, backend))
         exchange = self.services.breakers.exchange(backend, leg, kind=kind, num_tokens=num_tokens)
         with counted, exchange as breaker:
             yield breaker

@@ -72,7 +72,7 @@ class Supervisor:
         self._log_format = deployment.log_format
         self._logs_requests = deployment.logs_requests
         self._tls = deployment.tls
-        self._model = deployment.model
+        self._one_engine = deployment.one_engine
         self._members = members = deployment.members
         self._proxy = members[-1]
         api_keys = deployment.api_keys
@@ -264,7 +264,7 @@ Ask it something from another terminal:
   curl {url}{self._question.path}{key} \\
     -H 'Content-Type: application/json' -d {shlex.quote(body)}
 Compare with one engine that does both:
-  {program()} serve {shlex.quote(self._model)} --port {self._config.port + 1}
+  {program()} {shlex.join(self._one_engine)}
 See it at work, and what it counts:
   {url}/dashboard
   curl {url}/metrics

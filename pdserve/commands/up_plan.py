@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import os
 import secrets
@@ -64,7 +65,7 @@ class DeploymentPlan:
 
     Attributes:
         members: The store first, if there is one, then engines, the proxy last.
-        model: MODEL as the user wrote it.
+        one_engine: Arguments of one engine beside it that does both, for comparison.
         api_keys: The proxy's; the demo request sends the first.
         shows_all: Whether all log lines of the children are shown.
         proxy_log_level: Level below which the proxy's log lines are hidden.
@@ -75,7 +76,7 @@ class DeploymentPlan:
     """
 
     members: Sequence[Member]
-    model: str
+    one_engine: Sequence[str]
     api_keys: Sequence[str]
     shows_all: bool
     proxy_log_level: str
@@ -177,9 +178,11 @@ def plan(
     if looks:
         engines += ["--tokenizer", model]
     add("proxy", "proxy", config.port, "port", engines)
+    other_port = next(port for port in itertools.count(config.port + 1) if port not in ports)
+    one_engine = [command_of(BOTH), written, *arguments_of(BOTH, resolved)]
     return DeploymentPlan(
         members=members,
-        model=written,
+        one_engine=[*one_engine, "--port", str(other_port)],
         api_keys=_texts(resolved["proxy.api-key"].value or resolved["api-key"].value),
         shows_all=resolved["log-level"].value == "debug",
         proxy_log_level=_proxy_log_level(resolved),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pdserve.kvcache.manager import HashChain, SharedPrompt
     from pdserve.scheduler.drafts import DraftRecord
     from pdserve.scheduler.life import Wait
+    from pdserve.scheduler.plan import Rank
     from pdserve.wire.ids import BlockHash
     from pdserve.wire.request import GenerateRequest, OnLoadFailure
     from pdserve.wire.sampling import TokenLogprobs
@@ -101,7 +102,7 @@ class Request:
         shared: SharedPrompt,
         *,
         drafts: DraftRecord | None = None,
-        rank: tuple[int, float, int],
+        rank: Rank,
         now_s: float,
     ) -> None:
         self.wire = wire
@@ -116,7 +117,7 @@ class Request:
         self.rank = rank
         self.state = State.WAITING
         self.output_token_ids = chain.output
-        self.num_computed_tokens = self.num_pending_tokens = 0
+        self.num_computed_tokens = self.num_pending_tokens = self.num_overtaken = 0
         self.num_sent_tokens: int | None = None
         self.holding: Holding | None = None
         self.handoff = wire.handoff
@@ -127,7 +128,6 @@ class Request:
         self.holds: set[HoldKey] = set()
         self.finish_reason: FinishReason | None = None
         self.waits_for: set[Wait] = set()
-        self.num_overtaken = 0
         self.queue_entry: int | None = None
         self.num_budgeted: int | None = None
         self.kv_mode: KVMode | None = None

@@ -58,6 +58,14 @@ def test_engines_for_both_exchange_kv_and_stand_in_both_of_the_proxys_lists() ->
         assert words[begin + 3].startswith("--")
 
 
+def test_the_engine_to_compare_with_has_the_same_settings_and_a_port_of_its_own() -> None:
+    first = free_neighbours(2)
+    deployment = planned({"port": first, "prefill-port": first + 1, "dtype": "float32"})
+    *words, flag, port = deployment.one_engine
+    assert (*words, flag) == ("serve", BOXED, "--dtype=float32", "--port")
+    assert not any(member.url.endswith(f":{port}") for member in deployment.members)
+
+
 @pytest.mark.parametrize(
     ("given", "flag"),
     [

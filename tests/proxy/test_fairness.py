@@ -188,6 +188,36 @@ def held_while_another_waits(band: int) -> tuple[Claim, Claim]:
     return held, service.ask("modest")
 
 
+_REQUESTS = st.tuples(
+    st.sampled_from("abc"), st.integers(1, 100), st.integers(0, 100), st.sampled_from((0, 5, 30))
+)
+"""Tenant, expected and actual cost, and seconds before it comes."""
+
+
+@given(st.lists(_REQUESTS, max_size=20))
+def test_who_is_over_its_share_has_had_clearly_more_than_the_mean_of_late(requests):
+    service = Service(num_places=1)
+    had: dict[str, float] = {}
+    at_s: dict[str, float] = {}
+    for tenant, expected, took, passed_s in requests:
+        service.clock.advance(passed_s)
+        service.ask(tenant, cost=expected)
+        service.end(took)
+        now_s = service.clock.monotonic_s()
+        had = {
+            each: cost * 0.5 ** (passed_s / 20)
+            for each, cost in had.items()
+            if now_s - at_s[each] <= RECENT_S
+        }
+        had[tenant] = had.get(tenant, 0.0) + took
+        at_s[tenant] = now_s
+        limit = 1.25 * sum(had.values()) / len(had)
+        for each in "abc":
+            cost = had.get(each, 0.0)
+            if abs(cost - limit) > 1e-6:
+                assert service.places.is_over_share(each) == (cost > limit)
+
+
 def test_a_tenant_within_its_share_passes_one_that_is_held_for_idle_engines():
     held, other = held_while_another_waits(STANDARD)
     assert (held.is_waiting, other.is_running) == (True, True)
