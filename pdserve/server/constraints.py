@@ -20,7 +20,7 @@ from llguidance.gbnf_to_lark import is_lark_syntax
 
 from pdserve.errors import BadRequestError, ConfigError, OverloadedError, PdserveError
 from pdserve.text.grammar import DeepThreads, GrammarCompiler, in_short
-from pdserve.text.spaces import with_bounded_spaces
+from pdserve.text.schemas import with_bounded_spaces
 from pdserve.wire.sampling import Grammar
 
 if TYPE_CHECKING:

@@ -1,9 +1,15 @@
-"""Reads the types of a tool's parameters from its JSON Schema."""
+"""JSON schemas: the types they name, and the white space of what follows them. Knows no grammar."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _MAX_DEPTH = 8
 _TYPES = ("object", "array", "number", "boolean", "null")
+_SPACES: Final = r" |\r?\n[ \t]{0,64}"
 
 
 def types_of(schema: object, depth: int = 0) -> set[str]:
@@ -34,3 +40,20 @@ def is_text(schema: object) -> bool:
     """
     types = types_of(schema)
     return "string" in types or (not types and not (isinstance(schema, dict) and "$ref" in schema))
+
+
+def with_bounded_spaces(schema: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Return a JSON schema whose output has no more white space than people write.
+
+    That is one space, or a new line and its indentation; otherwise a model that is unsure how to
+    continue would write new lines until its last token.
+
+    Args:
+        options: llguidance's options, which override those of the schema itself (`x-guidance`);
+            both may change the white space (`whitespace_pattern`, `whitespace_flexible`).
+    """
+    given = schema.get("x-guidance")
+    own = (given if isinstance(given, dict) else {}) | options
+    if not own.keys() & {"whitespace_pattern", "whitespace_flexible"}:
+        own["whitespace_pattern"] = _SPACES
+    return {**schema, "x-guidance": own}

@@ -44,7 +44,7 @@ class StopMatcher:
             start, end = match
             self._held = ""
             return Released(buffer[: end if self._include_stop else start], buffer[start:end])
-        keep = max(_overlap(buffer, stop) for stop in self._stops)
+        keep = overlap(buffer, self._stops)
         self._held = buffer[len(buffer) - keep :]
         return Released(buffer[: len(buffer) - keep])
 
@@ -66,9 +66,13 @@ class StopMatcher:
         return start, end
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
+def overlap(text: str, wanted: Sequence[str]) -> int:
+    """Return the length of the longest end of a text that is a proper beginning of one wanted."""
+    return max((_overlap(text, each) for each in wanted), default=0)
+
+
+def _overlap(text: str, wanted: str) -> int:
+    for length in range(min(len(wanted) - 1, len(text)), 0, -1):
+        if text.endswith(wanted[:length]):
             return length
     return 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from pdserve.text.answer.following import MAX_HELD_CHARS
 from pdserve.text.answer.formats import CallFormat
 from pdserve.text.answer.pieces import (
@@ -16,8 +14,9 @@ from pdserve.text.answer.pieces import (
     MalformedCallError,
     ToolCall,
     UnfinishedCallError,
+    quoted,
 )
-from pdserve.text.answer.tag_following import beginnings_of
+from pdserve.text.answer.tag_following import after_space, beginnings_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 _QUOTE = '<|"|>'
 _HEAD = re.compile(r"\s*call:\s*([^\s{}]+)\s*(?=\{)")
-_SPACE = re.compile(r"\s*")
 _KEY = re.compile(r"([^:{}\[\],]+):")
 _BARE = re.compile(r"[^,{}\[\]]+")
 _LITERAL = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
@@ -37,19 +35,19 @@ _PARTIAL_QUOTE = re.compile(rf"(?:{beginnings_of(_QUOTE)})\Z")
 
 def _value(text: str, at: int) -> tuple[str, int]:
     """Return the JSON text of the value at a place, and its end."""
-    at = _after_space(text, at)
+    at = after_space(text, at)
     if text.startswith(_QUOTE, at):
         end = text.find(_QUOTE, at + len(_QUOTE))
         if end < 0:
             raise UnfinishedCallError
-        return _quoted(text[at + len(_QUOTE) : end]), end + len(_QUOTE)
+        return quoted(text[at + len(_QUOTE) : end]), end + len(_QUOTE)
     if text[at : at + 1] in ("{", "["):
         return _members(text, at)
     bare = _BARE.match(text, at)
     if bare is None:
         raise MalformedCallError
     word = bare[0].strip()
-    return word if _LITERAL.fullmatch(word) else _quoted(word), bare.end()
+    return word if _LITERAL.fullmatch(word) else quoted(word), bare.end()
 
 
 def _members(text: str, at: int) -> tuple[str, int]:
@@ -57,7 +55,7 @@ def _members(text: str, at: int) -> tuple[str, int]:
     is_object = text[at] == "{"
     end = "}" if is_object else "]"
     members = []
-    at = _after_space(text, at + 1)
+    at = after_space(text, at + 1)
     while not text.startswith(end, at):
         name = ""
         if is_object:
@@ -67,9 +65,9 @@ def _members(text: str, at: int) -> tuple[str, int]:
             name, at = f"{_name(key[1])}: ", key.end()
         member, at = _value(text, at)
         members.append(name + member)
-        at = _after_space(text, at)
+        at = after_space(text, at)
         if text.startswith(",", at):
-            at = _after_space(text, at + 1)
+            at = after_space(text, at + 1)
         elif not text.startswith(end, at):
             raise MalformedCallError
     inner = ", ".join(members)
@@ -77,16 +75,7 @@ def _members(text: str, at: int) -> tuple[str, int]:
 
 
 def _name(key: str) -> str:
-    return _quoted(key.strip().replace(_QUOTE, ""))
-
-
-def _after_space(text: str, at: int) -> int:
-    space = _SPACE.match(text, at)
-    return space.end() if space is not None else at
-
-
-def _quoted(text: str) -> str:
-    return msgspec.json.encode(text).decode()
+    return quoted(key.strip().replace(_QUOTE, ""))
 
 
 def _gemma(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
@@ -155,7 +144,7 @@ class _Follower:
         end = self._held.find(_QUOTE)
         partial = _PARTIAL_QUOTE.search(self._held, max(0, len(self._held) - len(_QUOTE)))
         until = end if end >= 0 else len(self._held) if partial is None else partial.start()
-        piece = _quoted(self._held[:until])[1:-1] + '"' * (end >= 0)
+        piece = quoted(self._held[:until])[1:-1] + '"' * (end >= 0)
         pieces += [CallArguments(piece)] if piece else []
         self._held = self._held[until + (end >= 0) * len(_QUOTE) :]
         self._is_in_value = end < 0

@@ -62,14 +62,14 @@ _skip_value = JSONDecoder(strict=False).raw_decode
 _BAD_JSON = (msgspec.MsgspecError, RecursionError, UnicodeEncodeError)
 
 
-def is_in_string(text: str) -> bool:
+def _is_in_string(text: str) -> bool:
     """Whether JSON text ends inside a string."""
     return _ESCAPED.sub("", text).count('"') % 2 == 1
 
 
-def refusal_of(text: str) -> MalformedCallError | UnfinishedCallError:
+def _refusal_of(text: str) -> MalformedCallError | UnfinishedCallError:
     """Return why text that is not JSON is not a call: it is incomplete, or malformed."""
-    if is_in_string(text):
+    if _is_in_string(text):
         return UnfinishedCallError()
     return MalformedCallError()
 
@@ -104,7 +104,7 @@ def object_text(text: str) -> str:
     try:
         return _object(msgspec.Raw(text.strip().encode()))
     except MalformedCallError as error:
-        raise refusal_of(text) from error
+        raise _refusal_of(text) from error
     except _BAD_JSON as error:
         raise MalformedCallError from error
 
@@ -119,7 +119,7 @@ def _named_call(text: str) -> ToolCall:
     try:
         return _tool_call(_call_in(text.strip()))
     except _BAD_JSON as error:
-        raise refusal_of(text) from error
+        raise _refusal_of(text) from error
 
 
 def _follow_hermes(opening: str, tools: Tools) -> ObjectFollower:
@@ -163,7 +163,7 @@ def _llama(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[Tool
     return calls
 
 
-def may_begin_llama(text: str) -> bool:
+def _may_begin_llama(text: str) -> bool:
     """Whether a text may be a Llama call: an object whose first key can be a call's."""
     squeezed = "".join(text.split())
     return any(
@@ -172,7 +172,7 @@ def may_begin_llama(text: str) -> bool:
     )
 
 
-def may_begin_list(text: str) -> bool:
+def _may_begin_list(text: str) -> bool:
     """Whether a text may be a list of calls."""
     return text.startswith("[")
 
@@ -185,14 +185,14 @@ def _mistral(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[To
     try:
         return [_tool_call(call) for call in _calls_in(text)]
     except _BAD_JSON as error:
-        raise refusal_of(text) from error
+        raise _refusal_of(text) from error
 
 
 def _deepseek(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
     """V3 writes the arguments into a block of code, V3.1 as they are."""
     name, separator, arguments = body.partition(_DEEPSEEK_SEPARATOR)
     if not separator:
-        raise refusal_of(body)
+        raise _refusal_of(body)
     if name.strip() == "function":
         name, _, arguments = arguments.partition("\n")
         arguments = (
@@ -206,7 +206,7 @@ def _deepseek(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[T
 def _kimi(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
     head = _KIMI.match(body)
     if head is None:
-        raise refusal_of(body)
+        raise _refusal_of(body)
     call_id = head[1] if _KIMI_ID.fullmatch(head[1]) else None
     return [ToolCall(head[2], object_text(body[head.end() :]), call_id)]
 
@@ -225,7 +225,7 @@ LLAMA_JSON = CallFormat(
     closings=(),
     parse=_llama,
     follow=_follow_llama,
-    may_begin=may_begin_llama,
+    may_begin=_may_begin_llama,
     writing=Writing(begin='{"name": "{name}", "parameters": ', end="}", between="; "),
 )
 MISTRAL = CallFormat(
@@ -286,7 +286,7 @@ JSON_LIST = CallFormat(
     closings=(),
     parse=_mistral,
     follow=_follow_mistral,
-    may_begin=may_begin_list,
+    may_begin=_may_begin_list,
     writing=Writing(
         opening="[", begin='{"name": "{name}", "arguments": ', end="}", between=", ", closing="]"
     ),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.text.answer.following import CallTelling
 from pdserve.text.answer.formats import first_of
-from pdserve.text.answer.open_call import OpenCall, overlap
+from pdserve.text.answer.open_call import OpenCall
 from pdserve.text.answer.pieces import (
     Content,
     MalformedCallError,
@@ -24,6 +24,7 @@ from pdserve.text.answer.pieces import (
     Reasoning,
     UnfinishedCallError,
 )
+from pdserve.text.stops import overlap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,10 +52,10 @@ class _Flow:
         label: Text to drop if it begins with it.
     """
 
-    def __init__(self, *, drops_leading: bool, label: str = "") -> None:
+    def __init__(self, *, drops_leading: bool) -> None:
         self.has_text = False
         self.drops_leading = drops_leading
-        self.label = label
+        self.label = ""
         self._held = ""
 
     def add(self, text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.text.answer.formats import first_of
+from pdserve.text.stops import overlap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,15 +97,3 @@ class OpenCall:
         text, self._unfollowed = self._unfollowed[: end - start], self._unfollowed[end - start :]
         self._num_followed = end
         return self._follower.push(text)
-
-
-def overlap(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is a beginning of a marker, but not all of it."""
-    return max((_overlap(text, marker) for marker in markers), default=0)
-
-
-def _overlap(text: str, marker: str) -> int:
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

@@ -1,9 +1,11 @@
-"""The parts of an answer, and how a text can fail to be a tool call."""
+"""The parts of an answer, JSON in a call's arguments, and how a text can fail to be a call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,6 +94,16 @@ class ToolCall:
     name: str
     arguments: str
     call_id: str | None = None
+
+
+def quoted(text: str) -> str:
+    """Return a text as a JSON string."""
+    return msgspec.json.encode(text).decode()
+
+
+def object_of(members: Mapping[str, str]) -> str:
+    """Return the text of a JSON object with these JSON texts by name."""
+    return "{" + ", ".join(f"{quoted(name)}: {text}" for name, text in members.items()) + "}"
 
 
 class UnfinishedCallError(ValueError):

@@ -33,7 +33,7 @@ _IN_STRING = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 _BEGINNING = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?", re.DOTALL)
 
 
-def may_begin_pythonic(text: str) -> bool:
+def _may_begin_pythonic(text: str) -> bool:
     """Whether a text may be a list of calls: a bracket, and a name with a parenthesis."""
     return _BEGINNING.fullmatch(text) is not None
 
@@ -166,5 +166,5 @@ PYTHONIC = CallFormat(
     closings=("<|python_end|>",),
     parse=_pythonic,
     follow=_follow,
-    may_begin=may_begin_pythonic,
+    may_begin=_may_begin_pythonic,
 )

@@ -10,10 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from pdserve.text.answer.following import MAX_HELD_CHARS
-from pdserve.text.answer.pieces import CallArguments, CallBegins, CallPiece
+from pdserve.text.answer.pieces import CallArguments, CallBegins, CallPiece, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,6 +44,13 @@ def beginnings_of(*tags: str) -> str:
     """Return a regular expression of what some tags can begin with."""
     found = {tag[:length] for tag in tags for length in range(1, len(tag) + 1)}
     return "|".join(map(re.escape, sorted(found, key=len, reverse=True)))
+
+
+def after_space(text: str, at: int) -> int:
+    """Return the place of the first character from `at` on that is not white space."""
+    space = _SPACE.match(text, at)
+    assert space is not None
+    return space.end()
 
 
 class TagFollower:
@@ -97,7 +102,7 @@ class TagFollower:
         self._held = self._held[opening.end() :]
         begin = ", " if self._num_values else "{"
         self._num_values += 1
-        begin += f"{_quoted(opening[1].strip())}: "
+        begin += f"{quoted(opening[1].strip())}: "
         is_text = self._tags.is_text(self._name, opening)
         pieces.append(CallArguments(begin + '"' if is_text else begin))
         return True
@@ -111,7 +116,7 @@ class TagFollower:
             closing = self._tags.closing.search(self._held, self._num_read)
         if closing is not None and is_end:
             text = self._held[: closing.start()]
-            piece = _quoted(text)[1:] if is_text else self._tags.typed(self._name, opening, text)
+            piece = quoted(text)[1:] if is_text else self._tags.typed(self._name, opening, text)
             pieces.append(CallArguments(piece))
             self._held, self._opening = self._held[closing.end() :], None
             return True
@@ -123,7 +128,7 @@ class TagFollower:
             self._is_lost = True
         if is_text:
             if end:
-                pieces.append(CallArguments(_quoted(self._held[:end])[1:-1]))
+                pieces.append(CallArguments(quoted(self._held[:end])[1:-1]))
             self._held, self._num_read = self._held[end:], max(0, self._num_read - end)
         else:
             self._num_read = max(self._num_read, end)
@@ -131,14 +136,9 @@ class TagFollower:
 
     def _is_end(self, closing: re.Match[str]) -> bool | None:
         """Whether a value ends at a closing tag; None while that is not certain."""
-        space = _SPACE.match(self._held, closing.end())
-        at = space.end() if space is not None else closing.end()
+        at = after_space(self._held, closing.end())
         if self._tags.opening.match(self._held, at):
             return True
         # Behind the last value stands the end of the call, which is not seen here. Only what
         # begins with no tag belongs to the value for certain.
         return False if at < len(self._held) and self._held[at] != "<" else None
-
-
-def _quoted(text: str) -> str:
-    return msgspec.json.encode(text).decode()

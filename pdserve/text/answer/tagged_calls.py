@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.text.answer.formats import CallFormat, Writing
-from pdserve.text.answer.pieces import MalformedCallError, ToolCall, UnfinishedCallError
-from pdserve.text.answer.schemas import is_text, types_of
-from pdserve.text.answer.tag_following import TagFollower, Tags, beginnings_of
+from pdserve.text.answer.pieces import (
+    MalformedCallError,
+    ToolCall,
+    UnfinishedCallError,
+    object_of,
+    quoted,
+)
+from pdserve.text.answer.tag_following import TagFollower, Tags, after_space, beginnings_of
+from pdserve.text.schemas import is_text, types_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,7 +46,6 @@ _QWEN_PARTIAL = re.compile(
 )
 _GLM_FOLLOWED_HEAD = re.compile(r"\s*+([^\s<]++)\s*+(?=<arg_key>)")
 _GLM_PARTIAL = re.compile(rf"\n?(?:{beginnings_of('</arg_value>')})?\Z")
-_SPACE = re.compile(r"\s*")
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 _NAMES = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
 
@@ -56,13 +61,13 @@ def _values(
         UnfinishedCallError: The last value has no end.
         MalformedCallError: There is other text between the arguments.
     """
-    at = _after_space(text, 0)
+    at = after_space(text, 0)
     while at < len(text):
         tag = opening.match(text, at)
         if tag is None:
             raise MalformedCallError
         for end in closing.finditer(text, tag.end()):
-            at = _after_space(text, end.end())
+            at = after_space(text, end.end())
             if at == len(text) or opening.match(text, at):
                 yield tag, text[tag.end() : end.start()]
                 break
@@ -71,21 +76,6 @@ def _values(
                 raise UnfinishedCallError
             yield tag, text[tag.end() :].removesuffix("\n")
             return
-
-
-def _after_space(text: str, at: int) -> int:
-    space = _SPACE.match(text, at)
-    return space.end() if space is not None else at
-
-
-def _arguments(values: Mapping[str, str]) -> str:
-    """Return the object with these member names and JSON texts."""
-    members = (f"{msgspec.json.encode(name).decode()}: {text}" for name, text in values.items())
-    return "{" + ", ".join(members) + "}"
-
-
-def _quoted(text: str) -> str:
-    return msgspec.json.encode(text).decode()
 
 
 def _is_only_text(schema: object) -> bool:
@@ -97,15 +87,15 @@ def _typed(text: str, schema: object) -> str:
     """Return a value's JSON text by the types that its schema names; without one, a string."""
     types = types_of(schema)
     if _is_only_text(schema):
-        return _quoted(text)
+        return quoted(text)
     literal = _PYTHON_LITERALS.get(text.strip(), text.strip())
     try:
         value = _value_in(literal)
     except (msgspec.MsgspecError, RecursionError):
-        return _quoted(text)
+        return quoted(text)
     name = "number" if type(value) in (int, float) else _NAMES[type(value)]
     fits = not types or name in types or (name == "number" and "integer" in types)
-    return literal if fits or "string" not in types else _quoted(text)
+    return literal if fits or "string" not in types else quoted(text)
 
 
 def _properties(tools: Tools, name: str) -> Mapping[str, Any]:
@@ -122,8 +112,8 @@ def _dsml(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolC
     found = _values(body[head.end() :], _DSML_OPENING, _DSML_CLOSING, is_last=is_last)
     values = {}
     for tag, text in found:
-        values[tag[1]] = _quoted(text) if tag[2] == "true" else _checked(text.strip())
-    return [ToolCall(head[1], _arguments(values))]
+        values[tag[1]] = quoted(text) if tag[2] == "true" else _checked(text.strip())
+    return [ToolCall(head[1], object_of(values))]
 
 
 def _checked(text: str) -> str:
@@ -144,7 +134,7 @@ def _qwen(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolC
     properties = _properties(tools, name)
     found = _values(whole[2], _QWEN_OPENING, _QWEN_CLOSING, is_last=is_last)
     values = {tag[1].strip(): _typed(text, properties.get(tag[1].strip())) for tag, text in found}
-    return [ToolCall(name, _arguments(values))]
+    return [ToolCall(name, object_of(values))]
 
 
 def _glm(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCall]:
@@ -155,7 +145,7 @@ def _glm(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolCa
     properties = _properties(tools, name)
     found = _values(body[head.end() :], _GLM_OPENING, _GLM_CLOSING, is_last=is_last)
     values = {tag[1].strip(): _typed(text, properties.get(tag[1].strip())) for tag, text in found}
-    return [ToolCall(name, _arguments(values))]
+    return [ToolCall(name, object_of(values))]
 
 
 def _follow_dsml(opening: str, tools: Tools) -> TagFollower:

@@ -12,8 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdserve.text.answer.schemas import is_text, type_of
-from pdserve.text.spaces import with_bounded_spaces
+from pdserve.text.schemas import is_text, type_of, with_bounded_spaces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

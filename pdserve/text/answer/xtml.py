@@ -23,6 +23,8 @@ from pdserve.text.answer.pieces import (
     Reasoning,
     ToolCall,
     ToolUse,
+    object_of,
+    quoted,
 )
 from pdserve.text.answer.writing import GrammarWriter, check_tools
 
@@ -126,7 +128,7 @@ class XtmlMachine:
                 return [Content(text)]
             case ["argument"]:
                 self._text.append(text)
-                return self._tell(CallArguments(_inside(text))) if self._is_string else []
+                return self._tell(CallArguments(quoted(text)[1:-1])) if self._is_string else []
         return []
 
     def _tell(self, *pieces: CallPiece) -> list[Piece]:
@@ -164,7 +166,7 @@ class XtmlMachine:
             case "argument":
                 self._key, self._type = attributes.get("key", ""), attributes.get("type", "")
                 self._text = []
-                begin = f"{', ' if self._arguments else '{'}{_quoted(self._key)}: "
+                begin = f"{', ' if self._arguments else '{'}{quoted(self._key)}: "
                 return self._tell(CallArguments(begin + '"' * self._is_string))
         return []
 
@@ -173,15 +175,14 @@ class XtmlMachine:
             case "argument":
                 text = "".join(self._text)
                 piece = '"' if self._is_string else text
-                self._arguments[_quoted(self._key)] = _quoted(text) if self._is_string else text
+                self._arguments[self._key] = quoted(text) if self._is_string else text
                 return self._tell(CallArguments(piece))
             case "call":
                 return self._end_call()
         return []
 
     def _end_call(self) -> list[Piece]:
-        members = ", ".join(f"{key}: {text}" for key, text in self._arguments.items())
-        call = ToolCall(self._tool, f"{{{members}}}")
+        call = ToolCall(self._tool, object_of(self._arguments))
         if not (self._use.tools and self._is_sound and _is_json(call.arguments)):
             return list(self._telling.drop())
         try:
@@ -233,15 +234,6 @@ def _before_response(writer: GrammarWriter, prompt: str) -> str:
 def _opened_by(prompt: str) -> str:
     """The innermost element that a prompt leaves open; empty without one."""
     return XtmlMachine(prompt, vocabulary={}, use=ToolUse({})).open_element
-
-
-def _quoted(text: str) -> str:
-    return msgspec.json.encode(text).decode()
-
-
-def _inside(text: str) -> str:
-    """What a text is inside of the quotes of a JSON string."""
-    return _quoted(text)[1:-1]
 
 
 def _unescaped(text: str) -> str:
