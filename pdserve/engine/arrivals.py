@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pdserve.scheduler.scheduler import Scheduler
-    from pdserve.wire.codec import Add
+    from pdserve.wire.core_messages import Add
     from pdserve.wire.ids import RequestId
     from pdserve.wire.request import GenerateRequest
 

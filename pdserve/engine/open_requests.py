@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 
     from pdserve.config.schema import SchedulerConfig
-    from pdserve.wire.codec import TracePiece
+    from pdserve.wire.core_messages import TracePiece
     from pdserve.wire.ids import RequestId
     from pdserve.wire.trace import ProcessTrace
 

@@ -34,7 +34,7 @@ from pdserve.lifeline import end_with_parent
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.heap import BurstTrim, share_arenas
 from pdserve.observe.log import configure_logging
-from pdserve.wire.codec import (
+from pdserve.wire.core_messages import (
     AbortRequests,
     Add,
     CoreProgress,
@@ -52,9 +52,7 @@ from pdserve.wire.codec import (
     Shutdown,
     ToEngine,
     TracePiece,
-    from_engine,
     id_in_unreadable,
-    to_engine,
 )
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.trace import Part
@@ -89,8 +87,8 @@ class EngineProcess:
             socket.linger = 1000
         connect_local(self._inputs, launch.inputs_address, launch.server_key)
         connect_local(self._outputs, launch.outputs_address, launch.server_key)
-        self._decode = to_engine()
-        self._encode = from_engine()
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
         self._clock = SystemClock()
         self._role = launch.config.role.value
         self._asked: list[tuple[float, DumpTrace]] = []
@@ -250,7 +248,7 @@ class EngineProcess:
             except zmq.Again:
                 break
             try:
-                message = self._decode.decode(frame)
+                message = self._decoder.decode(frame)
             except UNREADABLE as error:
                 self._refuse(frame, error)
                 has_input = True
@@ -342,7 +340,7 @@ class EngineProcess:
             self._stats_due_s = now_s + _STATS_MS / 1e3
 
     def _publish(self, message: FromEngine) -> None:
-        self._outputs.send(self._encode.encode(message))
+        self._outputs.send(self._encoder.encode(message))
 
     def _close_sockets(self) -> None:
         self._inputs.close()

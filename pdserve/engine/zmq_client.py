@@ -33,7 +33,7 @@ from pdserve.errors import (
 from pdserve.observe.liveness import ProcessWatch
 from pdserve.observe.log import log_config
 from pdserve.parallel.place import CorePlace
-from pdserve.wire.codec import (
+from pdserve.wire.core_messages import (
     MAJOR,
     AbortRequests,
     Add,
@@ -52,8 +52,6 @@ from pdserve.wire.codec import (
     Shutdown,
     ToEngine,
     TracePiece,
-    from_engine,
-    to_engine,
 )
 from pdserve.wire.request import FinishReason
 
@@ -147,8 +145,8 @@ class ZmqEngineClient:
         self._context, self._inputs, self._outputs = context, inputs, outputs
         self._progress = progress
         self._on_dead = on_dead
-        self._encode = to_engine()
-        self._decode = from_engine()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._requests = OpenRequests(config.scheduler)
         self._dump_numbers = itertools.count(1)
         self._dumps: dict[int, TraceDump] = {}
@@ -356,7 +354,7 @@ class ZmqEngineClient:
         if self._inputs.closed:
             return
         with contextlib.suppress(zmq.Again):
-            self._inputs.send(self._encode.encode(message), zmq.NOBLOCK)
+            self._inputs.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def _read(self) -> None:
         """Take every message received.
@@ -366,7 +364,7 @@ class ZmqEngineClient:
         """
         try:
             while True:
-                self._take(self._decode.decode(self._outputs.recv(zmq.NOBLOCK)))
+                self._take(self._decoder.decode(self._outputs.recv(zmq.NOBLOCK)))
         except zmq.Again:
             pass
         except Exception as error:  # noqa: BLE001 - the top of a callback: waiters must be told

@@ -1,12 +1,10 @@
-"""msgpack encoders and decoders for the messages between a server and its engine core.
+"""The messages between a server and its engine core, which travel as msgpack.
 
 To add a field, give it a default, put it last, raise `MINOR` and extend the recorded-bytes
 test. A peer with a different `MAJOR` is refused when the processes connect.
 """
 
 from __future__ import annotations
-
-from typing import Generic, TypeVar
 
 import msgspec
 
@@ -17,8 +15,6 @@ from pdserve.wire.trace import TracedProcess
 
 MAJOR = 2
 MINOR = 3
-
-T = TypeVar("T")
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -150,36 +146,6 @@ class _Envelope(msgspec.Struct):
 
 
 _envelope = msgspec.msgpack.Decoder(_Envelope)
-
-
-class Codec(Generic[T]):
-    """Encodes and decodes one union of messages. One instance per thread."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = decoder
-
-    def encode(self, value: T) -> bytes:
-        """Return `value` as msgpack."""
-        return self._encoder.encode(value)
-
-    def decode(self, data: bytes | memoryview) -> T:
-        """Return the message in `data`.
-
-        Raises:
-            UNREADABLE: The bytes are not such a message.
-        """
-        return self._decoder.decode(data)
-
-
-def to_engine() -> Codec[ToEngine]:
-    """Return the codec of the messages from a server to its engine core."""
-    return Codec(msgspec.msgpack.Decoder(ToEngine))
-
-
-def from_engine() -> Codec[FromEngine]:
-    """Return the codec of the messages from an engine core to its server."""
-    return Codec(msgspec.msgpack.Decoder(FromEngine))
 
 
 def id_in_unreadable(data: bytes | memoryview) -> RequestId | None:

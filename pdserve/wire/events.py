@@ -1,7 +1,7 @@
 """KV events: what an engine's caches gain and lose, and the wire that tells proxies of it.
 
 Caches deal in blocks, whose size each engine chooses. The wire deals in *grains*: prefixes that
-each add `hashing.GRAIN_TOKENS` tokens and have the same names at every engine. A grain is present
+each add `ids.GRAIN_TOKENS` tokens and have the same names at every engine. A grain is present
 while all its blocks can be found.
 
     PUB     `Batch`, msgpack: numbered without gaps within an epoch; an empty one is a heartbeat.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import Incarnation
 
 HASH_VERSION: Final = 1
-"""Version of `hashing.grain_hashes`: readers that name grains otherwise find none."""
+"""Version of `ids.grain_hashes`: readers that name grains otherwise find none."""
 HEARTBEAT_S: Final = 0.25
 """Longest interval between two batches, in seconds."""
 LEARNED_S: Final = 1.0

@@ -6,6 +6,7 @@ import itertools
 import os
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import zmq
 
@@ -20,14 +21,13 @@ from pdserve.config.schema import (
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.local_socket import LocalKeys, bind_local, local_name
 from pdserve.engine.process import EngineProcess
-from pdserve.wire.codec import (
+from pdserve.wire.core_messages import (
     AbortRequests,
     Add,
+    FromEngine,
     Outputs,
     Shutdown,
     ToEngine,
-    from_engine,
-    to_engine,
 )
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
@@ -55,7 +55,7 @@ class Core:
             socket.set_hwm(0)
             socket.linger = 0
             bind_local(socket, f"{name}-{end}", keys)
-        self._encode, self._decode = to_engine(), from_engine()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self.process = EngineProcess(
             EngineLaunch(
                 parent_pid=os.getpid(),
@@ -74,7 +74,7 @@ class Core:
         self.num_known: list[int] = []
 
     def say(self, message: ToEngine) -> None:
-        self._inputs.send(self._encode.encode(message))
+        self._inputs.send(msgspec.msgpack.encode(message))
 
     def run(self) -> list[EngineOutput]:
         """Run until what it was told is done; the outputs, in order."""
@@ -90,7 +90,7 @@ class Core:
         self.process.run()
         outputs: list[EngineOutput] = []
         while self._outputs.poll(100):
-            match self._decode.decode(self._outputs.recv()):
+            match self._decoder.decode(self._outputs.recv()):
                 case Outputs(some):
                     outputs += some
         return outputs

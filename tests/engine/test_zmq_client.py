@@ -24,7 +24,6 @@ from pdserve.config.schema import (
 )
 from pdserve.engine.zmq_client import ZmqEngineClient, launch_engine
 from pdserve.errors import ConfigError, EngineDeadError, OverloadedError
-from pdserve.wire.codec import Codec
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest, Sibling
 from pdserve.wire.sampling import SamplingParams
@@ -366,7 +365,7 @@ async def test_a_core_that_cannot_be_understood_is_dead_to_its_clients(tiny_mode
     async with running(engine_config(tiny_model)) as client:
         with pytest.raises(EngineDeadError, match="cannot be read"):
             async for _ in client.generate(request("r", PROMPTS[1], 900)):
-                client._decode = Codec(msgspec.msgpack.Decoder(int))
+                client._decoder = msgspec.msgpack.Decoder(int)
         await asyncio.wait_for(client.wait_dead(), 40)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.engine.arrivals import Arrivals
 from pdserve.observe.clock import ManualClock
-from pdserve.wire.codec import (
+from pdserve.wire.core_messages import (
     AbortRequests,
     Add,
     HandOver,
@@ -23,7 +23,6 @@ from pdserve.wire.codec import (
     ReleaseLease,
     ToEngine,
     id_in_unreadable,
-    to_engine,
 )
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
@@ -53,7 +52,7 @@ class Pair:
         self.p = ToyEngine("p", exchange, self.clock)
         self.d = ToyEngine("d", exchange, self.clock)
         self._arrivals = {id(each): Arrivals(each.scheduler) for each in (self.p, self.d)}
-        self._codec = to_engine()
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._ids = itertools.count()
         self.num_refused = 0
 
@@ -81,7 +80,7 @@ class Pair:
         """Give an engine a frame, as its process does."""
         scheduler, arrivals = engine.scheduler, self._arrivals[id(engine)]
         try:
-            message: ToEngine = self._codec.decode(frame)
+            message = self._decoder.decode(frame)
         except UNREADABLE as error:
             request_id = id_in_unreadable(frame)
             if request_id is not None:

@@ -22,7 +22,7 @@ from pdserve.http.protocol import (
     TokenizeRequest,
 )
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.wire.codec import Add, to_engine
+from pdserve.wire.core_messages import Add
 from tests.server.conftest import make_engine, serving
 
 PATHS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
@@ -110,7 +110,7 @@ def test_any_value_of_any_field_is_answered_or_named(text, request):
         if error and error["code"] != "model_not_found":
             assert error["param"] in PATHS[path][0].__struct_fields__, error
         for submitted in engine.requests:  # what a real engine would have to be sent
-            to_engine().encode(Add(submitted))
+            msgspec.msgpack.encode(Add(submitted))
 
     asyncio.run(ask())
 

@@ -6,10 +6,11 @@ import asyncio
 import gc
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pdserve.server.choice import Choice
-from pdserve.wire.codec import Add, to_engine
+from pdserve.wire.core_messages import Add
 from tests.server.conftest import events, make_engine, serving
 from tests.server.engine import ServedEngine
 
@@ -30,7 +31,7 @@ class CountingEngine(ServedEngine):
     def generate(
         self, request: GenerateRequest, *siblings: Sequence[Sibling]
     ) -> AsyncGenerator[EngineOutput, None]:
-        self.num_bytes += len(to_engine().encode(Add(request, *map(list, siblings))))
+        self.num_bytes += len(msgspec.msgpack.encode(Add(request, *map(list, siblings))))
         return super().generate(request, *siblings)
 
 
