@@ -17,7 +17,6 @@ from pdserve.models.arch import ModelArch
 from pdserve.models.layers.linear import kv_heads_of
 from pdserve.models.layers.parameter import Placement
 from pdserve.models.reading import read_arch
-from pdserve.models.tied_head import check_tied_head
 from pdserve.models.weights import Checkpoint, DummyWeights, WeightSource, load_weights
 from pdserve.parallel import placed
 from pdserve.parallel.mesh import split_layers
@@ -40,10 +39,10 @@ if TYPE_CHECKING:
 _MODELS = {
     "LlamaForCausalLM": "pdserve.models.llama",
     "MistralForCausalLM": "pdserve.models.llama",
-    "Qwen2ForCausalLM": "pdserve.models.qwen2",
-    "Qwen3ForCausalLM": "pdserve.models.qwen3",
+    "Qwen2ForCausalLM": "pdserve.models.qwen",
+    "Qwen3ForCausalLM": "pdserve.models.qwen",
     "MixtralForCausalLM": "pdserve.models.mixtral",
-    "Qwen3MoeForCausalLM": "pdserve.models.qwen3_moe",
+    "Qwen3MoeForCausalLM": "pdserve.models.qwen",
     "DeepseekV2ForCausalLM": "pdserve.models.deepseek",
     "DeepseekV3ForCausalLM": "pdserve.models.deepseek",
 }
@@ -206,7 +205,7 @@ def load_model(
     max_model_len = _max_model_len(config.model, arch)
     checkpoint = None if config.model.load_format == "dummy" else Checkpoint(directory)
     if checkpoint is not None and arch.tie_embeddings:
-        check_tied_head(checkpoint)
+        checkpoint.check_tied_head()
     dtype = _dtype(config.model, arch, checkpoint)
     source: WeightSource = checkpoint or DummyWeights(
         seed=config.model.seed, std=arch.initializer_range, dtype=dtype, identity=arch.digest

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _DECODER = "model."
 """How tensors of a decoder with a head are named."""
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MAX_DIGEST_THREADS = 4
 _MAX_HEADER_BYTES = 100 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -208,6 +209,24 @@ class Checkpoint:
         found = [each.to(torch.int64, copy=True) for _, each in self.tensors({name: slot})]
         return found[0] if found else None
 
+    def check_tied_head(self) -> None:
+        """Refuse a stored head that differs from the embedding, though config.json ties them.
+
+        Both are compared as they are mapped; neither is copied.
+
+        Raises:
+            ConfigError: They differ, so transformers would not tie them.
+        """
+        slot = Slot((), lambda _: None)
+        embeddings, heads = (self.tensors({name: slot}) for name in (_EMBEDDING, _HEAD))
+        for (_, embedding), (_, head) in zip(embeddings, heads, strict=False):
+            if embedding.dtype != head.dtype or not torch.equal(embedding, head):
+                raise ConfigError(
+                    f"config.json: tie_word_embeddings is True, but {_HEAD} differs from "
+                    f"{_EMBEDDING}: set it to false to use both, or remove the head",
+                    param="model",
+                )
+
     def check(
         self, slots: Mapping[str, Slot], *, tied_head: bool, unused: tuple[str, ...] = ()
     ) -> None:
@@ -228,7 +247,7 @@ class Checkpoint:
             if name not in slots
             and not name.endswith("rotary_emb.inv_freq")
             and not (self._fp8 is not None and name.endswith(fp8.UNUSED))
-            and not (tied_head and name == "lm_head.weight")
+            and not (tied_head and name == _HEAD)
             and not name.startswith(unused)
         ]
         different = [
