@@ -14,7 +14,7 @@ from typing import Final
 
 from pdserve.bench.compare.topology import STARTED, Topology, pairs, peers, plan, with_store
 from pdserve.config.compare import CompareConfig
-from pdserve.config.load import nearest
+from pdserve.config.load import did_you_mean
 from pdserve.errors import ConfigError
 
 _STORE: Final = "+store"
@@ -32,7 +32,7 @@ def topologies_of(config: CompareConfig) -> list[Topology]:
         if word.removesuffix(_STORE) not in known:
             raise ConfigError(
                 f"--topologies contains {word!r}: use some of {', '.join(known)}, alone or "
-                f"followed by {_STORE}; {nearest(word, known)}",
+                f"followed by {_STORE}{did_you_mean(word, known, least=0.0)}",
                 param="topologies",
             )
     own = os.sched_getaffinity(0)

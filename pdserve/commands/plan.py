@@ -39,6 +39,7 @@ from pdserve.config.checks import require
 from pdserve.config.datasets import DatasetConfig
 from pdserve.config.load import build
 from pdserve.config.plan import PlanConfig, milliseconds
+from pdserve.config.policies import read_policy
 from pdserve.config.sweep import SweepConfig
 from pdserve.errors import ConfigError
 from pdserve.planner.figures import compare, load_figures
@@ -241,13 +242,13 @@ def _known(
 
 def _settings(policy: str, slos: Sequence[Slo]) -> dict[str, Any]:
     """Return the settings of a proxy that meets the objectives."""
-    name, _, split = policy.partition("/")
+    name, split = read_policy(policy)
     limits = {slo.metric: slo.limit_ms / 1e3 for slo in slos}
     itl_s = limits.get(SloMetric.TPOT, limits.get(SloMetric.ITL, _ITL_SLO_S))
     return {
         "prefill_policy": name,
         "decode_policy": name,
-        "split_policy": split or "always",
+        "split_policy": split,
         "ttft_slo_s": limits.get(SloMetric.TTFT, 0.0),
         "itl_slo_s": max(itl_s, 1e-6),
     }

@@ -16,6 +16,7 @@ import msgspec
 from pdserve.commands.asking import asked
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
 from pdserve.config.load import build
+from pdserve.config.policies import read_policy
 from pdserve.config.route import RouteConfig
 from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.proxy.brain.decision import repeated
@@ -137,11 +138,8 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
 
 def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
     """Return how another policy's choices differ, as predicted when each request arrived."""
-    name, _, split = policy.partition("/")
-    pairs = [
-        (each, chosen_by(name, split or "always", each.decision.question, each.seq))
-        for each in records
-    ]
+    name, split = read_policy(policy)
+    pairs = [(each, chosen_by(name, split, each.decision.question, each.seq)) for each in records]
     ours = [each.decision.chosen for each, _ in pairs]
     theirs = [cost for _, cost in pairs]
     differing = [pair for pair in pairs if pair[0].decision.chosen.way != pair[1].way]

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from pdserve.config.checks import require_not_negative, require_positive
+from pdserve.config.checks import require, require_not_negative, require_positive
 from pdserve.config.setting import declare
 from pdserve.errors import ConfigError
 
@@ -60,11 +60,12 @@ class RandomConfig(msgspec.Struct, frozen=True, kw_only=True):
         require_positive("random-input-len", self.input_len)
         require_positive("random-output-len", self.output_len)
         require_not_negative("random-prefix-len", self.prefix_len)
-        if not 0 <= self.range_ratio < 1:
-            raise ConfigError(
-                f"--random-range-ratio is {self.range_ratio:g}: it must be at least 0 and below 1",
-                param="random-range-ratio",
-            )
+        require(
+            0 <= self.range_ratio < 1,
+            "random-range-ratio",
+            self.range_ratio,
+            "it must be at least 0 and below 1",
+        )
 
 
 class ShareGptConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,12 +268,13 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--dataset-name {self.name.value} reads a file: name it with --dataset-path FILE",
                 param="dataset-path",
             )
-        if self.path and not self.name.reads_a_file:
-            raise ConfigError(
-                f"--dataset-path is {self.path!r}, but --dataset-name {self.name.value} reads no "
-                "file: use sharegpt, custom or trace, or leave the path out",
-                param="dataset-path",
-            )
+        require(
+            not self.path or self.name.reads_a_file,
+            "dataset-path",
+            self.path,
+            f"--dataset-name {self.name.value} reads no file: use sharegpt, custom or trace, or "
+            "leave the path out",
+        )
 
 
 # fmt: off

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
@@ -91,18 +91,16 @@ class Table:
             name: Without dashes in front.
             dashes: How flags are written where it was found.
         """
-        import difflib
-
         for each in (name, name.removeprefix("no-"), name.partition(".")[0]):
             if each in self.absent:
                 return self.absent[each]
         items: list[Setting | Shorthand] = [*self.settings, *self.shorthands]
         known = [item.flag for item in items]
-        near = difflib.get_close_matches(name, [*known, *self.absent], n=1, cutoff=_LIKE)
-        if not near:
+        near = nearest(name, [*known, *self.absent])
+        if near is None:
             return "nothing here has a name like it"
-        return f"did you mean {dashes}{near[0]}?" + (
-            f" {self.absent[near[0]]}" if near[0] in self.absent else ""
+        return f"did you mean {dashes}{near}?" + (
+            f" {self.absent[near]}" if near in self.absent else ""
         )
 
     def notes(self, resolved: Mapping[str, Resolved]) -> list[str]:
@@ -247,14 +245,6 @@ def _expand(
     return values
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint that names the flag most like `name`."""
-    import difflib
-
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return f"did you mean {found[0]}?" if found else "there are none"
-
-
 def unknown_variables(
     table: Table, others: Iterable[Table], environ: Mapping[str, str]
 ) -> list[str]:
@@ -278,10 +268,15 @@ def did_you_mean(name: str, known: Iterable[str], *, least: float = _LIKE) -> st
     Args:
         least: How much alike they are, from 0 to 1.
     """
+    near = nearest(name, sorted(known), least=least)
+    return "" if near is None else f": did you mean {near}?"
+
+
+def nearest(name: str, known: Sequence[str], *, least: float = _LIKE) -> str | None:
+    """Return the one of `known` that `name` is most like; None if none is `least` alike."""
     import difflib
 
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=least)
-    return f": did you mean {found[0]}?" if found else ""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=least)), None)
 
 
 def build(

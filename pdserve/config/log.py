@@ -7,8 +7,8 @@ from typing import Final
 
 import msgspec
 
+from pdserve.config.checks import require_one_of
 from pdserve.config.setting import declare
-from pdserve.errors import ConfigError
 
 LOG_LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 """By name, the numbers that `logging` gives them; ascending."""
@@ -36,11 +36,7 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True):
     stats: bool = True
 
     def __post_init__(self) -> None:
-        if self.level not in LOG_LEVELS:
-            raise ConfigError(
-                f"--log-level is {self.level!r}: use debug, info, warning or error",
-                param="log-level",
-            )
+        require_one_of("log-level", self.level, *LOG_LEVELS)
 
 
 # fmt: off

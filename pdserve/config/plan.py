@@ -16,7 +16,7 @@ from pdserve.config.checks import (
 )
 from pdserve.config.datasets import DATASET_SETTINGS
 from pdserve.config.load import Table
-from pdserve.config.policies import POLICIES, PREDICTED, SPLIT_POLICIES
+from pdserve.config.policies import PREDICTED, SPLIT_POLICIES, require_policy
 from pdserve.config.setting import declare
 from pdserve.config.sweep import SWEEP_SETTINGS
 from pdserve.errors import ConfigError
@@ -96,14 +96,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
                 not self.check, "check", self.check, "it needs a running deployment: give --url URL"
             )
         require_not_negative("check", self.check)
-        name, _, split = self.policy.partition("/")
-        require(
-            name in POLICIES and (split or "always") in {*SPLIT_POLICIES, PREDICTED},
-            "policy",
-            self.policy,
-            f"use one of {', '.join(POLICIES)}, alone or as NAME/SPLIT with one of "
-            f"{', '.join(SPLIT_POLICIES)}, {PREDICTED}",
-        )
+        require_policy(self.policy, (*SPLIT_POLICIES, PREDICTED))
         milliseconds(self.prompt_times, 3, "prompt-times", "4 0.045 2.5e-6")
         milliseconds(self.step_times, 3, "step-times", "7 0.06 6e-5")
         milliseconds(self.wire_times, 2, "wire-times", "1 0.008")

@@ -5,7 +5,10 @@ What a policy is, and what it may look at, is in `proxy/policies`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
+
+from pdserve.config.checks import require
 
 POLICIES: Final = {
     name: f"pdserve.proxy.policies.choosing:{name}"
@@ -44,6 +47,23 @@ PREFIX_POLICIES: Final = frozenset(
 )
 """Those of both kinds that look at which engine has what of a prompt. For them the proxy tokenizes
 prompts and reads the engines' KV events."""
+
+
+def read_policy(policy: str) -> tuple[str, str]:
+    """Return the routing policy and the split policy that `NAME/SPLIT` or `NAME` names."""
+    name, _, split = policy.partition("/")
+    return name, split or "always"
+
+
+def require_policy(policy: str, splits: Collection[str]) -> None:
+    """Refuse what is not a routing policy, alone or with one of these split policies."""
+    name, split = read_policy(policy)
+    require(
+        name in POLICIES and split in splits,
+        "policy",
+        policy,
+        f"use one of {', '.join(POLICIES)}, alone or as NAME/SPLIT with one of {', '.join(splits)}",
+    )
 
 
 def looks_at_prefixes(*names: str) -> bool:

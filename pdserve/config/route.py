@@ -6,9 +6,9 @@ from typing import Final
 
 import msgspec
 
-from pdserve.config.checks import require, require_positive, require_url
+from pdserve.config.checks import require_positive, require_url
 from pdserve.config.load import Table
-from pdserve.config.policies import POLICIES, SPLIT_POLICIES
+from pdserve.config.policies import SPLIT_POLICIES, require_policy
 from pdserve.config.setting import declare
 
 
@@ -32,14 +32,7 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_url(self.url, "url")
-        name, _, split = self.policy.partition("/")
-        require(
-            name in POLICIES and (split or "always") in SPLIT_POLICIES,
-            "policy",
-            self.policy,
-            f"use one of {', '.join(POLICIES)}, alone or as NAME/SPLIT with one of "
-            f"{', '.join(SPLIT_POLICIES)}",
-        )
+        require_policy(self.policy, SPLIT_POLICIES)
         require_positive("limit", self.limit)
 
 

@@ -6,8 +6,8 @@ from typing import Final
 
 import msgspec
 
+from pdserve.config.checks import require, require_positive, require_url
 from pdserve.config.setting import declare
-from pdserve.errors import ConfigError
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,14 +26,9 @@ class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"--url is {self.url!r}: use a URL such as http://127.0.0.1:8000", param="url"
-            )
-        if not self.seconds > 0:
-            raise ConfigError(f"--seconds is {self.seconds!r}: it must be above 0", param="seconds")
-        if not self.output:
-            raise ConfigError("--output is empty: name a file", param="output")
+        require_url(self.url, "url")
+        require_positive("seconds", self.seconds)
+        require(bool(self.output), "output", self.output, "name a file")
 
 
 # fmt: off

@@ -67,8 +67,8 @@ class StaleProofError(UnauthorizedError):
 
     code = "stale_signature"
 
-    def __init__(self, message: str, *, nonce: str) -> None:
-        super().__init__(message)
+    def __init__(self, *, nonce: str) -> None:
+        super().__init__("the proof was already used, or was made before this server restarted")
         self.nonce = nonce
 
 

@@ -111,10 +111,7 @@ class Verifier:
         if given is None or not _are_equal(given, expected):
             raise _unproven(PROOF_HEADER)
         if self._new_nonce is not None and not self._is_fresh(stamp):
-            raise StaleProofError(
-                "the proof was already used, or was made before this server restarted",
-                nonce=self._nonce,
-            )
+            raise StaleProofError(nonce=self._nonce)
 
     def _check_former(self, request: web.Request, body: bytes) -> None:
         expected = hmac.new(self._secret.encode(), body, hashlib.sha256).hexdigest()

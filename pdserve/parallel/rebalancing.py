@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.config.schema import EplbConfig
-    from pdserve.observe.clock import Clock
     from pdserve.parallel.dispatch import LocalExperts
     from pdserve.parallel.experts import ExpertPlacement
     from pdserve.parallel.group import Group, World
@@ -54,8 +53,6 @@ class Rebalancer:
         placements: dict[int, ExpertPlacement],
         world: World,
         config: EplbConfig,
-        *,
-        clock: Clock | None = None,
     ) -> None:
         self.placements = placements
         self.stats = ExpertBalance()
@@ -63,7 +60,7 @@ class Rebalancer:
         # The ranks of a TP group see the same tokens: one of them counts.
         self._may_count = world.tp.is_first
         self._is_counting = False
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._rows = {layer: row for row, layer in enumerate(placements)}
         self._num_experts = next(iter(placements.values())).num_experts
         self._interval, self._window = config.step_interval, config.window_size
