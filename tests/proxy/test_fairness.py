@@ -13,7 +13,6 @@ from pdserve.errors import OverloadedError
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.admission import (
     CRITICAL,
-    RECENT_S,
     RISE_S,
     SHEDDABLE,
     STANDARD,
@@ -22,6 +21,7 @@ from pdserve.proxy.admission import (
     FairPlaces,
     band_of,
 )
+from pdserve.proxy.shares import RECENT_S
 from tests.proxy.scripted import ScriptedEngine
 
 
