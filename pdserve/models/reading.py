@@ -64,8 +64,9 @@ def parse_arch(config: dict[str, Any]) -> ModelArch:
             f"architecture {name!r} is not supported: use one of {', '.join(KNOWN)}", param="model"
         )
     fields = Fields(name, config)
-    fields.only("model_type", *_MODEL_TYPES[name])
-    return _FAMILIES[name](fields)
+    read, model_types = _FAMILIES[name]
+    fields.only("model_type", *model_types)
+    return read(fields)
 
 
 class _Defaults(NamedTuple):
@@ -404,28 +405,18 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-_FAMILIES: dict[str, Callable[[Fields], ModelArch]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _mistral,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
-    "MixtralForCausalLM": _mixtral,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
-    "DeepseekV2ForCausalLM": _deepseek_v2,
-    "DeepseekV3ForCausalLM": _deepseek_v3,
+_FAMILIES: dict[str, tuple[Callable[[Fields], ModelArch], tuple[str, ...]]] = {
+    "LlamaForCausalLM": (_llama, ("llama",)),
+    "MistralForCausalLM": (_mistral, ("mistral",)),
+    "Qwen2ForCausalLM": (_qwen2, ("qwen2",)),
+    "Qwen3ForCausalLM": (_qwen3, ("qwen3",)),
+    "MixtralForCausalLM": (_mixtral, ("mixtral",)),
+    "Qwen3MoeForCausalLM": (_qwen3_moe, ("qwen3_moe",)),
+    "DeepseekV2ForCausalLM": (_deepseek_v2, ("deepseek_v2",)),
+    "DeepseekV3ForCausalLM": (_deepseek_v3, ("deepseek_v3", "kimi_k2")),
 }
-
-_MODEL_TYPES: dict[str, tuple[str, ...]] = {
-    "LlamaForCausalLM": ("llama",),
-    "MistralForCausalLM": ("mistral",),
-    "Qwen2ForCausalLM": ("qwen2",),
-    "Qwen3ForCausalLM": ("qwen3",),
-    "MixtralForCausalLM": ("mixtral",),
-    "Qwen3MoeForCausalLM": ("qwen3_moe",),
-    "DeepseekV2ForCausalLM": ("deepseek_v2",),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", "kimi_k2"),
-}
-"""Types of a family's configurations, by which transformers chooses the model that it builds."""
+"""Reader of each architecture, and the values of `model_type`, by which transformers chooses the
+model that it builds."""
 
 KNOWN = tuple(sorted(_FAMILIES))
 """Names of all architectures that can be read."""

@@ -1,6 +1,6 @@
 """Maps architecture names to models, and loads a rank's part of one.
 
-A new architecture is one line in `_MODELS`, one reader in `arch`, and its module.
+A new architecture is one line in `_MODELS`, its module, and a reader in `reading`.
 """
 
 from __future__ import annotations

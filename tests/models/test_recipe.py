@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.registry import kernels_on
-from pdserve.kernels.step import StepInputs
+from pdserve.models.decoder import FeedForwardHalf
 from pdserve.models.layers.linear import ColumnParallel, RowParallel
 from pdserve.models.layers.norm import RMSNorm
 from pdserve.models.layers.parameter import Placement
@@ -49,7 +50,9 @@ def example(arch: Any, placement: Placement) -> Any:
         "RMSNorm": RMSNorm,
     }
     exec("from __future__ import annotations\n" + text, names)
-    return names["Squared"](arch, placement)
+    made, called = names["Squared"], inspect.signature(FeedForwardHalf.__call__)
+    assert str(inspect.signature(made.__call__)) == str(called)  # as the decoder calls it
+    return made(arch, placement)
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -70,14 +73,8 @@ def run(world: World, sequence_parallel: bool) -> Tensor:
     load_weights(slots, source, tied_head=True, progress=lambda text: None)
     x, residual = inputs()
     stream = placement.stream
-    step = cast("StepInputs", _Step(torch.arange(NUM_TOKENS)))
-    result = layer(stream.share(x).clone(), stream.share(residual).clone(), step)
+    result = layer(stream.share(x).clone(), stream.share(residual).clone(), NUM_TOKENS)
     return cast("Tensor", stream.gather(result, NUM_TOKENS))
-
-
-class _Step:
-    def __init__(self, positions: Tensor) -> None:
-        self.positions = positions
 
 
 def by_hand() -> Tensor:
