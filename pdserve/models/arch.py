@@ -163,6 +163,11 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
     num_extra_layers: int = 0
 
     @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
     def max_context_len(self) -> int:
         """Maximum tokens of a request, with the context extension of the rope scaling."""
         if self.rope.kind is RopeKind.LINEAR:

@@ -160,8 +160,7 @@ class Decoder:
         max_positions: int,
         layers: range | None = None,
     ) -> None:
-        rotary_dim = arch.head_dim if arch.mla is None else arch.mla.qk_rope_head_dim
-        table = cos_sin_table(arch.rope, rotary_dim, max_positions).to(placement.device)
+        table = cos_sin_table(arch.rope, arch.rotary_dim, max_positions).to(placement.device)
         self.arch = arch
         self._placement = placement
         self._stream = placement.stream

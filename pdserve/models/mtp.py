@@ -62,8 +62,7 @@ class MtpHead:
         if moe is not None:
             experts = SlicedExperts(moe.num_experts, placement.world.tp)
             placement = Placement(device, target.dtype, kernels, experts=experts)
-        rotary_dim = arch.head_dim if arch.mla is None else arch.mla.qk_rope_head_dim
-        table = cos_sin_table(arch.rope, rotary_dim, target.max_model_len).to(device)
+        table = cos_sin_table(arch.rope, arch.rotary_dim, target.max_model_len).to(device)
         self._prefix = f"model.layers.{target.arch.num_layers}."
         self._layer = DecoderLayer(arch, target.arch.num_layers, table, placement)
         self._join = Linear(2 * size, {"eh_proj": size}, placement)

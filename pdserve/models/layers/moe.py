@@ -15,6 +15,7 @@ import torch
 from pdserve.kernels.reference.moe import RoutingRule
 from pdserve.models.arch import GroupScore, Scoring
 from pdserve.models.layers.linear import ColumnParallel, Linear, RowParallel
+from pdserve.models.layers.norm import RMSNorm
 from pdserve.models.layers.parameter import Parameter
 from pdserve.models.weights import Slot
 from pdserve.parallel.dispatch import Routing
@@ -43,8 +44,7 @@ class MoE:
         assert moe is not None
         assert placement.experts is not None
         self._layer = layer
-        self._norm = Parameter((arch.hidden_size,), placement)
-        self._eps = arch.rms_norm_eps
+        self._norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, placement)
         self._router = ExpertRouter(moe, arch.hidden_size, placement)
         self._shared = (
             SharedExperts(arch.hidden_size, moe.shared_intermediate_size, placement)
@@ -56,7 +56,6 @@ class MoE:
             moe, arch.hidden_size, placement.experts.local_experts(layer), placement
         )
         self._stream = placement.stream
-        self._add_rms_norm = placement.kernels.add_rms_norm
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how to load each parameter; `prefix` is that of the layer."""
@@ -77,8 +76,7 @@ class MoE:
         Returns:
             `[R, hidden_size]`, summed over all ranks with experts, not yet added to `residual`.
         """
-        normed = self._add_rms_norm(x, residual, self._norm.value, self._eps)
-        normed = self._stream.gather(normed, num_tokens)
+        normed = self._stream.gather(self._norm.add(x, residual), num_tokens)
         routing = self._router(normed)
         partial = None if self._shared is None else self._shared(normed)
         total = self._parallel(self._layer, normed, routing, self._experts.packed, partial)
