@@ -124,7 +124,9 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor | None, residual: Tensor, step: StepInputs, kv_layer: Tensor
     ) -> Tensor:
-        """Run the layer. R rows of T are this rank's share of the residual stream, or all.
+        """Run both halves, between which a `Decoder` has more to do and so calls them itself.
+
+        R rows of T are this rank's share of the residual stream, or all.
 
         Args:
             x: `[R, hidden_size]`, the previous layer's result, not yet added to `residual`; None

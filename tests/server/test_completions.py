@@ -6,6 +6,7 @@ import pytest
 
 from pdserve.config.schema import SchedulingPolicy
 from pdserve.server.form import TokenNames, echoed_logprobs
+from pdserve.wire.sampling import SamplingParams
 from tests.server.conftest import EOS, events, make_engine, scripted, serving
 from tests.text.tiny import make_tokenizer
 
@@ -267,7 +268,10 @@ async def test_every_sampling_field_reaches_the_engine(text):
     async with serving(text, engine, policy=SchedulingPolicy.PRIORITY) as server:
         await server.ok(PATH, body)
     [request] = engine.requests
-    sampling = request.sampling
+    sampling, untouched = request.sampling, SamplingParams(max_tokens=0, seed=0)
+    of_others = {"grammar", "logprob_token_ids", "pooling"}
+    for name in set(SamplingParams.__struct_fields__) - of_others:
+        assert getattr(sampling, name) != getattr(untouched, name), f"{name} does not arrive"
     assert (request.priority, request.cache_salt) == (-1, "mine")
     assert (sampling.max_tokens, sampling.min_tokens, sampling.seed) == (9, 2, 42)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 11)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pdserve.kernels.ops import SamplingOps
+from pdserve.wire.sampling import SamplingParams
 from pdserve.worker.device_sampler import DeviceSampler
 from pdserve.worker.philox import uniforms
 from pdserve.worker.sampler import Sampler
@@ -21,7 +22,6 @@ from tests.worker.recorded_device import RecordedDevice
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pdserve.wire.sampling import SamplingParams
     from pdserve.worker.sampler import Sampled
     from pdserve.worker.verifying import Verified
 
@@ -73,9 +73,8 @@ class Bench:
         return self.there.verified(self.there.give(mine, *self.there.choose(mine), staged))
 
 
-def random_params(rng: random.Random) -> SamplingParams:
-    fields: dict[str, Any] = {"seed": rng.getrandbits(63), "temperature": rng.choice((0.0, 0.7, 2))}
-    options: dict[str, Any] = {
+def options(rng: random.Random) -> dict[str, Any]:
+    return {
         "top_k": rng.choice((1, 5, 299)),
         "top_p": rng.choice((0.05, 0.5, 0.95)),
         "min_p": 0.03,
@@ -87,7 +86,18 @@ def random_params(rng: random.Random) -> SamplingParams:
         "bad_words": rng.choice((((9, 9), (11,)), ((7,), (11,)))),
         "presence_penalty": -0.7,
     }
-    return params(**fields, **{k: v for k, v in options.items() if rng.random() < 0.25})
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    fields: dict[str, Any] = {"seed": rng.getrandbits(63), "temperature": rng.choice((0.0, 0.7, 2))}
+    return params(**fields, **{k: v for k, v in options(rng).items() if rng.random() < 0.25})
+
+
+def test_no_parameter_that_chooses_tokens_is_left_out_here() -> None:
+    ends = {"min_tokens", "eos_token_ids", "stop_token_ids", "ignore_eos"}  # test_device_drafts
+    hosts = {"max_tokens", "grammar", "logprob_token_ids", "prompt_logprobs", "pooling"}
+    compared = {"seed", "temperature", *options(random.Random(0))}
+    assert compared | ends | hosts == set(SamplingParams.__struct_fields__)
 
 
 @pytest.mark.parametrize("seed", range(8))
