@@ -10,7 +10,7 @@ from typing import Final
 from pdserve.config.compare import PLOT_SETTINGS
 from pdserve.config.doctor import DOCTOR_SETTINGS
 from pdserve.config.drain import DRAIN_SETTINGS
-from pdserve.config.kv_events_reader import KV_EVENTS_READER_SETTINGS
+from pdserve.config.kv_events import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
 from pdserve.config.log import LOG_FORM_SETTINGS
 from pdserve.config.plan import plan_table

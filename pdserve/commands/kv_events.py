@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from pdserve.commands.exit_codes import EXIT_DONE
-from pdserve.config.kv_events_reader import KVEventsReaderConfig
+from pdserve.config.kv_events import KVEventsReaderConfig
 from pdserve.config.load import build
 from pdserve.errors import ConfigError, PeerError
 from pdserve.proxy.brain.feed import CoreSubscription

@@ -1,10 +1,20 @@
-"""Settings of KV events: what an engine publishes and where (`--kv-events-config`)."""
+"""Settings of KV events: how an engine publishes them, and what `pdserve kv-events` reads."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
-from pdserve.config.checks import is_loopback, require, require_port, require_positive
+from pdserve.config.checks import (
+    is_loopback,
+    require,
+    require_not_negative,
+    require_port,
+    require_positive,
+    require_url,
+)
+from pdserve.config.setting import declare
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,7 +24,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     there is an endpoint for them. Those are not encrypted, and have the tokens of all prompts.
 
     Attributes:
-        enable_kv_cache_events: Whether anything is told at all.
+        enable_kv_cache_events: Whether anything is published at all.
         publisher: zmq, or null: nothing in vLLM's shape; None: zmq if there is an endpoint.
         endpoint: Where readers of vLLM's events subscribe; engine core i of several takes the
             i-th port behind it. It is bound if its host is a loopback one or stands for all
@@ -75,7 +85,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
         require_port(self.port, f"{prefix}.port")
 
     def require_prefix_caching(self, *, is_on: bool) -> None:
-        """Refuse to tell of what is not kept."""
+        """Refuse to publish what is not kept."""
         require(
             is_on or not self.enable_kv_cache_events,
             "kv-events-config.enable-kv-cache-events",
@@ -84,7 +94,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def require_secret(self, secret: str, host: str) -> None:
-        """Refuse to tell everybody who reaches `host`."""
+        """Refuse to publish to everybody who reaches `host`."""
         require(
             bool(secret) or not self.enable_kv_cache_events or is_loopback(host),
             "kv-transfer-config.host",
@@ -100,3 +110,35 @@ def _is_endpoint(endpoint: str) -> bool:
         return bool(address)
     host, _, port = address.rpartition(":")
     return scheme == "tcp" and bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
+class KVEventsReaderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine's events to read, and for how long.
+
+    Attributes:
+        url: Base URL of an engine.
+        seconds: Time to listen; 0 listens until Ctrl-C.
+        secret: The deployment's shared secret.
+    """
+
+    url: str = "http://127.0.0.1:8100"
+    seconds: float = 0.0
+    secret: str = ""
+
+    def __post_init__(self) -> None:
+        require_url(self.url, "url")
+        require_not_negative("seconds", self.seconds)
+
+
+# fmt: off
+KV_EVENTS_READER_SETTINGS: Final = declare(
+    "reader",
+    KVEventsReaderConfig,
+    "KV events",
+    (
+        ("url", "url", "URL", "base URL of the engine"),
+        ("seconds", "seconds", "N", "time to listen; 0 listens until Ctrl-C"),
+        ("secret", "secret", "TEXT", "the deployment's shared secret (prefer PDSERVE_SECRET)"),
+    ),
+)
+# fmt: on

@@ -67,5 +67,5 @@ def require_policy(policy: str, splits: Collection[str]) -> None:
 
 
 def looks_at_prefixes(*names: str) -> bool:
-    """Whether one of these policies is to be told which engine has what of a prompt."""
+    """Whether one of these policies needs to know which engine has what of a prompt."""
     return not PREFIX_POLICIES.isdisjoint(names)

@@ -103,7 +103,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_gpu_blocks_override: Exact number of blocks, whatever the device.
         gpu_memory_utilization: Share of a device's memory that a rank takes at most (CUDA), with
             weights, what steps need beside them, graphs and KV.
-        events: Who is told what it holds.
+        events: Whether and where it publishes what it holds.
     """
 
     block_size: int | None = None
@@ -311,8 +311,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How KV leaves and enters this engine (`--kv-transfer-config`).
 
     Attributes:
-        kv_connector: Names from `config.connectors`, with commas between several; a store that is
-            told its `url` is one of them without being named.
+        kv_connector: Names from `config.connectors`, with commas between several; a store whose
+            `url` is set is one of them without being named.
         host: Address the side channel binds and announces.
         port: Side channel port of rank 0; rank i takes the i-th after it. 0 takes free ones.
         secret: The deployment's shared secret; handoffs and side channel frames are
@@ -323,7 +323,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         quarantine_s: How long blocks that a lost transfer may still write stay out of use
             before it is stopped for certain, which ends others, too; at once if nothing else is
             in flight.
-        settings: What single connectors are told, by `NAME.FIELD`; each checks its own.
+        settings: Settings of single connectors, by `NAME.FIELD`; each checks its own.
     """
 
     kv_connector: str = "null"

@@ -32,7 +32,7 @@ KV_PORT: Final = 8300
 """Where `pdserve kv-server` listens and engines look for it.
 
 Not LMCache's own 5555: a server that was started for others gives out no memory that engines of
-ours can use (it was not told a --shm-name), and is not to be taken for one that does.
+ours can use (it was started without --shm-name), and is not to be taken for one that does.
 """
 LEAST_CPU_BYTES: Final = 64 << 20
 """Below this, a chunk or two of a model would fill it."""

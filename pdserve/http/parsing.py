@@ -87,7 +87,7 @@ _REMEDIES = {
     "request_id": "send it as the header X-Request-Id",
     "return_mm_kwargs": _ONLY_TEXT,
     "return_token_offsets": "/tokenize has the tokens of a text",
-    "routed_experts_prompt_start": "which experts a token takes is not told",
+    "routed_experts_prompt_start": "which experts a token takes is not reported",
     "service_tier": _ONE_SERVICE,
     "spaces_between_special_tokens": "special tokens are written as the tokenizer writes them",
     "store": "nothing is kept; leave it out, or send false",

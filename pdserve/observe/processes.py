@@ -30,8 +30,8 @@ class ProcessSeries:
     """The series of this process and of those below it.
 
     Args:
-        children: What is told of: by the module that a Python process runs (`-m`), its name.
-            Several of one name are numbered in the order of their process ids.
+        children: Names of the processes to report, by the module that each runs (`-m`). Several
+            of one name are numbered in the order of their process ids.
     """
 
     def __init__(self, children: Mapping[str, str]) -> None:

@@ -3,8 +3,8 @@
     req 3f2a ok status=200 endpoint=/v1/completions path=push model=m in=512 cached=0 out=64
     total=412.0ms ttft=33.2ms = proxy 0.5 + ... | itl p50 6.1 max 9.8
 
-What stands before the times is the same everywhere (`with_line`); the times are told by who took
-them. As JSON the line has the same keys (`fields_of`).
+What stands before the times is the same everywhere (`with_line`); the process that took the times
+adds them. As JSON the line has the same keys (`fields_of`).
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Telemetry:
     """Reads `state`, and fills its recorder.
 
     Args:
-        is_reported: Whether proxies are told the times of steps. They are not learned with several
-            stages or drafts: a step is not the time between two tokens there.
+        is_reported: Whether the times of steps are reported to proxies. They are not learned with
+            several stages or drafts: a step is not the time between two tokens there.
     """
 
     def __init__(self, state: SchedulerState, *, is_reported: bool) -> None:

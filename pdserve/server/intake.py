@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_IGNORED = 64
-_MIN_TOLD = 512
-"""Tokens that are told to an engine that goes on: fewer are made as quickly as they are read."""
+_MIN_SENT_TOKENS = 512
+"""Fewer are not sent to an engine that continues: it makes them as quickly as it reads them."""
 MAX_CHARS_PER_TOKEN = 32
-"""A text with more characters than that for each token of the context is no prompt that fits:
-prose has 3 to 5, and what little has more has runs of spaces."""
+"""A text with more characters for each token of the context cannot be a prompt that fits: prose has
+3 to 5, and the few texts with more have runs of spaces."""
 MIN_PROMPT_CHARS = 1 << 16
 MIN_MESSAGES = 1 << 10
 """Bounds for models of short contexts."""
@@ -120,7 +120,7 @@ async def encode_prompts(
     facts: dict[str, int | float | str] = {"request": request[REQUEST_ID], "tokens": num_tokens}
     now_s = service.clock.monotonic_s()
     service.recorder.add(SliceEvent(now_s, start_s, "tokenizer", "tokenize", facts))
-    if num_tokens >= _MIN_TOLD:
+    if num_tokens >= _MIN_SENT_TOKENS:
         request[PROMPT_TOKENS] = prompts
     return prompts
 

@@ -245,11 +245,11 @@ class Service:
 SERVICE = web.AppKey("service", Service)
 REQUEST_ID = web.RequestKey("request_id", str)
 START_S = web.RequestKey("start_s", float)
-"""When the request came, by the service's monotonic clock."""
+"""When the request arrived, by the service's monotonic clock."""
 UNDO: web.RequestKey[partial[None]] = web.RequestKey("undo", partial)
-"""What undoes what a request has begun elsewhere; who ends well has ended that."""
+"""Undoes what a request has begun elsewhere, unless it ends well."""
 PROMPT_TOKENS: web.RequestKey[list[list[int]]] = web.RequestKey("prompt_tokens", list)
-"""Of its texts, where an engine that goes on had better be told them."""
+"""Tokens of its texts that are long enough to be sent to an engine that continues it."""
 
 
 async def read_body(request: web.Request) -> bytes:

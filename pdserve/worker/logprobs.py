@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 _CACHED = 1 << 17
-"""Numbers that a core's cache keeps between one operation and the next."""
+"""Numbers that stay in a core's cache between two operations."""
 
 Alternatives = int | tuple[int, ...]
-"""What is told beside a token: so many of the likeliest ones, or those with these ids."""
+"""What is reported beside a token: so many of the likeliest ones, or those with these ids."""
 
 
 def token_logprobs(
