@@ -48,7 +48,7 @@ class RecentWork:
         """Return whether a tenant has had clearly more than the mean; amortised O(1)."""
         self._forget(now_s)
         had = self._had.get(tenant)
-        limit = _CLEARLY * self._sum.at(now_s)
+        limit = _CLEARLY * max(0.0, self._sum.at(now_s))  # which rounding may have left below 0
         return had is not None and had.at(now_s) * len(self._had) > limit
 
     def _forget(self, now_s: float) -> None:

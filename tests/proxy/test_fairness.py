@@ -21,7 +21,7 @@ from pdserve.proxy.admission import (
     FairPlaces,
     band_of,
 )
-from pdserve.proxy.shares import RECENT_S
+from pdserve.proxy.shares import RECENT_S, RecentWork
 from tests.proxy.scripted import ScriptedEngine
 
 
@@ -186,6 +186,15 @@ def held_while_another_waits(band: int) -> tuple[Claim, Claim]:
     service.ask("greedy", cost=60)
     held = service.ask("greedy", band=band, is_ready=lambda is_over_share: not is_over_share)
     return held, service.ask("modest")
+
+
+def test_tenants_whose_work_came_to_nothing_are_within_their_share():
+    work = RecentWork()
+    work.add("a", 1.0, 0.0)
+    work.add("b", 1.0, 2.0)
+    for tenant in "ab":
+        work.add(tenant, -2.0, 5.0)
+    assert not any(work.is_over_share(tenant, 5.0) for tenant in "ab")
 
 
 _REQUESTS = st.tuples(
