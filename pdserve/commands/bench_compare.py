@@ -2,7 +2,8 @@
 
 Deployments use the same cores, are started one at a time, anew for every run, and take turns, so
 that a drift of the machine affects all of them. Exit code 0 if every request was answered and every
-run is valid (or `--allow-invalid`), else 1.
+run is valid (or `--allow-invalid`), else 1. A comparison that is interrupted, or whose deployment
+fails, still reports the runs that were measured.
 """
 
 from __future__ import annotations
@@ -92,8 +93,7 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
     say("\n".join([title("bench compare"), *given_lines(resolved)]))
     session = _Session(config, traffic, dataset, topologies, slos, shows_progress=result.progress)
 
-    async def work() -> int:
-        comparison = await session.run()
+    def tell(comparison: Comparison) -> None:
         say("")
         say(console.tables(comparison))
         _tell(comparison)
@@ -104,6 +104,13 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
         if report is not None:
             _write(render(comparison), report)
             say(f"Report: {report}")
+
+    async def work() -> int:
+        try:
+            await session.run()
+        finally:
+            if session.measured:
+                tell(comparison := session.comparison())
         has_failed = any(
             outcome.has_failed for each in comparison.measured for outcome in each.run.outcomes
         )
@@ -114,7 +121,11 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
 
 class _Session:
-    """One comparison from the first deployment to the last."""
+    """One comparison from the first deployment to the last.
+
+    Attributes:
+        measured: The runs so far, of whole visits to a deployment: each has all rates.
+    """
 
     def __init__(
         self,
@@ -133,6 +144,7 @@ class _Session:
         self._slos = slos
         self._model = str(model_directory(config.model))
         self._starter = Starter(config, self._model)
+        self._about = _environment(config)
         self._sampling = sampling_in_words(traffic)
         self._player = Player(
             config,
@@ -144,46 +156,58 @@ class _Session:
         self._ready_s: dict[str, list[float]] = {}
         self._flags: tuple[str, ...] = ()
         self._pace = ""
+        self._rates_alone: EngineRates | None = None
+        self.measured: list[Measured] = []
 
     def kill(self) -> None:
         """End every process at once."""
         self._starter.kill()
 
-    async def run(self) -> Comparison:
+    async def run(self) -> None:
         """Measure everything."""
-        about = _environment(self._config)
         self._player.note(*map(_crowd_words, (t for t in self._topologies if t.crowded)))
-        rates = await self._prepare()
-        if self._pace:
-            about["pace of the requests"] = self._pace
-        measured: list[Measured] = []
-        total = self._config.num_runs * len(self._topologies)
+        self._rates_alone = await self._prepare()
         for repeat in range(self._config.num_runs):
             # Forwards and backwards: a machine that gets slower or faster affects all alike.
             order = self._topologies if repeat % 2 == 0 else self._topologies[::-1]
             for place, topology in enumerate(order):
-                head = f"[{repeat * len(order) + place + 1}/{total}]"
+                head = f"[{repeat * len(order) + place + 1}/{self._num_visits}]"
                 say(f"{head} {topology.label}, run {repeat + 1} of {self._config.num_runs}")
+                visit: list[Measured] = []
                 # A store cannot be emptied, so it is started anew for each rate.
                 one_by_one = [[rate] for rate in self._rates]
                 for start_rates in one_by_one if topology.has_store else [self._rates]:
                     async with self._reachable(topology) as running:
                         for rate in start_rates:
-                            measured.append(await self._measure(topology, running, rate, repeat))
+                            visit.append(await self._measure(topology, running, rate, repeat))
                             await asyncio.sleep(self._config.pause_s)
+                self.measured += visit
+
+    def comparison(self) -> Comparison:
+        """Return what was measured, which is less than planned if `run` has not returned."""
+        about = {**self._about, **({"pace of the requests": self._pace} if self._pace else {})}
+        num, total = len(self.measured) // len(self._rates), self._num_visits
+        if num < total:
+            self._player.note(f"The comparison ended early: {num} of {total} runs were measured.")
+        labels = {each.deployment for each in self.measured}
+        topologies = [each for each in self._topologies if each.label in labels]
         return Comparison(
             title=f"{_name(self._config.model)}, {self._dataset.name.value}: "
             + ("colocated against disaggregated" if self._has_both else "deployments compared"),
             model=self._config.model,
-            baseline=baseline(self._topologies),
-            deployments=[self._deployment(topology) for topology in self._topologies],
-            measured=measured,
-            rates=rates,
+            baseline=baseline(topologies),
+            deployments=[self._deployment(topology) for topology in topologies],
+            measured=self.measured,
+            rates=self._rates_alone,
             slos=list(self._slos),
             command=shlex.join(["pdserve", *sys.argv[1:], *self._flags]),
             environment=about,
             notes=list(self._player.notes),
         )
+
+    @property
+    def _num_visits(self) -> int:
+        return self._config.num_runs * len(self._topologies)
 
     @property
     def _has_both(self) -> bool:

@@ -148,6 +148,25 @@ def test_peers_are_compared_at_each_rate(tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
+def test_what_was_measured_before_a_deployment_failed_is_reported_all_the_same(tmp_path):
+    with scripted_server("--first-ms", "2", "--gap-ms", "1") as there:
+        done = run(
+            *("--topologies", "", "--peer", f"there={there.url}", "gone=http://127.0.0.1:1"),
+            *(*RANDOM, "--num-prompts", "4", "--request-rates", "40", "--allow-invalid"),
+            cwd=tmp_path,
+        )
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "http://127.0.0.1:1/v1/models does not answer" in done.stderr
+    found = load(tmp_path / "pdserve-compare.json")
+    assert [each.label for each in found.deployments] == ["there"]
+    assert len(found.measured[0].run.answered) == 4
+    words = "The comparison ended early: 1 of 2 runs were measured."
+    assert words in found.notes
+    assert words in (tmp_path / "pdserve-compare.html").read_text()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
 def test_the_first_peer_sets_the_pace_where_everything_runs_already(tmp_path):
     with scripted_server("--first-ms", "20", "--gap-ms", "4") as server:
         done = run(
