@@ -325,7 +325,7 @@ class Legs:
         self._expected[kind, backend] = prompt.num_tokens - known.num_tokens, counted
 
     def expect_nothing(self) -> None:
-        """Count no leg that is not sent."""
+        """Stop counting the legs that were expected and have not been sent."""
         for _, counted in self._expected.values():
             counted.close()
         self._expected.clear()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LONGEST_GAP_S = 2.0
 """Maximum time between two looks at the step in flight: the loop turns ten times a second while a
-request is unfinished. In the rest the process was stopped, and it is not counted for the step."""
+request is unfinished. Beyond this the process was stopped, which is not the step's time."""
 
 
 class EngineCore:

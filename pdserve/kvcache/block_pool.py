@@ -125,7 +125,7 @@ class BlockPool:
     def find(self, prefix: Iterable[BlockHash]) -> list[BlockId]:
         """Return the blocks of the longest cached run of `prefix`; holds nothing.
 
-        Valid until the next `take` or `forget_all`.
+        Valid until the next `take`, `forget` or `forget_all`.
         """
         found: list[BlockId] = []
         for name in prefix:

@@ -213,7 +213,7 @@ class Scheduler:
             self._batcher.admit(self._clock.monotonic_s(), 0)
 
     def empty_step(self) -> SchedulerOutput:
-        """Submit a step without tokens, for engines that must step together."""
+        """Return a step without tokens, for engines that must step together."""
         return self._build_step(self._clock.monotonic_s(), Filling())
 
     def update(self, result: ModelRunnerOutput) -> None:
