@@ -7,8 +7,11 @@ or dispatcher refuses. Knows no path and no application.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -20,6 +23,8 @@ from pdserve.http.tls import server_context
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
+    from asyncio.trsock import TransportSocket
+
     from aiohttp.abc import AbstractStreamWriter
     from aiohttp.http import RawRequestMessage
     from aiohttp.streams import StreamReader
@@ -30,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 """Connections that may wait to be accepted, because a burst of streams can arrive at once."""
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class ClientConnection(web.RequestHandler):
@@ -143,11 +149,12 @@ class HttpListener(web.TCPSite):
         config: Address, TLS, limits, and the prefix of paths.
     """
 
-    __slots__ = ("_config", "_is_leaving")
+    __slots__ = ("_config", "_is_leaving", "_spare")
 
     def __init__(self, runner: web.AppRunner, config: HttpConfig) -> None:
         super().__init__(runner, config.host, config.port, backlog=BACKLOG)
         self._config = config
+        self._spare = _SpareDescriptor()
         self._is_leaving = False
 
     async def start(self) -> None:
@@ -183,6 +190,7 @@ class HttpListener(web.TCPSite):
             )
 
         server.request_factory = request_began
+        loop.set_exception_handler(self._spare.on_loop_error)
         try:
             self._server = await loop.create_server(
                 connect,
@@ -194,6 +202,11 @@ class HttpListener(web.TCPSite):
             )
         except OSError as error:
             raise _bind_error(config.host, config.port, error) from error
+
+    async def stop(self) -> None:
+        """Accept no more connections."""
+        await super().stop()
+        self._spare.close()
 
     @property
     def url(self) -> str:
@@ -215,6 +228,53 @@ class HttpListener(web.TCPSite):
             url = message.url.with_path(path.removeprefix(root), encoded=True, keep_query=True)
             message = message._replace(url=url)
         return message._replace(should_close=True) if self._is_leaving else message
+
+
+class _SpareDescriptor:
+    """Kept to hang up on clients while no other descriptor is free.
+
+    asyncio alone would let them wait, and would try to accept them `BACKLOG` times a second or
+    more, each time with a stack trace in the log, while every stream stands still.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        self._open()
+
+    def close(self) -> None:
+        """Give it back."""
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an error of the event loop: hang up on all who wait if it could not accept one."""
+        error, listening = context.get("exception"), context.get("socket")
+        if listening is None or not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
+            loop.default_exception_handler(context)
+            return
+        self.close()
+        if num_refused := _hang_up_on_waiting(listening):
+            event = "connections refused"
+            log_event(_log, event, level=logging.WARNING, num=num_refused, reason=error.strerror)
+        # Not before asyncio sees that nobody waits: Linux takes the descriptor before it looks.
+        loop.call_soon(self._open)
+
+    def _open(self) -> None:
+        with contextlib.suppress(OSError):  # another thread may have been faster
+            self._descriptor = os.open(os.devnull, os.O_RDONLY)
+
+
+def _hang_up_on_waiting(listening: TransportSocket) -> int:
+    """Return the number of connections to a non-blocking socket that were accepted and closed."""
+    num = 0
+    ours = socket.socket(listening.family, listening.type, fileno=listening.fileno())
+    with contextlib.suppress(OSError):  # nobody waits, or still no descriptor is free
+        while num < BACKLOG:
+            ours.accept()[0].close()
+            num += 1
+    ours.detach()
+    return num
 
 
 def _bind_error(host: str, port: int, error: OSError) -> ConfigError:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
+import socket
 
 import pytest
 
@@ -150,4 +154,37 @@ async def test_a_client_that_expects_to_be_told_to_go_on_is(serve):
         wire.send(HEAD + f"Expect: 100-continue\r\nContent-Length: {len(GOOD)}\r\n\r\n".encode())
         assert (await wire.answer())[0] == 100
         wire.send(GOOD)
+        assert (await wire.answer())[0] == 200
+
+
+async def test_without_a_free_descriptor_clients_are_hung_up_on_and_the_log_stays_short(
+    serve, caplog
+):
+    url = await serve()
+    host, port = url.removeprefix("http://").split(":")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting, taken = [], []
+    try:
+        for _ in range(20):  # the kernel connects them; nobody has accepted them
+            client = socket.create_connection((host, int(port)))
+            client.setblocking(False)
+            waiting.append(client)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (waiting[-1].fileno() + 10, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(10.0):
+            ends = [await loop.sock_recv(client, 1) for client in waiting]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+        for client in waiting:
+            client.close()
+    assert ends == [b""] * 20
+    assert len(caplog.text.splitlines()) == 1, caplog.text
+    assert "connections refused num=20" in caplog.text
+    async with asyncio.timeout(10.0), connected(url) as wire:
+        wire.send(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await wire.answer())[0] == 200
