@@ -115,6 +115,13 @@ async def test_a_batch_equals_transformers(tiny_model: Path, engine: ZmqEngineCl
     assert got == expected
 
 
+async def test_threads_of_torch_in_a_core_spin_for_a_short_time_only(
+    engine: ZmqEngineClient,
+) -> None:
+    environment = await asyncio.to_thread(Path(f"/proc/{engine.pid}/environ").read_bytes)
+    assert b"GOMP_SPINCOUNT=4000" in environment.split(b"\0")
+
+
 async def test_preemption_by_a_small_pool_changes_no_token(tiny_model: Path) -> None:
     prompts = [[10 + i, *range(20, 120)] for i in range(6)]
     expected = greedy_by_transformers(tiny_model, prompts, 40)
