@@ -209,6 +209,7 @@ def paged_attention() -> list[Case]:
         case("head_96", [20, 1], [90, 33], (3, 3), 96, block_size=32),
         case("head_128", [70], [90], (8, 2), 128, block_size=64),
         case("head_256", [20, 1], [90, 33], (8, 1), 256),
+        case("head_100", [20, 1], [90, 133], (4, 2), 100, block_size=128),
         *(grouped_attention(group, HEAD_DIMS[i % 4]) for i, group in enumerate(GROUPS)),
     ]
 

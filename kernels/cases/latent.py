@@ -147,6 +147,7 @@ def latent_attention() -> list[Case]:
         case("first_token", [1], [1]),
         case("decode_batch", [1] * 5, [1, 16, 17, 64, 600]),
         case("prefill", [130], [130]),
+        case("odd_latent", [20, 1], [90, 133], 3, (21, 8), block_size=8),
         case("mixed", [1, 40, 0, 1, 7], [65, 40, 12, 513, 135], 3, (48, 16)),
         case("deepseek_decode", [1, 1], [700, 90], 16, (512, 64)),
         case("deepseek_chunk", [20], [90], 128, (512, 64), block_size=64),

@@ -15,7 +15,7 @@
 //
 // Keys are packed per tile as [Dh][kTile] and values as strips of [kTile][64], in the interleaved
 // order of product.h, and serve all rows of a block: the queries of several tokens, times the heads
-// that share a KV head.
+// that share a KV head. What is packed has zeros up to a multiple of kLanes dimensions.
 
 #include <algorithm>
 #include <atomic>
@@ -61,6 +61,13 @@ inline void interleave(const Bf16* a, const Bf16* b, int64_t size, Bf16* to) {
 }
 #endif
 
+// The same call as if its heads were padded to whole vectors.
+PdPagedAttention padded(PdPagedAttention p) {
+    p.head_dim = (p.head_dim + kLanes - 1) / kLanes * kLanes;
+    p.value_dim = (p.value_dim + kLanes - 1) / kLanes * kLanes;
+    return p;
+}
+
 // The cached keys or values of one tile, as rows of T.
 template <class T>
 struct TileRows {
@@ -80,9 +87,9 @@ class Ahead {
         while (num_lines > 0 && next_ < num_ranges_) {
             const char*& at = ranges_[next_].at;
             const char* end = std::min(at + num_lines * 64, ranges_[next_].end);
-            num_lines -= (end - at) / 64;
+            num_lines -= (end - at + 63) / 64;
             for (; at < end; at += 64) prefetch_to_l2(at);
-            if (at == ranges_[next_].end) next_++;
+            if (at >= ranges_[next_].end) next_++;
         }
     }
 
@@ -102,9 +109,13 @@ class Attention {
     static constexpr int kDepth = Format<Unit>::kDepth;
 
     Attention(const PdPagedAttention& p, std::atomic<int32_t>& status)
-        : p_(p), status_(status), group_(p.num_heads / p.num_kv_heads), math_(p) {
+        : given_(p),
+          p_(padded(p)),
+          status_(status),
+          group_(p.num_heads / p.num_kv_heads),
+          math_(p_) {
 #ifdef PD_AMX
-        by_tiles_ = TileMath::can_take(p);
+        by_tiles_ = TileMath::can_take(p_);
 #endif
     }
 
@@ -191,10 +202,14 @@ class Attention {
         const int64_t group = group_;
         for (int64_t row = 0; row < block.num_tokens * group; row++) {
             const F16 scale = splat(1.0f / sum_lanes(load(state.sum + row * kLanes)));
-            T* to = static_cast<T*>(p_.out) + head_of(block, kv_head, row) * p_.value_dim;
-            for (int64_t d = 0; d < p_.value_dim; d += kLanes) {
-                store(to + d, load(state.out + row * p_.value_dim + d) * scale);
+            T* to = static_cast<T*>(p_.out) + head_of(block, kv_head, row) * given_.value_dim;
+            const float* from = state.out + row * p_.value_dim;
+            int64_t d = 0;
+            for (; d + kLanes <= given_.value_dim; d += kLanes) {
+                store(to + d, load(from + d) * scale);
             }
+            const int rest = static_cast<int>(given_.value_dim - d);
+            if (rest > 0) store(to + d, load(from + d) * scale, rest);
         }
     }
 
@@ -211,19 +226,25 @@ class Attention {
     void gather_queries(const Block& block, int64_t kv_head, Unit* to) const {
         for (int64_t row = 0; row < block.num_tokens * group_; row++, to += p_.head_dim) {
             const T* from =
-                static_cast<const T*>(p_.q) + head_of(block, kv_head, row) * p_.head_dim;
-            for (int64_t d = 0; d < p_.head_dim; d += kLanes) store(to + d, load(from + d));
+                static_cast<const T*>(p_.q) + head_of(block, kv_head, row) * given_.head_dim;
+            int64_t d = 0;
+            for (; d + kLanes <= given_.head_dim; d += kLanes) store(to + d, load(from + d));
+            const int rest = static_cast<int>(given_.head_dim - d);
+            if (rest > 0) store(to + d, load(from + d, rest));
         }
     }
 
-    // The keys of the block that holds `position`, from its first one; null if the id is bad.
+    // The keys of the block that holds `position`, from there on; null if the id is bad.
     const T* block_keys(int64_t request, int64_t kv_head, int64_t position) const {
         const int64_t index = position / p_.block_size;
         const int64_t id = p_.block_tables[request * p_.max_blocks + index];
         if (id < 0 || id >= p_.num_blocks) return nullptr;
         return static_cast<const T*>(p_.kv) + id * p_.block_stride +
-               kv_head * p_.block_size * p_.head_dim;
+               (kv_head * p_.block_size + position % p_.block_size) * given_.head_dim;
     }
+
+    // Positions that lie together in the cache.
+    int64_t run_length() const { return std::min<int64_t>(p_.block_size, kTile); }
 
     // Positions from `count` on get zeros, as far as they are read: the cache may hold anything
     // there, even NaN, and a weight of 0 would not silence that.
@@ -232,16 +253,31 @@ class Attention {
         static const T kZeros[kMaxHeadDim] = {};
         std::fill(tile.key, tile.key + kTile, kZeros);
         std::fill(tile.value, tile.value + kTile, kZeros);
-        for (int64_t i = 0; i < count; i += p_.block_size) {
+        for (int64_t i = 0; i < count; i += run_length()) {
             const T* keys = block_keys(request, kv_head, start + i);
             if (keys == nullptr) {
                 status_.store(kBadBlock, std::memory_order_relaxed);
                 continue;
             }
-            for (int64_t j = 0; j < std::min(p_.block_size, count - i); j++) {
-                tile.key[i + j] = keys + j * p_.head_dim;
-                tile.value[i + j] = keys + j * p_.head_dim + p_.value_offset;
+            for (int64_t j = 0; j < std::min(run_length(), count - i); j++) {
+                tile.key[i + j] = keys + j * given_.head_dim;
+                tile.value[i + j] = keys + j * given_.head_dim + p_.value_offset;
             }
+        }
+        if (given_.head_dim != p_.head_dim) pad_rows(tile.key, given_.head_dim, p_.head_dim, 0);
+        if (given_.value_dim != p_.value_dim) {
+            pad_rows(tile.value, given_.value_dim, p_.value_dim, kTile * p_.head_dim);
+        }
+    }
+
+    // Replaces rows of `dim` elements by copies that zeros follow: in the cache other rows do.
+    void pad_rows(const T** rows, int64_t dim, int64_t wide, int64_t at) const {
+        const int64_t size = kTile * (p_.head_dim + p_.value_dim) * static_cast<int64_t>(sizeof(T));
+        T* to = static_cast<T*>(scratch(Scratch::kPadded, size)) + at;
+        for (int i = 0; i < kTile; i++, to += wide) {
+            std::copy(rows[i], rows[i] + dim, to);
+            std::fill(to + dim, to + wide, T{});
+            rows[i] = to;
         }
     }
 
@@ -249,11 +285,11 @@ class Attention {
         const int64_t count = std::min<int64_t>(kTile, block.end_position() - start);
         const T* keys[kTile];
         int num_blocks = 0;
-        for (int64_t i = 0; i < count; i += p_.block_size) {
+        for (int64_t i = 0; i < count; i += run_length()) {
             const T* at = block_keys(block.request, kv_head, start + i);
             if (at != nullptr) keys[num_blocks++] = at;
         }
-        const int64_t num_bytes = p_.block_size * p_.head_dim * static_cast<int64_t>(sizeof(T));
+        const int64_t num_bytes = run_length() * given_.head_dim * static_cast<int64_t>(sizeof(T));
         for (int i = 0; i < num_blocks; i++) ahead.add(keys[i], num_bytes);
         if (p_.value_offset == 0) return;
         for (int i = 0; i < num_blocks; i++) ahead.add(keys[i] + p_.value_offset, num_bytes);
@@ -314,7 +350,8 @@ class Attention {
         }
     }
 
-    const PdPagedAttention& p_;
+    const PdPagedAttention& given_;
+    const PdPagedAttention p_;  // as padded: what is packed, and the states
     std::atomic<int32_t>& status_;
     const int64_t group_;  // query heads per KV head
     const RowMath<Unit> math_;
@@ -322,9 +359,9 @@ class Attention {
 };
 
 bool valid(const PdPagedAttention& p) {
-    if (p.head_dim % kLanes != 0 || p.head_dim > kMaxHeadDim) return false;
-    if (p.value_dim % kLanes != 0 || p.value_dim > p.head_dim) return false;
-    if (p.block_size < 1 || kTile % p.block_size != 0) return false;
+    if (p.head_dim < 1 || p.head_dim > kMaxHeadDim) return false;
+    if (p.value_dim < 1 || p.value_dim > p.head_dim) return false;
+    if (p.block_size < 1 || (kTile % p.block_size != 0 && p.block_size % kTile != 0)) return false;
     if (p.query_start[0] != 0 || p.query_start[p.num_requests] != p.rows) return false;
     for (int64_t r = 0; r < p.num_requests; r++) {
         const int64_t queries = int64_t{p.query_start[r + 1]} - p.query_start[r];
@@ -354,7 +391,8 @@ template <class T>
 int32_t run(const PdPagedAttention& p) {
     std::atomic<int32_t> status{kOk};
     const Attention<T> attention(p, status);
-    const int64_t heads = p.num_kv_heads, value_dim = p.value_dim, group = p.num_heads / heads;
+    const int64_t heads = p.num_kv_heads, group = p.num_heads / heads;
+    const int64_t value_dim = padded(p).value_dim;
     int num_threads = p.num_threads;
     int64_t rows_per_block = kManyRows;
     const auto cut = [&] { return blocks_of(p, std::max<int64_t>(1, rows_per_block / group)); };

@@ -12,7 +12,6 @@ from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cpu.marshal import check_places, check_requests, refused, same_type
 
 # What attention.cpp takes.
-_LANES = 16
 _MAX_HEAD_DIM = 1024
 _TILE = 64
 
@@ -24,17 +23,12 @@ _ROPE_AND_LATENT = struct.Struct("@8P9qf2i").pack
 @cache
 def refusal(head_dim: int, value_dim: int, block_size: int) -> str | None:
     """Return None if the attention kernels support these sizes, else the supported ones."""
-    widths = (head_dim, value_dim)
-    if (
-        all(width % _LANES == 0 for width in widths)
-        and max(widths) <= _MAX_HEAD_DIM
-        and _TILE % block_size == 0
-    ):
+    if value_dim <= head_dim <= _MAX_HEAD_DIM and 0 in (_TILE % block_size, block_size % _TILE):
         return None
     return (
-        f"the CPU kernels take heads of multiples of {_LANES} up to {_MAX_HEAD_DIM} and blocks of "
-        f"at most {_TILE} tokens, not heads of {head_dim} (values {value_dim}) and blocks of "
-        f"{block_size}"
+        f"the CPU kernels take heads of up to {_MAX_HEAD_DIM}, and blocks that divide {_TILE} "
+        f"tokens or are a multiple of it, not heads of {head_dim} (values {value_dim}) and blocks "
+        f"of {block_size}"
     )
 
 

@@ -144,12 +144,20 @@ def test_attention_is_the_same_for_any_chunks(
 def test_attention_of_a_request_is_the_same_in_any_company(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     heads = data.draw(st.sampled_from([(1, 1), (6, 2), (7, 1), (9, 3)]))
-    block_size = data.draw(st.sampled_from([8, 16, 32, 64]))
+    block_size = data.draw(st.sampled_from([8, 16, 32, 64, 128]))
+    head_dim = data.draw(st.sampled_from([32, 100, 29]))
     window = data.draw(st.none() | st.integers(1, 800))
     contexts = data.draw(st.lists(st.integers(1, 1300), min_size=1, max_size=5))
     queries = [data.draw(st.sampled_from([min(c, n) for n in (1, 3, 40)])) for c in contexts]
     inputs = attention_inputs(
-        queries, contexts, heads, 32, dtype=dtype, device=CPU, block_size=block_size, window=window
+        queries,
+        contexts,
+        heads,
+        head_dim,
+        dtype=dtype,
+        device=CPU,
+        block_size=block_size,
+        window=window,
     )
     q, kv, tables, starts, lens, scale, _ = inputs
     together = KERNELS.paged_attention(*inputs)
@@ -259,12 +267,15 @@ def test_rope_and_latent_are_the_same_in_any_batch(dtype: torch.dtype) -> None:
 
 @dtypes
 @pytest.mark.usefixtures("any_threads")
-@pytest.mark.parametrize(("chunk", "num_heads"), [(1, 16), (16, 3), (100, 40), (512, 5)])
+@pytest.mark.parametrize(
+    ("chunk", "num_heads", "dims"),
+    [(1, 16, (48, 16)), (16, 3, (21, 8)), (100, 40, (48, 16)), (512, 5, (48, 16))],
+)
 def test_latent_attention_is_the_same_for_any_chunks(
-    dtype: torch.dtype, chunk: int, num_heads: int
+    dtype: torch.dtype, chunk: int, num_heads: int, dims: tuple[int, int]
 ) -> None:
     tokens, context = 90 if chunk == 1 else 1100, 1100
-    inputs = latent_inputs([tokens], [context], num_heads, (48, 16), dtype=dtype, device=CPU)
+    inputs = latent_inputs([tokens], [context], num_heads, dims, dtype=dtype, device=CPU)
     q, kv, tables, _, _, scale, latent = inputs
     with threads(1):
         whole = KERNELS.latent_attention(*inputs)
