@@ -96,7 +96,7 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
     def tell(comparison: Comparison) -> None:
         say("")
         say(console.tables(comparison))
-        _tell(comparison)
+        _say_verdict(comparison)
         if data is not None:
             facts = verdict.headline_facts(comparison, chosen_rate(comparison))
             save(comparison, data, headline=facts)
@@ -401,7 +401,7 @@ def _environment(config: CompareConfig) -> dict[str, str]:
     return words
 
 
-def _tell(comparison: Comparison) -> None:
+def _say_verdict(comparison: Comparison) -> None:
     """Print the sentences under the table."""
     rate = chosen_rate(comparison)
     best = verdict.headline(comparison, rate)

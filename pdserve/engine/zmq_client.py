@@ -69,7 +69,8 @@ _log = logging.getLogger(__name__)
 _KILL_AFTER_S = 8.0
 _SHORT_SPIN: Final = {"GOMP_SPINCOUNT": "4000"}
 """Torch's threads (OpenMP's) wait for their next work by spinning: here for 0.1 ms, else for 8 ms,
-during which they take the cores from the threads of our kernels. Ranks inherit it."""
+during which they take the cores from the threads of our kernels. Ranks inherit it; those of Ray do
+not."""
 _LEAVE_AFTER_S = 10.0
 """Time for a killed process to end: it ends at once unless it is stuck inside the kernel."""
 

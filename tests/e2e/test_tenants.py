@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import pytest
 
 from tests.e2e.conftest import pd_deployment
 from tests.tiny_models import write_tiny_model
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,10 +63,7 @@ def served_first(running: Deployment, url: str) -> list[str]:
     order.clear()
     with ThreadPoolExecutor(1) as beside:
         long = beside.submit(ask, "greedy", _LONG)
-        deadline = time.monotonic() + 30
-        while not running.info("prefill")["stats"]["num_running"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: running.info("prefill")["stats"]["num_running"])
         ask("modest", 8)
         long.result()
     return order
