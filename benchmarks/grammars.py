@@ -5,6 +5,7 @@ schema, in turns; their gaps. `beside_hostile`: the gaps of requests without one
 for outputs whose masks take tens of milliseconds each.
 
     python -m benchmarks.grammars [--threads N] [--rounds N] [--tokens N] [--shape 135m|boxed]
+                                  [--model DIR]
 """
 
 from __future__ import annotations
@@ -60,15 +61,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--shape", default="135m", choices=["135m", "boxed"])
+    parser.add_argument("--model", type=Path, help="a checkpoint, in place of a shape")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
-        model = boxed_model_dir()
-        if args.shape == "135m":
+        model, load_format = args.model or boxed_model_dir(), "auto"
+        if args.shape == "135m" and args.model is None:
+            load_format = "dummy"
             model = write_model(Path(directory) / "m", SMOLLM2_135M)
-        print(json.dumps(asyncio.run(_measure(model, args)), indent=1))
+        print(json.dumps(asyncio.run(_measure(model, load_format, args)), indent=1))
 
 
-async def _measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+async def _measure(model: Path, load_format: str, args: argparse.Namespace) -> dict[str, Any]:
     from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
     from pdserve.engine.zmq_client import launch_engine
     from pdserve.wire.sampling import Grammar
@@ -76,10 +79,10 @@ async def _measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     config = EngineConfig(
         model=ModelConfig(
             model=str(model),
-            load_format="dummy" if args.shape == "135m" else "auto",
+            load_format=load_format,
             max_model_len=512,
         ),
-        cache=CacheConfig(kv_cache_memory_bytes=1 << 29, enable_prefix_caching=False),
+        cache=CacheConfig(kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False),
         parallel=ParallelConfig(num_threads=args.threads),
     )
     schema = Grammar(text=json.dumps({"grammars": [{"json_schema": SCHEMA}]}))
@@ -102,7 +105,7 @@ async def _measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     free, bound = gaps["free"], gaps["schema"]
     return {
         "benchmark": "grammars",
-        "shape": args.shape,
+        "shape": str(args.model or args.shape),
         "environment": environment(args.threads),
         "batch": BATCH,
         "goals": {"schema.itl_p50_over_free": 1.05, "beside_hostile.itl_p99_above_free_ms": 5.0},

@@ -12,7 +12,7 @@ head that are always wrong.
 Whatever is drafted, the tokens must be those without: that is checked on the way.
 
     python -m benchmarks.speculation [alone] [boxed] [by_model] [--threads N] [--rounds N]
-                                     [--tokens N]
+                                     [--tokens N] [--model DIR] [--drafted N,N,...]
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 _Way = TypeVar("_Way", int, str)
 
-DRAFTED = (0, 3, 7, 15)
 BATCH = 16
 GAP = 60
 """Tokens from one change of a prediction to the next, on average."""
@@ -67,6 +66,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--model", type=Path, help="a checkpoint for `alone`, in place of 135M")
+    parser.add_argument("--drafted", default="0,3,7,15", help="lengths for `alone`, 0 among them")
     parser.add_argument("parts", nargs="*", help="of what is measured; all if none is named")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
@@ -89,7 +90,7 @@ def main() -> None:
         for part in args.parts or PARTS:
             print(f"{part} ...", file=sys.stderr, flush=True)
             configs, compare = PARTS[part]
-            engines = configs(Path(directory), args.threads)
+            engines = configs(Path(directory), args)
             result |= asyncio.run(_measure(engines, compare, args))
     print(json.dumps(result, indent=1))
 
@@ -115,20 +116,23 @@ async def _measure(
             await client.close(timeout_s=2.0)
 
 
-def _lookup_configs(directory: Path, num_threads: int) -> dict[int, EngineConfig]:
+def _lookup_configs(directory: Path, args: argparse.Namespace) -> dict[int, EngineConfig]:
     """By how many tokens a draft may have."""
-    shape = {**SMOLLM2_135M, "initializer_range": VARIED}
-    model = write_model(directory / "m", shape)
-    return {drafted: _config(model, drafted, num_threads) for drafted in DRAFTED}
+    model, load_format = args.model, "auto"
+    if model is None:
+        shape = {**SMOLLM2_135M, "initializer_range": VARIED}
+        model, load_format = write_model(directory / "m", shape), "dummy"
+    lengths = sorted({int(length) for length in args.drafted.split(",")} | {0})
+    return {length: _config(model, load_format, length, args.threads) for length in lengths}
 
 
-def _config(model: Path, drafted: int, num_threads: int) -> EngineConfig:
+def _config(model: Path, load_format: str, drafted: int, num_threads: int) -> EngineConfig:
     from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
     from pdserve.config.speculative import SpeculativeConfig
 
     return EngineConfig(
-        model=ModelConfig(model=str(model), load_format="dummy", max_model_len=2048),
-        cache=CacheConfig(kv_cache_memory_bytes=1 << 29, enable_prefix_caching=False),
+        model=ModelConfig(model=str(model), load_format=load_format, max_model_len=2048),
+        cache=CacheConfig(kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False),
         parallel=ParallelConfig(num_threads=num_threads),
         speculative=SpeculativeConfig(
             method="ngram" if drafted else "", num_speculative_tokens=drafted or 1
@@ -136,7 +140,7 @@ def _config(model: Path, drafted: int, num_threads: int) -> EngineConfig:
     )
 
 
-def _boxed_configs(directory: Path, num_threads: int) -> dict[str, EngineConfig]:
+def _boxed_configs(directory: Path, args: argparse.Namespace) -> dict[str, EngineConfig]:
     """The boxed model without drafts, with those of its heads, and with wrong ones."""
     import torch
     from safetensors.torch import save_file
@@ -165,14 +169,14 @@ def _boxed_configs(directory: Path, num_threads: int) -> dict[str, EngineConfig]
         way: EngineConfig(
             model=ModelConfig(model=str(boxed_model_dir()), max_model_len=1024),
             cache=CacheConfig(kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False),
-            parallel=ParallelConfig(num_threads=num_threads),
+            parallel=ParallelConfig(num_threads=args.threads),
             speculative=speculative,
         )
         for way, speculative in ways.items()
     }
 
 
-def _pair_configs(directory: Path, num_threads: int) -> dict[str, EngineConfig]:
+def _pair_configs(directory: Path, args: argparse.Namespace) -> dict[str, EngineConfig]:
     """A model drafted for by its own first layers, by those of another one, and by a random head.
 
     Args:
@@ -200,7 +204,7 @@ def _pair_configs(directory: Path, num_threads: int) -> dict[str, EngineConfig]:
         way: EngineConfig(
             model=ModelConfig(model=str(model), max_model_len=2048),
             cache=CacheConfig(kv_cache_memory_bytes=1 << 28, enable_prefix_caching=False),
-            parallel=ParallelConfig(num_threads=num_threads),
+            parallel=ParallelConfig(num_threads=args.threads),
             speculative=speculative,
         )
         for way, speculative in ways.items()
@@ -305,7 +309,7 @@ async def _compare(clients: dict[int, ZmqEngineClient], args: argparse.Namespace
     ]
     edited = [_edited(tokens, seed) for seed, tokens in enumerate(wanted)]
     found: dict[str, dict[int, list[_Run]]] = {"edits": {}, "unguessable": {}}
-    gaps: dict[int, list[float]] = {drafted: [] for drafted in DRAFTED}
+    gaps: dict[int, list[float]] = {drafted: [] for drafted in clients}
     # Engines take turns, so that all see the machine in the same mood.
     for round_id in range(args.rounds):
         index = round_id % BATCH
@@ -339,7 +343,7 @@ async def _compare(clients: dict[int, ZmqEngineClient], args: argparse.Namespace
             assert runs[0].tokens == wanted[0]
             gaps[drafted] += [gap for run in runs[1:] for gap in run.gaps_ms]
     return {
-        "shape": "SmolLM2-135M, random weights, bf16",
+        "shape": str(args.model or "SmolLM2-135M, random weights, bf16"),
         "alone": {kind: _alone(runs) for kind, runs in found.items()},
         "neighbours": {
             str(drafted): {
@@ -415,6 +419,8 @@ async def _decode(client: ZmqEngineClient, request: GenerateRequest) -> _Run:
     tokens: list[int] = []
     arrivals_s: list[float] = []
     async for output in client.generate(request):
+        if output.error:
+            raise RuntimeError(output.error)
         if output.new_token_ids:
             tokens += output.new_token_ids
             arrivals_s.append(time.perf_counter())

@@ -7,8 +7,8 @@ device it is a dry run, of small sizes on the CPU.
 With ``--checks``, the device's tests and NVIDIA's sanitizer run first, and one file is left in
 `benchmarks/results`: the run book of a machine with a GPU.
 
-    python -m benchmarks.gpu [PART ...] [--checks] [--json FILE] [--limit-s N] [--vllm PROGRAM]
-                                                                               parts: see PARTS
+    python -m benchmarks.gpu [PART ...] [--checks] [--json FILE] [--limit-s N] [--no-sweeps]
+                             [--vllm PROGRAM]                                  parts: see PARTS
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ PARTS = ("peaks", "copies", "rows", "attention", "bits", "linear", "step", "fast
 _ROOT = Path(__file__).resolve().parents[2]
 _LONGER = {"serving": 3.0}
 """Parts that start engines, and how many times as long they may take as others."""
+_SWEPT = ("attention", "linear")
+"""Parts that go on to time other tilings than those that are shipped."""
 _GRACE_S = 60.0
 """For a part's imports and its last experiment, before it is killed."""
 
@@ -145,6 +147,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the report")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for a part")
     parser.add_argument("--here", action="store_true", help="one part, in this process")
+    parser.add_argument("--no-sweeps", action="store_true", help="only the tilings shipped")
     parser.add_argument(
         "--checks", action="store_true", help="first the tests that need a device, and a sanitizer"
     )
@@ -159,7 +162,9 @@ def main() -> int:
         module = importlib.import_module(f"benchmarks.gpu.{name}")
         experiments = importlib.import_module("benchmarks.gpu.timing").Experiments
         experiments.path = args.json
-        more = {"vllm": args.vllm} if args.vllm else {}
+        more: dict[str, Any] = {"vllm": args.vllm} if args.vllm else {}
+        if name in _SWEPT:
+            more["sweeps"] = not args.no_sweeps
         write(args.json, module.run(args.limit_s, **more))
         return 0
     report: dict[str, Any] = {"benchmark": "gpu", "environment": environment(), "parts": {}}
@@ -172,6 +177,7 @@ def main() -> int:
         report["checks"] = checks.check()
     for name in args.parts or parts:
         flags = ["--vllm", args.vllm] if args.vllm and name == "serving" else []
+        flags += ["--no-sweeps"] * args.no_sweeps
         report["parts"][name] = run_part(name, args.limit_s, *flags)
         write(args.json, report)
     if not is_dry:

@@ -299,7 +299,7 @@ def host() -> dict[str, Any]:
     return found
 
 
-def run(limit_s: float) -> dict[str, Any]:
+def run(limit_s: float, *, sweeps: bool = True) -> dict[str, Any]:
     """Run all experiments: what is shipped first, then sweeps for as long as there is time."""
     experiments = Experiments("attention", limit_s)
     experiments.run("bits", compare_bits)
@@ -308,8 +308,9 @@ def run(limit_s: float) -> dict[str, Any]:
     experiments.run("chunks", chunks)
     for name, experiment in LATENTS.items():
         experiments.run(f"latents: {name}", experiment)
-    experiments.run("compiling what is swept", compile_all)
-    _time_all(experiments, sweeps=True)
+    if sweeps:
+        experiments.run("compiling what is swept", compile_all)
+        _time_all(experiments, sweeps=True)
     return experiments.results
 
 

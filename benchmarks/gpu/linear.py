@@ -123,14 +123,25 @@ def best_rows(results: dict[str, Any]) -> dict[str, str]:
     return lines
 
 
-def run(limit_s: float) -> dict[str, Any]:
-    """Measure tiles alone, then layers, then mixtures."""
+def run(limit_s: float, *, sweeps: bool = True) -> dict[str, Any]:
+    """Measure layers and mixtures, then tiles alone for as long as there is time."""
     experiments = Experiments("linear", limit_s)
-    builds = [Build(of) for of in (BASE, *every_tile())] + gated_builds() + layer_builds()
+    builds = [Build(of) for of in (BASE, *every_tile())] + gated_builds() if sweeps else []
+    builds += layer_builds()
     experiments.run("compile", lambda: compile_all(builds))
     peak = experiments.run("peaks", peaks) or {"copy_gb_per_s": 3000.0, "tflop_per_s": 740.0}
     for num_rows in LAYER_ROWS:
         experiments.run(f"layer {num_rows}", lambda num_rows=num_rows: layer_times(num_rows, peak))
+    for num_tokens in EXPERT_TOKENS:
+        experiments.run(
+            f"experts {num_tokens}", lambda num_tokens=num_tokens: experts_times(num_tokens, peak)
+        )
+    if sweeps:
+        _sweep(experiments, peak)
+    return experiments.results
+
+
+def _sweep(experiments: Experiments, peak: dict[str, float]) -> None:
     for num_rows in SWEPT_ROWS:
         for name in SHAPES:
             if name == "head" and num_rows > 64:
@@ -143,10 +154,5 @@ def run(limit_s: float) -> dict[str, Any]:
         experiments.run(
             f"tiles gated {num_rows}", lambda num_rows=num_rows: sweep_gated(num_rows, peak)
         )
-    for num_tokens in EXPERT_TOKENS:
-        experiments.run(
-            f"experts {num_tokens}", lambda num_tokens=num_tokens: experts_times(num_tokens, peak)
-        )
     best = experiments.results["best"] = best_rows(experiments.results)
     print(*(f"linear: best: {name}: {row}" for name, row in best.items()), sep="\n", flush=True)
-    return experiments.results

@@ -187,8 +187,6 @@ async def _serve(experiments: Experiments, name: str, start: Any, model: Path, l
                 for concurrency in concurrencies:
                     bench = functools.partial(_bench, url, model, num_in, concurrency, logs)
                     experiments.run(f"{name}: {num_in} in, {concurrency} at a time", bench)
-            lines = {log.stem: _TOLD.findall(log.read_text())[-2:] for log in logs.glob("*.log")}
-            experiments.run(f"{name}: lines of requests", lambda: lines)
     except (SystemExit, TimeoutError) as ended:
         why = repr(ended)[:3000]
         tails = {log.stem: log.read_text()[-3000:] for log in logs.glob("*.log")}
@@ -196,7 +194,7 @@ async def _serve(experiments: Experiments, name: str, start: Any, model: Path, l
 
 
 def _bench(url: str, model: Path, num_in: int, concurrency: int, folder: Path) -> dict[str, Any]:
-    """Return figures of one `pdserve bench serve`."""
+    """Return figures of one `pdserve bench serve`, and the last request's line of each process."""
     file = f"{concurrency}.json"
     command = [sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", url]
     command += ["--tokenizer", str(model), "--dataset-name", "random", "--no-progress"]
@@ -209,4 +207,5 @@ def _bench(url: str, model: Path, num_in: int, concurrency: int, folder: Path) -
     if ended.returncode:
         raise RuntimeError(ended.stderr[-500:])
     result = json.loads((folder / file).read_text())
-    return {key: value for key, value in result.items() if _KEPT.fullmatch(key)}
+    lines = {log.stem: _TOLD.findall(log.read_text())[-1:] for log in folder.glob("*.log")}
+    return {key: value for key, value in result.items() if _KEPT.fullmatch(key)} | {"lines": lines}
