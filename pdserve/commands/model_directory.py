@@ -1,4 +1,4 @@
-"""Resolves the MODEL argument to a directory on this machine.
+"""Resolves the name of a model to a directory on this machine.
 
 Knows nothing of what is in the directory. A path never touches a network; a name of the
 Hugging Face hub is looked up in the local cache first.
@@ -45,6 +45,16 @@ def model_directory(model: str) -> Path:
         "with pdserve",
         param="model",
     )
+
+
+def tokenizer_directory(given: str) -> str:
+    """Return the directory that --tokenizer means: as given, or that of `boxed` or a hub's model.
+
+    Raises:
+        ConfigError: The hub cannot provide the model.
+    """
+    is_name = _HUB_NAME.fullmatch(given) and not Path(given).exists()
+    return str(model_directory(given)) if is_name or given == BOXED else given
 
 
 def _checked(path: Path, what: str) -> Path:

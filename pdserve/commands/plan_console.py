@@ -6,8 +6,8 @@ import itertools
 import shlex
 from typing import TYPE_CHECKING, Final
 
-from pdserve.config.boxed import BOXED, boxed_model_dir
 from pdserve.config.policies import looks_at_prefixes
+from pdserve.planner.planning import MAX_LOAD
 from pdserve.planner.work import parse_layout
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ def sentences(plan: FleetPlan, *, per_s: float, share: float) -> list[str]:
     if plan.highest_load is None:
         lines.append(f"No load was found at which {plan.best} reaches {share:.0%}.")
     else:
+        least = "at least " if plan.highest_load == MAX_LOAD else ""
         lines.append(
-            f"It reaches {share:.0%} up to {plan.highest_load:.3g} times the load "
+            f"It reaches {share:.0%} up to {least}{plan.highest_load:.3g} times the load "
             f"({plan.highest_load * per_s:.3g} requests/s)."
         )
     fewest = plan.fewest
@@ -107,8 +108,7 @@ def start_commands(layout_name: str, model: str, settings: Mapping[str, object])
     words = " ".join(f"--{flag} {value}" for flag, value in flags.items())
     events = reading = ""
     if looks_at_prefixes(*(str(settings[name]) for name in _POLICIES)):
-        tokenizer = boxed_model_dir() if model == BOXED else model
-        events, reading = f" {_EVENTS}", f" --tokenizer {tokenizer}"
+        events, reading = f" {_EVENTS}", f" --tokenizer {model}"
     ports = itertools.count(8100)
     engines = [
         f"pdserve {command} {model} --port {next(ports)} --proxy {_PROXY}{further}{events}"

@@ -6,7 +6,10 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+import msgspec
+
 from pdserve.commands.announce import START, program
+from pdserve.commands.model_directory import tokenizer_directory
 from pdserve.commands.running import exit_code, require_free, require_tls
 from pdserve.config.http import ProxyConfig
 from pdserve.config.load import Resolved, Table, build
@@ -21,6 +24,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     if config.port:
         require_free(config.host, config.port, flag="port")
     require_tls(config.tls)
+    config = msgspec.structs.replace(config, tokenizer=tokenizer_directory(config.tokenizer))
     return asyncio.run(_serve(config))
 
 

@@ -220,7 +220,7 @@ _PROXY: Final = (
             ("model-slo", "model_slo", "MODEL=ttft:MS|itl:MS", "the same for requests that name a model, in milliseconds; several times for several"),
             ("early-rejection", "early_rejection", "", "with predicted: reject requests that would miss their objectives with 429 on arrival"),
             ("tenant-header", "tenant_header", "NAME", "header that identifies the tenant for fair sharing; use only behind a gateway that sets it; empty uses the API key"),
-            ("tokenizer", "tokenizer", "DIR", "directory of the engines' tokenizer, for prefix-aware policies; without it they compare prompts as bytes"),
+            ("tokenizer", "tokenizer", "DIR", "directory of the engines' tokenizer, or what they have for MODEL; for prefix-aware policies, which without it compare prompts as bytes"),
             ("chat-template", "chat_template", "FILE", "the engines' chat template, if it is not in the --tokenizer directory"),
             ("kv-mode", "kv_mode", "auto|push|pull", "who moves the KV: the prefill engine writes it, or the decode engine reads it"),
             ("max-concurrent-requests", "max_concurrent_requests", "N", "requests in flight; further ones queue"),

@@ -32,7 +32,8 @@ _NUM_TRIED: Final = 2
 """The same for each other number of engines."""
 _MAX_GROWTH: Final = 4
 """Multiple of the given engines up to which more engines are tried."""
-_MAX_LOAD: Final = 32.0
+MAX_LOAD: Final = 32.0
+"""Highest load that is tried, as a multiple of the workload's rate."""
 _TOLERANCE: Final = 0.1
 """Relative precision of the highest load."""
 
@@ -198,7 +199,7 @@ class Planner:
 
     def _highest_load(self, layout: FleetLayout, *, holds: bool) -> float | None:
         search = Search(
-            axis=LoadAxis.RATE, highest=_MAX_LOAD, is_narrowing=True, tolerance=_TOLERANCE
+            axis=LoadAxis.RATE, highest=MAX_LOAD, is_narrowing=True, tolerance=_TOLERANCE
         )
         verdicts = {1.0: holds}
         while (load := search.next_load(verdicts)) is not None:

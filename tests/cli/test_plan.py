@@ -126,6 +126,12 @@ def test_what_cannot_be_planned_is_refused_with_flag_value_and_remedy(arguments,
     assert told in found.stderr
 
 
+def test_a_load_that_is_met_up_to_the_highest_tried_is_not_called_the_limit():
+    instant = ("--prompt-times", "0", "0", "0", "--step-times", "0", "0", "0")
+    found = plan("--layout", "1B", *instant, *SLO, *RANDOM)
+    assert "reaches 90% up to at least 32 times the load" in found.stdout, found
+
+
 def test_a_rate_of_a_data_set_with_times_of_its_own_is_refused(trace):
     data = ("--dataset-name", "trace", "--dataset-path", str(trace))
     found = plan("--num-engines", "2", *TIMES, *SLO, *data, "--request-rate", "3")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from pdserve.commands import engine
+from pdserve.config.boxed import boxed_model_dir
 from tests.cli.process import ROOT, environment, free_ports, pdserve
 from tests.tiny_models import write_tiny_model
 
@@ -87,6 +88,21 @@ def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, c
         assert f"pdserve prefill MODEL --port 8100 --proxy http://127.0.0.1:{port}" in said
         proxy.send_signal(number)
         assert proxy.wait(60) == code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["boxed", "some/model"])
+def test_a_proxy_takes_for_its_tokenizer_the_name_that_engines_take_for_their_model(
+    name: str, tmp_path: Path
+) -> None:
+    cache = tmp_path / "models--some--model"
+    (cache / "snapshots").mkdir(parents=True)
+    (cache / "snapshots" / "main").symlink_to(boxed_model_dir())
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("main")
+    flags = ("--port", "0", "--policy", "prefix_sticky", "--tokenizer", name)
+    with started("proxy", *flags, HF_HUB_CACHE=str(tmp_path)) as proxy:
+        read_until(proxy, "ready url=")
 
 
 @pytest.mark.e2e
