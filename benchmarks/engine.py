@@ -31,7 +31,7 @@ from benchmarks.shapes import SMOLLM2_135M, write_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.engine.zmq_client import ZmqEngineClient
+    from pdserve.engine.core_client import CoreClient
     from pdserve.text.load import Text
 
 # "limits": the linear layers at 512 rows, and one reading of all weights, on that machine.
@@ -58,7 +58,7 @@ def main() -> None:
 
 async def _measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-    from pdserve.engine.zmq_client import launch_engine
+    from pdserve.engine.core_client import launch_engine
     from pdserve.text.load import load_text
 
     config = EngineConfig(
@@ -139,7 +139,7 @@ def environment(num_threads: int) -> dict[str, Any]:
 
 
 async def _decode(
-    client: ZmqEngineClient, text: Text, *, batch: int, num_tokens: int, round_id: int
+    client: CoreClient, text: Text, *, batch: int, num_tokens: int, round_id: int
 ) -> dict[str, float]:
     """Decode `batch` requests together; times of the steps in which all of them ran."""
     from pdserve.text.output import OutputProcessor

@@ -26,7 +26,7 @@ from benchmarks.shapes import SMOLLM2_135M, write_model
 from pdserve.config.boxed import boxed_model_dir
 
 if TYPE_CHECKING:
-    from pdserve.engine.zmq_client import ZmqEngineClient
+    from pdserve.engine.core_client import CoreClient
     from pdserve.wire.sampling import Grammar
 
 BATCH = 16
@@ -73,7 +73,7 @@ def main() -> None:
 
 async def _measure(model: Path, load_format: str, args: argparse.Namespace) -> dict[str, Any]:
     from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-    from pdserve.engine.zmq_client import launch_engine
+    from pdserve.engine.core_client import launch_engine
     from pdserve.wire.sampling import Grammar
 
     config = EngineConfig(
@@ -147,7 +147,7 @@ def _at(values: list[float], share: float) -> float:
 
 
 async def _decode(
-    client: ZmqEngineClient,
+    client: CoreClient,
     rows: list[Grammar | None],
     num_tokens: int,
     *,

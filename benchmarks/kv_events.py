@@ -31,8 +31,8 @@ from pdserve.config.schema import (
     ParallelConfig,
     TransferConfig,
 )
+from pdserve.engine.core_client import launch_engine
 from pdserve.engine.kv_events import KVEventPublisher
-from pdserve.engine.zmq_client import launch_engine
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
 from pdserve.scheduler.steps import Step
 from pdserve.scheduler.telemetry import StepLearner
@@ -41,7 +41,7 @@ from pdserve.wire.request import GenerateRequest
 from pdserve.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from pdserve.engine.zmq_client import ZmqEngineClient
+    from pdserve.engine.core_client import CoreClient
 
 STEP_TOKENS = 2048
 MIXED = (8, 512, 32)
@@ -158,7 +158,7 @@ async def _engines(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             await client.close(timeout_s=2.0)
 
 
-async def _step_s(client: ZmqEngineClient, number: int, work: tuple[int, int, int]) -> float:
+async def _step_s(client: CoreClient, number: int, work: tuple[int, int, int]) -> float:
     """Seconds for each step of a batch of prompts that nobody has seen before."""
     num_prompts, num_tokens, num_generated = work
 

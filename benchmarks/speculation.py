@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from pdserve.config.schema import EngineConfig
-    from pdserve.engine.zmq_client import ZmqEngineClient
+    from pdserve.engine.core_client import CoreClient
     from pdserve.wire.request import GenerateRequest
 
 _Way = TypeVar("_Way", int, str)
@@ -97,11 +97,11 @@ def main() -> None:
 
 async def _measure(
     configs: dict[Any, EngineConfig],
-    compare: Callable[[dict[Any, ZmqEngineClient], argparse.Namespace], Awaitable[dict[str, Any]]],
+    compare: Callable[[dict[Any, CoreClient], argparse.Namespace], Awaitable[dict[str, Any]]],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Compare engines that all run at the same time."""
-    from pdserve.engine.zmq_client import launch_engine
+    from pdserve.engine.core_client import launch_engine
 
     clients = {
         way: await launch_engine(config, progress=lambda text: None)
@@ -264,14 +264,14 @@ def _write_head(directory: Path) -> Path:
 
 
 async def _compare_pairs(
-    clients: dict[str, ZmqEngineClient], args: argparse.Namespace
+    clients: dict[str, CoreClient], args: argparse.Namespace
 ) -> dict[str, Any]:
     found = await _compare_ways(clients, [_prompt(index) for index in range(3)], args)
     return {"by_model": found}
 
 
 async def _compare_boxed(
-    clients: dict[str, ZmqEngineClient], args: argparse.Namespace
+    clients: dict[str, CoreClient], args: argparse.Namespace
 ) -> dict[str, Any]:
     from tokenizers import Tokenizer
 
@@ -283,7 +283,7 @@ async def _compare_boxed(
 
 
 async def _compare_ways(
-    clients: dict[str, ZmqEngineClient], prompts: list[list[int]], args: argparse.Namespace
+    clients: dict[str, CoreClient], prompts: list[list[int]], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Answer prompts in each way, greedily and not; the first way drafts nothing."""
     found: dict[str, dict[str, list[_Run]]] = {"greedy": {}, "temperature 1": {}}
@@ -301,7 +301,7 @@ async def _compare_ways(
     return {kind: _alone(runs) for kind, runs in found.items()}
 
 
-async def _compare(clients: dict[int, ZmqEngineClient], args: argparse.Namespace) -> dict[str, Any]:
+async def _compare(clients: dict[int, CoreClient], args: argparse.Namespace) -> dict[str, Any]:
     plain = clients[0]
     wanted = [
         (await _decode(plain, _request(_prompt(index), index, args.tokens))).tokens
@@ -415,7 +415,7 @@ def _request(
     )
 
 
-async def _decode(client: ZmqEngineClient, request: GenerateRequest) -> _Run:
+async def _decode(client: CoreClient, request: GenerateRequest) -> _Run:
     tokens: list[int] = []
     arrivals_s: list[float] = []
     async for output in client.generate(request):

@@ -22,9 +22,9 @@ import msgspec
 
 from pdserve.engine.coordinator import Counts
 from pdserve.engine.coordinator_process import CoordinatorProcess
+from pdserve.engine.core_client import launch_engine
 from pdserve.engine.launch import shares_experts
 from pdserve.engine.open_requests import MergedOutputs
-from pdserve.engine.zmq_client import launch_engine
 from pdserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.schema import EngineConfig
     from pdserve.engine.client import LaunchedEngine
-    from pdserve.engine.zmq_client import ZmqEngineClient
+    from pdserve.engine.core_client import CoreClient
     from pdserve.wire.ids import RequestId
     from pdserve.wire.request import EngineInfo, EngineOutput, GenerateRequest, Sibling
     from pdserve.wire.trace import ProcessTrace
@@ -86,7 +86,7 @@ class DataParallelClient:
         self._config = config
         self._incarnation = Incarnation(life)
         self._engine_id = EngineId(config.engine_id or f"{config.role.value}-{life[:6]}")
-        self._cores: list[ZmqEngineClient] = []
+        self._cores: list[CoreClient] = []
         self._counts = [Counts(core) for core in range(config.parallel.data_parallel_size)]
         self._info: EngineInfo | None = None
         self._dead_reason: str | None = None
@@ -220,7 +220,7 @@ class DataParallelClient:
 
     def _spread(
         self, choices: Sequence[GenerateRequest]
-    ) -> list[tuple[int, ZmqEngineClient, list[GenerateRequest]]]:
+    ) -> list[tuple[int, CoreClient, list[GenerateRequest]]]:
         """Give each choice to the least busy core, counting the choices before it."""
         loads = [
             CoreLoad(num_answering=core.num_answering, num_sent=core.num_sent)

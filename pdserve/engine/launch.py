@@ -15,10 +15,10 @@ from pdserve.parallel.place import CorePlace
 
 
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings, and the server's addresses.
+    """The settings, and the connection to the server.
 
     Attributes:
-        server_key: Public key of both addresses; a secret of the engine.
+        pipe_fd: The inherited descriptor of the core's end of a `CorePipe`.
         log: Settings of the core's log, which goes to standard error.
         core: The core's place.
         coordinator: The coordinator's addresses, if there are several cores.
@@ -27,9 +27,7 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
     log: LogConfig
     config: EngineConfig
-    inputs_address: str
-    outputs_address: str
-    server_key: bytes
+    pipe_fd: int
     core: CorePlace = CorePlace()
     coordinator: Addresses | None = None
 

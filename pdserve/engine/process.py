@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -24,10 +25,10 @@ import zmq
 
 from pdserve.engine.arrivals import Arrivals
 from pdserve.engine.coordinator import CoordinatorLink, EndCores, StartWave
+from pdserve.engine.core_pipe import CorePipe
 from pdserve.engine.kv_events import KVEventPublisher
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.loading import load_engine
-from pdserve.engine.local_socket import connect_local
 from pdserve.errors import ConfigError
 from pdserve.executor.base import RankDiedError
 from pdserve.lifeline import end_with_parent
@@ -67,6 +68,7 @@ _log = logging.getLogger(__name__)
 _MAX_MESSAGES_PER_TURN = 64
 _UNFINISHED_POLL_MS = 100
 _CLOSE_TIMEOUT_S = 5.0
+_LINGER_S = 1.0
 _SLICES_S = 0.03
 """Time for ranks to report their slices when a trace is requested."""
 _ASKED_POLL_MS = 5
@@ -80,13 +82,8 @@ class EngineProcess:
 
     def __init__(self, launch: EngineLaunch) -> None:
         self._context = zmq.Context()
-        self._inputs = self._context.socket(zmq.PULL)
-        self._outputs = self._context.socket(zmq.PUSH)
-        for socket in (self._inputs, self._outputs):
-            socket.set_hwm(0)
-            socket.linger = 1000
-        connect_local(self._inputs, launch.inputs_address, launch.server_key)
-        connect_local(self._outputs, launch.outputs_address, launch.server_key)
+        self._pipe = CorePipe(socket.socket(fileno=launch.pipe_fd))
+        self._pipe_events: int = zmq.POLLIN
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._clock = SystemClock()
@@ -121,7 +118,7 @@ class EngineProcess:
         self._arrivals = Arrivals(self.core.scheduler)
         self._heap = BurstTrim()
         self._poller = zmq.Poller()
-        self._poller.register(self._inputs, zmq.POLLIN)
+        self._poller.register(self._pipe, self._pipe_events)
         for fd in self.core.executor.wake_fds:
             self._poller.register(fd, zmq.POLLIN)
         if self._link is not None:
@@ -153,17 +150,16 @@ class EngineProcess:
         """Serve until shut down. A failure is published before the process ends."""
         try:
             while not self._is_over():
+                self._watch_pipe()
                 is_waiting = self.core.scheduler.num_unfinished or self._shutdown_at_s is not None
                 patience_ms = _UNFINISHED_POLL_MS if is_waiting else None
                 if self._stats_due_s is not None:
                     patience_ms = _STATS_MS
                 if self._asked:
                     patience_ms = _ASKED_POLL_MS
-                has_event = self._poller.poll(0 if self._pieces or self._arrivals else patience_ms)
-                is_soon = (
-                    self._pieces or self._arrivals or self._asked or self._stats_due_s is not None
-                )
-                is_time_up = not (has_event or is_soon)
+                has_more = bool(self._pieces or self._arrivals or self._pipe.has_frame)
+                has_event = self._poller.poll(0 if has_more else patience_ms) or has_more
+                is_time_up = not (has_event or self._asked or self._stats_due_s is not None)
                 has_input = self._drain_inputs()
                 if self._link is not None:
                     self._hear(self._link)
@@ -242,10 +238,10 @@ class EngineProcess:
         The others stay queued, in order, until the next turn.
         """
         has_input = False
+        self._pipe.receive()
         for _ in range(_MAX_MESSAGES_PER_TURN):
-            try:
-                frame = self._inputs.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            frame = self._pipe.take()
+            if frame is None:
                 break
             try:
                 message = self._decoder.decode(frame)
@@ -340,11 +336,21 @@ class EngineProcess:
             self._stats_due_s = now_s + _STATS_MS / 1e3
 
     def _publish(self, message: FromEngine) -> None:
-        self._outputs.send(self._encoder.encode(message))
+        self._pipe.send(self._encoder.encode(message))
+
+    def _watch_pipe(self) -> None:
+        """Send what was kept, and have the poller wake this loop for what it can do next."""
+        self._pipe.flush()
+        if self._pipe.has_ended and self._shutdown_at_s is None:
+            self._shutdown_at_s = time.monotonic()  # nobody is left to serve
+        events: int = 0 if self._pipe.has_ended else zmq.POLLIN
+        events |= zmq.POLLOUT if self._pipe.has_unsent else 0
+        if events != self._pipe_events:
+            self._pipe_events = events
+            self._poller.register(self._pipe, events)
 
     def _close_sockets(self) -> None:
-        self._inputs.close()
-        self._outputs.close()
+        self._pipe.close(linger_s=_LINGER_S)
         if self._link is not None:
             self._link.close()
         self._context.term()

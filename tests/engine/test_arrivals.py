@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-import zmq
 
 from pdserve.config.log import LogConfig
 from pdserve.config.schema import (
@@ -18,8 +18,8 @@ from pdserve.config.schema import (
     ParallelConfig,
     SchedulerConfig,
 )
+from pdserve.engine.core_pipe import CorePipe
 from pdserve.engine.launch import EngineLaunch
-from pdserve.engine.local_socket import LocalKeys, bind_local, local_name
 from pdserve.engine.process import EngineProcess
 from pdserve.wire.core_messages import (
     AbortRequests,
@@ -47,14 +47,8 @@ class Core:
     """An engine core's loop in this thread, fed before it begins."""
 
     def __init__(self, model: Path) -> None:
-        name, keys = local_name(), LocalKeys.make()
-        self._context = zmq.Context()
-        self._inputs = self._context.socket(zmq.PUSH)
-        self._outputs = self._context.socket(zmq.PULL)
-        for socket, end in ((self._inputs, "in"), (self._outputs, "out")):
-            socket.set_hwm(0)
-            socket.linger = 0
-            bind_local(socket, f"{name}-{end}", keys)
+        ours, theirs = socket.socketpair()
+        self._pipe = CorePipe(ours)
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self.process = EngineProcess(
             EngineLaunch(
@@ -66,15 +60,14 @@ class Core:
                     scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128),
                     parallel=ParallelConfig(distributed_executor_backend="inline", num_threads=1),
                 ),
-                inputs_address=f"{name}-in",
-                outputs_address=f"{name}-out",
-                server_key=keys.public,
+                pipe_fd=theirs.detach(),
             )
         )
         self.num_known: list[int] = []
+        self._outputs: list[EngineOutput] = []
 
     def say(self, message: ToEngine) -> None:
-        self._inputs.send(msgspec.msgpack.encode(message))
+        self._pipe.send(msgspec.msgpack.encode(message))
 
     def run(self) -> list[EngineOutput]:
         """Run until what it was told is done; the outputs, in order."""
@@ -84,21 +77,25 @@ class Core:
         def noting_step(publish: Callable[[list[EngineOutput]], None]) -> bool:
             scheduler = self.process.core.scheduler
             self.num_known.append(scheduler.num_unfinished)
+            self._hear()
             return step(publish)
 
         self.process.core.step = noting_step  # type: ignore[method-assign]
         self.process.run()
-        outputs: list[EngineOutput] = []
-        while self._outputs.poll(100):
-            match self._decoder.decode(self._outputs.recv()):
+        while not self._pipe.has_ended:
+            self._hear()
+        return self._outputs
+
+    def _hear(self) -> None:
+        self._pipe.flush()
+        self._pipe.receive()
+        while (frame := self._pipe.take()) is not None:
+            match self._decoder.decode(frame):
                 case Outputs(some):
-                    outputs += some
-        return outputs
+                    self._outputs += some
 
     def close(self) -> None:
-        self._inputs.close()
-        self._outputs.close()
-        self._context.term()
+        self._pipe.close()
 
 
 @pytest.fixture
@@ -121,6 +118,13 @@ def add(name: str, max_tokens: int) -> Add:
     )
 
 
+def test_a_core_ends_when_nobody_is_left_to_serve(core: Core) -> None:
+    core.say(add("stream", 200))
+    core.close()
+    core.process.run()
+    assert core.process.core.scheduler.num_unfinished == 0
+
+
 def test_a_burst_of_requests_is_taken_some_at_a_time(core: Core) -> None:
     core.say(add("stream", 40))
     for number in range(NUM_LATER):
@@ -138,4 +142,4 @@ def test_what_is_aborted_while_it_waits_to_be_taken_is_never_run(core: Core) -> 
     core.say(AbortRequests([RequestId(f"later{number}") for number in range(10, NUM_LATER)]))
     ended = [output.request_id for output in core.run() if output.finish_reason is not None]
     assert ended[:10] == [f"later{number}" for number in range(10)]
-    assert core.process.core.scheduler.is_idle
+    assert core.process.core.scheduler.num_unfinished == 0

@@ -26,7 +26,7 @@ from pdserve.errors import ConfigError, EngineDeadError, InternalError
 from pdserve.wire.request import KVStoreStats
 from pdserve.wire.step import ExpertBalance
 from tests.engine.test_coordinator import stats
-from tests.engine.test_zmq_client import PROMPTS, impatient, request, tokens_of
+from tests.engine.test_core_client import PROMPTS, impatient, request, tokens_of
 from tests.tiny_models import greedy_by_transformers
 
 if TYPE_CHECKING:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 import zmq
 
-from pdserve.config.schema import EngineConfig, ModelConfig
 from pdserve.engine.local_socket import LocalKeys, bind_local, connect_local, local_name
-from pdserve.engine.zmq_client import launch_engine
 from tests.engine.test_coordinator import running, stats
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KINDS = ["plain", "with a key of its own"]
 
@@ -75,24 +68,6 @@ def test_a_stranger_cannot_speak_to_the_coordinator(kind: str) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             rig.process.wait(0.3)
         stranger.heard()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_stranger_cannot_speak_for_a_core_nor_take_its_requests(
-    tmp_path: Path, kind: str
-) -> None:
-    config = EngineConfig(model=ModelConfig(model=str(tmp_path)))
-    client = await launch_engine(config, progress=lambda text: None)
-    sockets = (client._inputs, client._outputs)
-    stranger = Stranger(kind, *(socket.get_string(zmq.LAST_ENDPOINT) for socket in sockets))
-    for _ in range(20):
-        await client.release_lease("secret")
-        await asyncio.sleep(0.01)
-    heard = stranger.heard()
-    await client.close(timeout_s=0)
-    assert heard == b""
-    assert "cannot be read" not in (client.dead_reason or "")
 
 
 def test_only_who_was_told_the_key_is_heard_and_told() -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from pdserve.config.schema import EplbConfig
 from pdserve.errors import EngineDeadError
+from tests.engine.test_core_client import PROMPTS, request, tokens_of
 from tests.engine.test_dp_client import dp_config, launched
-from tests.engine.test_zmq_client import PROMPTS, request, tokens_of
 from tests.tiny_models import greedy_by_transformers, write_tiny_model
 
 if TYPE_CHECKING:

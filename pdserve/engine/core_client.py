@@ -1,7 +1,7 @@
 """An engine core in a process of its own, as an `EngineClient`.
 
-Messages go over two encrypted ZMQ sockets at abstract Unix addresses: no port, no file, nothing
-left behind when a process is killed.
+Messages go through a `CorePipe`, one end of which the core inherits: no port, no file, no address,
+nothing left behind when a process is killed.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
-import zmq
 
+from pdserve.engine.core_pipe import CorePipe
 from pdserve.engine.heartbeat import CoreWatch
 from pdserve.engine.launch import EngineLaunch
-from pdserve.engine.local_socket import LocalKeys, bind_local, local_name
 from pdserve.engine.open_requests import OpenRequests, TraceDump
 from pdserve.errors import (
     ConfigError,
@@ -82,7 +82,7 @@ async def launch_engine(
     core: CorePlace | None = None,
     coordinator: Addresses | None = None,
     on_dead: Callable[[], None] = lambda: None,
-) -> ZmqEngineClient:
+) -> CoreClient:
     """Start an engine core; it loads in the background (`wait_ready`).
 
     Args:
@@ -92,47 +92,39 @@ async def launch_engine(
         on_dead: Called when the core has ended unasked.
     """
     core = core or CorePlace()
-    name, keys = local_name(), LocalKeys.make()
-    context = zmq.Context()
-    inputs, outputs = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    addresses = (f"{name}-in", f"{name}-out")
-    for socket, address in zip((inputs, outputs), addresses, strict=True):
-        socket.set_hwm(0)
-        socket.linger = 0
-        bind_local(socket, address, keys)
+    ours, theirs = socket.socketpair()
     launch = EngineLaunch(
         parent_pid=os.getpid(),
         log=log_config(),
         config=config,
-        inputs_address=addresses[0],
-        outputs_address=addresses[1],
-        server_key=keys.public,
+        pipe_fd=theirs.fileno(),
         core=core,
         coordinator=coordinator,
     )
-    listen_fd = None if core.rendezvous is None else core.rendezvous.listen_fd
+    inherited = [theirs.fileno()]
+    if core.rendezvous is not None and core.rendezvous.listen_fd is not None:
+        inherited.append(core.rendezvous.listen_fd)
     process = subprocess.Popen(  # noqa: ASYNC220 - a fork and exec, once, before serving
         [sys.executable, "-m", "pdserve.engine.process"],
         env={**_SHORT_SPIN, **os.environ},
         stdin=subprocess.PIPE,
-        pass_fds=() if listen_fd is None else (listen_fd,),
+        pass_fds=inherited,
     )
+    theirs.close()
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already, and that is noticed
         process.stdin.write(msgspec.msgpack.encode(launch))
         process.stdin.close()
-    return ZmqEngineClient(
+    return CoreClient(
         config,
         process=process,
-        context=context,
-        inputs=inputs,
-        outputs=outputs,
+        pipe=CorePipe(ours),
         progress=progress,
         on_dead=on_dead,
     )
 
 
-class ZmqEngineClient:
+class CoreClient:
     """See `EngineClient`. Made by `launch_engine`; lives in one event loop."""
 
     def __init__(
@@ -140,14 +132,12 @@ class ZmqEngineClient:
         config: EngineConfig,
         *,
         process: subprocess.Popen[bytes],
-        context: zmq.Context[zmq.Socket[bytes]],
-        inputs: zmq.Socket[bytes],
-        outputs: zmq.Socket[bytes],
+        pipe: CorePipe,
         progress: Callable[[str], None],
         on_dead: Callable[[], None] = lambda: None,
     ) -> None:
         self._process = process
-        self._context, self._inputs, self._outputs = context, inputs, outputs
+        self._pipe = pipe
         self._progress = progress
         self._on_dead = on_dead
         self._encoder = msgspec.msgpack.Encoder()
@@ -167,8 +157,7 @@ class ZmqEngineClient:
         self._pid_fd = os.pidfd_open(process.pid)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pid_fd, self._on_exit)
-        # A socket of zmq.asyncio takes three rounds of the loop and a task for each message.
-        self._loop.add_reader(outputs, self._read)
+        self._loop.add_reader(pipe, self._read)
         self._watcher = asyncio.create_task(self._watch(), name="heartbeats")
 
     @property
@@ -331,11 +320,10 @@ class ZmqEngineClient:
         except TimeoutError:
             _log.error("engine core %d cannot be killed: left behind", self._process.pid)
         self._watcher.cancel()
-        if not self._outputs.closed:
-            self._loop.remove_reader(self._outputs)
-        self._inputs.close()
-        self._outputs.close()
-        self._context.term()
+        if self._pipe.fileno() >= 0:
+            self._loop.remove_reader(self._pipe)
+            self._loop.remove_writer(self._pipe)
+        self._pipe.close()
 
     async def _watch(self) -> None:
         """Watch the core until it ends, and give it up if it makes no progress."""
@@ -353,29 +341,31 @@ class ZmqEngineClient:
     def _send(self, message: ToEngine) -> None:
         """Send without waiting: the caller may be a cancelled task.
 
-        Without a high-water mark a send fails only when the engine's side is gone, and its
-        end is noticed separately.
+        A core that has gone is noticed separately.
         """
-        if self._inputs.closed:
+        if self._pipe.fileno() < 0:
             return
-        with contextlib.suppress(zmq.Again):
-            self._inputs.send(self._encoder.encode(message), zmq.NOBLOCK)
+        self._pipe.send(self._encoder.encode(message))
+        if self._pipe.has_unsent:
+            self._loop.add_writer(self._pipe, self._flush)
+
+    def _flush(self) -> None:
+        self._pipe.flush()
+        if not self._pipe.has_unsent:
+            self._loop.remove_writer(self._pipe)
 
     def _read(self) -> None:
-        """Take every message received.
-
-        ZMQ signals once that there are messages, and again only after it has reported that there
-        are none (zmq_getsockopt(3), ZMQ_FD).
-        """
+        """Take the messages received; the event loop calls again while there are more."""
+        self._pipe.receive()
         try:
-            while True:
-                self._take(self._decoder.decode(self._outputs.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            pass
+            while (frame := self._pipe.take()) is not None:
+                self._take(self._decoder.decode(frame))
         except Exception as error:  # noqa: BLE001 - the top of a callback: waiters must be told
-            self._loop.remove_reader(self._outputs)
+            self._loop.remove_reader(self._pipe)
             self._die(f"the engine core's messages cannot be read: {error!r}", is_config=False)
             self._process.kill()
+        if self._pipe.has_ended:
+            self._loop.remove_reader(self._pipe)
 
     def _take(self, message: FromEngine) -> None:
         match message:

@@ -22,7 +22,7 @@ from pdserve.config.schema import (
     ParallelConfig,
     SchedulerConfig,
 )
-from pdserve.engine.zmq_client import ZmqEngineClient, launch_engine
+from pdserve.engine.core_client import CoreClient, launch_engine
 from pdserve.errors import ConfigError, EngineDeadError, OverloadedError
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import FinishReason, GenerateRequest, Sibling
@@ -55,7 +55,7 @@ def impatient(config: EngineConfig) -> EngineConfig:
 
 
 @asynccontextmanager
-async def running(config: EngineConfig) -> AsyncIterator[ZmqEngineClient]:
+async def running(config: EngineConfig) -> AsyncIterator[CoreClient]:
     """A ready engine, ended afterwards."""
     client = await launch_engine(config, progress=lambda text: None)
     try:
@@ -66,9 +66,7 @@ async def running(config: EngineConfig) -> AsyncIterator[ZmqEngineClient]:
 
 
 @pytest_asyncio.fixture(params=["inline", "multiprocess"], scope="module", loop_scope="module")
-async def engine(
-    request: pytest.FixtureRequest, tiny_model: Path
-) -> AsyncIterator[ZmqEngineClient]:
+async def engine(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[CoreClient]:
     """One that tests leave alive and idle, as its start takes longer than most of them."""
     async with running(engine_config(tiny_model, backend=request.param)) as client:
         yield client
@@ -96,7 +94,7 @@ async def tokens_of(client: EngineClient, request: GenerateRequest) -> list[int]
     return tokens
 
 
-async def until_idle(client: ZmqEngineClient) -> None:
+async def until_idle(client: CoreClient) -> None:
     """Wait until the engine's own snapshot says that nothing is held."""
     for _ in range(1500):
         stats = client.stats
@@ -107,7 +105,7 @@ async def until_idle(client: ZmqEngineClient) -> None:
 
 
 @in_its_loop
-async def test_a_batch_equals_transformers(tiny_model: Path, engine: ZmqEngineClient) -> None:
+async def test_a_batch_equals_transformers(tiny_model: Path, engine: CoreClient) -> None:
     expected = greedy_by_transformers(tiny_model, PROMPTS, 24)
     got = await asyncio.gather(
         *(tokens_of(engine, request(f"r{i}", p, 24)) for i, p in enumerate(PROMPTS))
@@ -116,7 +114,7 @@ async def test_a_batch_equals_transformers(tiny_model: Path, engine: ZmqEngineCl
 
 
 async def test_threads_of_torch_in_a_core_spin_for_a_short_time_only(
-    engine: ZmqEngineClient,
+    engine: CoreClient,
 ) -> None:
     environment = await asyncio.to_thread(Path(f"/proc/{engine.pid}/environ").read_bytes)
     assert b"GOMP_SPINCOUNT=4000" in environment.split(b"\0")
@@ -143,7 +141,7 @@ async def test_preemption_by_a_small_pool_changes_no_token(tiny_model: Path) -> 
 
 
 @in_its_loop
-async def test_leaving_early_frees_the_blocks(engine: ZmqEngineClient) -> None:
+async def test_leaving_early_frees_the_blocks(engine: CoreClient) -> None:
     async with aclosing(engine.generate(request("r", PROMPTS[2], 900))) as outputs:
         async for _ in outputs:
             break
@@ -152,7 +150,7 @@ async def test_leaving_early_frees_the_blocks(engine: ZmqEngineClient) -> None:
 
 @in_its_loop
 async def test_what_comes_after_a_reset_finds_nothing_cached_before_it(
-    engine: ZmqEngineClient,
+    engine: CoreClient,
 ) -> None:
     prompt = [11, *PROMPTS[3][1:]]  # that no other test has left in the cache
 
@@ -277,14 +275,27 @@ async def test_a_wrong_model_is_a_config_error_that_names_it(tmp_path: Path) -> 
 
 
 @in_its_loop
-async def test_a_prompt_beyond_the_context_ends_in_an_error_output(engine: ZmqEngineClient) -> None:
+async def test_a_core_that_reads_nothing_for_a_while_gets_all_that_was_said(
+    engine: CoreClient,
+) -> None:
+    asked = [request(f"r{i}", PROMPTS[3], 2) for i in range(500)]  # more than a socket holds
+    expected = await tokens_of(engine, asked[0])
+    os.kill(engine.pid, signal.SIGSTOP)
+    answers = [asyncio.create_task(tokens_of(engine, each)) for each in asked]
+    await asyncio.sleep(0.2)
+    os.kill(engine.pid, signal.SIGCONT)
+    assert await asyncio.gather(*answers) == [expected] * len(asked)
+
+
+@in_its_loop
+async def test_a_prompt_beyond_the_context_ends_in_an_error_output(engine: CoreClient) -> None:
     outputs = [o async for o in engine.generate(request("r", [5] * 1024, 1))]
     assert outputs[-1].finish_reason is FinishReason.ERROR
     assert "maximum context length" in str(outputs[-1].error)
 
 
 @in_its_loop
-async def test_bad_requests_end_alone(engine: ZmqEngineClient) -> None:
+async def test_bad_requests_end_alone(engine: CoreClient) -> None:
     """Whatever the server lets through, and even what is no request at all."""
     replace = msgspec.structs.replace
     good = request("good", PROMPTS[1], 8)
@@ -303,14 +314,14 @@ async def test_bad_requests_end_alone(engine: ZmqEngineClient) -> None:
         (output,) = [output async for output in engine.generate(wrong)]
         assert output.finish_reason is FinishReason.ERROR, wrong.request_id
         assert output.error
-    engine._inputs.send(b"\xc1 is never msgpack")
+    engine._pipe.send(b"\xc1 is never msgpack")
     assert await tokens_of(engine, good) == expected
     assert len(await goes_on) == 100
     await until_idle(engine)
 
 
 @in_its_loop
-async def test_strange_rules_that_can_be_served_are(engine: ZmqEngineClient) -> None:
+async def test_strange_rules_that_can_be_served_are(engine: CoreClient) -> None:
     huge = 1 << 40
     strange = _params(
         logit_bias={huge: 5.0, -3: 1.0},
@@ -347,7 +358,7 @@ async def test_more_prompt_tokens_than_may_wait_are_refused(tiny_model: Path) ->
 
 
 @in_its_loop
-async def test_of_several_choices_one_may_be_aborted(engine: ZmqEngineClient) -> None:
+async def test_of_several_choices_one_may_be_aborted(engine: CoreClient) -> None:
     sampled = msgspec.structs.replace(
         request("r0", PROMPTS[1], 30), sampling=_params(max_tokens=30, temperature=1.0)
     )
@@ -379,7 +390,7 @@ async def test_a_core_that_cannot_be_understood_is_dead_to_its_clients(tiny_mode
 async def test_a_core_of_another_major_version_is_refused(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.engine.zmq_client.MAJOR", 999)
+    monkeypatch.setattr("pdserve.engine.core_client.MAJOR", 999)
     client = await launch_engine(engine_config(tiny_model), progress=lambda text: None)
     with pytest.raises(EngineDeadError, match="999"):
         await client.wait_ready()
@@ -408,7 +419,7 @@ async def test_a_rank_killed_while_it_loads_ends_the_start(tiny_model: Path) -> 
     await client.close(timeout_s=0)
 
 
-async def _rank_that_loads(client: ZmqEngineClient) -> int:
+async def _rank_that_loads(client: CoreClient) -> int:
     """The rank's process id, as soon as there is one: it imports for longer than this takes."""
     while True:
         children = await asyncio.to_thread(_children_of, client.pid)
