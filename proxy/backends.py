@@ -42,6 +42,9 @@ _REVISION = frozenset({"protocol", "schema", "weights"})
 OUTAGE_MEMORY_S = 600.0
 """How long a deployment that lost the last engine of a role counts as one with an outage; after
 that it is one without such engines."""
+STARTUP_S = 4.0
+"""How long after its start a proxy expects engines to register: those that served before its
+restart renew their lease every 3 s."""
 
 
 class Backends:
@@ -60,6 +63,7 @@ class Backends:
         on_gone: Callable[[str], None] = lambda url: None,
     ) -> None:
         self._clock = clock
+        self._start_s = clock.monotonic_s()
         self._on_gone = on_gone
         self._breakers = breakers
         self._backends: dict[str, Backend] = {}
@@ -98,9 +102,17 @@ class Backends:
 
     @property
     def has_missing(self) -> bool:
-        """Whether waiting may help: a known engine is away, or the last one of a role has gone."""
-        is_away = any(not each.available or each.num_late_checks for each in self)
-        return is_away or any(map(self._is_recent, self._gone_s.values()))
+        """Whether waiting may help.
+
+        A known engine is away, the last one of a role has gone, or the proxy has just started and
+        none that decodes is known yet.
+        """
+        if any(not each.available or each.num_late_checks for each in self):
+            return True
+        if any(map(self._is_recent, self._gone_s.values())):
+            return True
+        is_starting = self._clock.monotonic_s() - self._start_s < STARTUP_S
+        return is_starting and not any(each.decodes() for each in self)
 
     @property
     def available(self) -> frozenset[Backend]:

@@ -164,7 +164,7 @@ class Setbacks:
         await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (num_tried - 1)))
 
     async def stand_by(self, error: UnavailableError | WorkerError) -> None:
-        """Wait until an engine comes back, or has budget for such prompts again.
+        """Wait until an engine comes, or has budget for such prompts again.
 
         Raises:
             UnavailableError, WorkerError: `error` itself, if it does not mean that no engine can
@@ -187,7 +187,8 @@ class Setbacks:
         self.num_waits += 1
         self._story.stands_by(error.message)
         pause_s = STANDBY_S
-        while now_s() < until_s and self._backends.available <= before:
+        backends = self._backends
+        while now_s() < until_s and backends.has_missing and backends.available <= before:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_STANDBY_S)
         if now_s() >= self._waits_until_s:

@@ -237,7 +237,7 @@ ROWS = (
         "proxy dies",
         "the connection is lost",
         "Engines cancel requests without a reader, and leases expire. Engines register with the "
-        "next proxy, which thus knows its pools.",
+        "next proxy within 3 s, which thus knows its pools; until then its requests wait.",
         ("test_the_proxy_dies_and_a_restart_knows_its_pools_again",),
     ),
     Row(

@@ -13,6 +13,7 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from pdserve.config.http import ProxyConfig
+from pdserve.observe.clock import Clock
 from pdserve.proxy.app import Proxy
 from tests.proxy.scripted import ScriptedEngine
 
@@ -96,12 +97,13 @@ async def started() -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture
 async def make_stack() -> AsyncIterator[MakeStack]:
-    """Start engines and a proxy: `await make_stack(prefill=[p], decode=[d], **settings)`."""
+    """Start engines and a proxy: `await make_stack([p], [d], clock, **settings)`."""
     async with contextlib.AsyncExitStack() as cleanup:
 
         async def make(
             prefill: list[ScriptedEngine] | None = None,
             decode: list[ScriptedEngine] | None = None,
+            clock: Clock | None = None,
             **settings: Any,
         ) -> Stack:
             engines = []
@@ -121,7 +123,7 @@ async def make_stack() -> AsyncIterator[MakeStack]:
                     **settings,
                 }
             )
-            proxy = Proxy(config, rng=random.Random(1))
+            proxy = Proxy(config, clock=clock, rng=random.Random(1))
             url = await proxy.start()
             cleanup.push_async_callback(proxy.stop)
             client = aiohttp.ClientSession(

@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from pdserve.observe.clock import ManualClock
+from pdserve.proxy.backends import STARTUP_S
 from tests.proxy.conftest import until
 from tests.proxy.hooks import answers, ask, decodes, error, legs, prefills
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of, word
@@ -145,6 +147,32 @@ async def test_a_restart_of_the_only_engine_is_waited_for_from_its_first_moment(
     engine.hook = None
     await stack.proxy.checks.check(stack.proxy.backends.get(engine.url))
     assert await request == text_of(3, 4)
+    await assert_nothing_held(stack)
+
+
+@pytest.mark.parametrize("is_static", [True, False], ids=["prefill is known", "none is known"])
+async def test_a_proxy_that_has_just_started_waits_for_engines_to_register(
+    make_stack, started, is_static
+):
+    """They renew their leases, of which a restarted proxy knows nothing, only every 3 s."""
+    prefill, decode = [await started(role) for role in ("prefill", "decode")]
+    stack = await make_stack([prefill] if is_static else [], [], ManualClock())
+    request = asyncio.create_task(ask(stack, stream=True))
+    await stack.until_stages("queued")
+    if not is_static:
+        await register(stack, prefill)
+    await register(stack, decode)
+    assert await request == text_of(3, 4)
+    await assert_nothing_held(stack)
+
+
+async def test_a_proxy_to_which_none_has_come_says_so_when_its_start_is_over(make_stack):
+    stack = await make_stack([], [], clock := ManualClock())
+    request = asyncio.create_task(stack.refused())
+    await stack.until_stages("queued")
+    clock.advance(STARTUP_S)
+    async with asyncio.timeout(30.0):  # it could queue for longer
+        assert await request == (503, "no_prefill_available")
     await assert_nothing_held(stack)
 
 

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from pdserve.observe.clock import ManualClock
+from pdserve.proxy.backends import STARTUP_S
 from tests.proxy.conftest import until
 from tests.proxy.hooks import DONE, REFUSAL, answers, decodes, hangs, legs, prefills, streaming
 from tests.proxy.scripted import ScriptedEngine, events_of, text_in, text_of, word
@@ -242,7 +244,8 @@ async def test_engines_of_both_roles_alone_serve_whole_requests(make_stack):
 
 
 async def test_without_decode_the_answer_is_503_with_its_own_code(make_stack):
-    stack = await make_stack(prefills(), [])
+    stack = await make_stack(prefills(), [], clock := ManualClock())
+    clock.advance(STARTUP_S)
     async with stack.post() as response:
         assert response.status == 503
         assert int(response.headers["Retry-After"]) >= 1
@@ -250,7 +253,8 @@ async def test_without_decode_the_answer_is_503_with_its_own_code(make_stack):
 
 
 async def test_without_any_engine_the_message_names_a_role_and_a_command(make_stack):
-    stack = await make_stack([], [])
+    stack = await make_stack([], [], clock := ManualClock())
+    clock.advance(STARTUP_S)
     async with stack.post() as response:
         assert response.status == 503
         error = (await response.json())["error"]
