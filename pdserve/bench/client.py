@@ -69,6 +69,7 @@ class Client:
         self._soon = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
+        self._is_stopped = False
         self.num_in_flight = 0
 
     async def connect(self, plan: Sequence[Planned]) -> None:
@@ -80,7 +81,7 @@ class Client:
         await self._connections.settle(_CONNECT_TIMEOUT_S)
 
     async def run(self, plan: Sequence[Planned], start_s: float) -> None:
-        """Send all of `plan`; returns when the last answer has ended.
+        """Send all of `plan`; returns when the last answer has ended, or after `stop`.
 
         Args:
             plan: The requests; those that follow others come with them.
@@ -94,7 +95,7 @@ class Client:
         self._soon = 0
         self._followers.clear()
         self._over.clear()
-        if not plan:
+        if not plan or self._is_stopped:
             return
         for planned in plan:
             if planned.after is not None:
@@ -108,6 +109,11 @@ class Client:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def stop(self) -> None:
+        """End the run now: requests under way have no outcome."""
+        self._is_stopped = True
+        self._over.set()
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,13 +1,14 @@
 """A client process: `python -m pdserve.bench.client_process PARENT_PID`, a `ClientJob` on stdin.
 
 It only sends and reads; the process that started it computes figures and draws progress. It ends
-with that process. Knows no other client.
+with that process; on SIGTERM it tells what has ended. Knows no other client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -63,6 +64,7 @@ async def _work(job: ClientJob, priority: Priority) -> None:
         client = Client(job.asking, job.sending, on_outcome=ended.append)
         warmup_errors = await _warm_up(job)
         await client.connect(job.plan)
+        loop.add_signal_handler(signal.SIGTERM, client.stop)
         say(JobReady(warmup_errors=warmup_errors))
         begin = decode_orders(await loop.run_in_executor(None, _read_frame))
         assert isinstance(begin, BeginJob)

@@ -42,6 +42,21 @@ class ClientProcess:
         with contextlib.suppress(ConnectionError):
             await self._in.drain()
 
+    def stop(self) -> None:
+        """Let it end its run early."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Not the process's own methods, which first look whether it has ended, and so take the
+        # exit status that asyncio is waiting for.
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
     async def hear(self) -> Says:
         """Wait for a message.
 
@@ -85,11 +100,7 @@ async def client_processes(
                 await _all_ended(started)
     finally:
         for each in started:
-            if each.process.returncode is None:
-                # Not its `kill`, which first looks whether it has ended, and so takes the exit
-                # status that asyncio is waiting for.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each.process.pid, signal.SIGKILL)
+            each.kill()
         await _all_ended(started)
 
 

@@ -13,6 +13,8 @@ from pdserve.bench.figures import METRICS, percentile_word
 from pdserve.bench.records import CoresUsed
 
 _WIDTH: Final = 50
+_NONE: Final = "none"
+"""In place of a latency that no request has."""
 _HEADINGS: Final = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
@@ -115,21 +117,27 @@ def _latency_lines(
     for percent in percentiles:
         word = percentile_word(percent)
         rows.append((word.upper(), f"{word}_{name}_ms"))
-    return [_number(f"{word} {title} (ms):", figures[key]) for word, key in rows]
+    labels = [(f"{word} {title} (ms):", key) for word, key in rows]
+    if not figures[f"mean_{name}_ms"]:
+        return [f"{label:<40} {_NONE:<10}" for label, _ in labels]
+    return [_number(label, figures[key]) for label, key in labels]
 
 
 def _groups(groups: Mapping[str, Mapping[str, Any]]) -> str:
     if not groups:
         return ""
     width = max(len("group"), *(len(name or "-") for name in groups))
-    columns = [("median_ttft_ms", "TTFT p50"), ("p99_ttft_ms", "TTFT p99")]
-    columns += [("median_itl_ms", "ITL p50"), ("p99_itl_ms", "ITL p99")]
-    head = "".join(f"{title:>10}" for _, title in columns)
+    columns = [(name, word) for name in ("ttft", "itl") for word in ("median", "p99")]
+    titles = [f"{METRICS[name]} {word.replace('median', 'p50')}" for name, word in columns]
+    head = "".join(f"{title:>10}" for title in titles)
     has_prompts = any(each["prompts"] for each in groups.values())
     reuse = f"{'computed':>12}{'cached':>10}" if has_prompts else ""
     lines = [f"{'group':<{width}}{'done':>6}{'failed':>8}{head}  (ms){reuse}"]
     for name, each in groups.items():
-        cells = "".join(f"{each[key]:>10.2f}" for key, _ in columns)
+        cells = "".join(
+            f"{each[f'{word}_{name}_ms']:>10.2f}" if each[f"mean_{name}_ms"] else f"{_NONE:>10}"
+            for name, word in columns
+        )
         if has_prompts:
             prompts = each["prompts"] or {"computed_tokens": 0, "hit_rate": 0.0}
             cells += f"{prompts['computed_tokens']:>18}{prompts['hit_rate']:>10.1%}"

@@ -83,6 +83,7 @@ def figures(
         "why_not": run.health.why_not,
         "notes": run.health.notes,
         "cancelled": sum(each.is_cancelled for each in run.outcomes),
+        "unfinished": run.num_unfinished,
         "max_in_flight": _max_in_flight(run.outcomes),
         "goodput": {
             "slos": [str(slo) for slo in goodput],

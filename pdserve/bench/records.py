@@ -219,6 +219,7 @@ class Run(msgspec.Struct, kw_only=True):
         sampling: Sampling settings of the requests, in words.
         started_wall_s: Unix time of its start.
         duration_s: Seconds until the last answer's end.
+        num_unfinished: Planned requests without an outcome, because the run was cut short.
         outcomes: Outcomes by `index`.
         engines: The deployment's engines, as `/pdserve/v1/info` or the proxy reports them.
         cores: None if the server's processes are not on this machine, or cannot be seen.
@@ -235,6 +236,7 @@ class Run(msgspec.Struct, kw_only=True):
     duration_s: float
     outcomes: list[Outcome]
     health: RunHealth
+    num_unfinished: int = 0
     engines: list[dict[str, str]] = []
     cores: CoresUsed | None = None
 

@@ -56,6 +56,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         extra_body: Additional fields for every request.
         keep_text: Whether to keep generated text in the outcomes.
         with_stages: Whether to ask a pdserve deployment for the stages of each request.
+        ends_early: Whether a run that is cancelled once its first request was due returns what had
+            ended.
     """
 
     max_concurrency: int | None = None
@@ -68,6 +70,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     extra_body: dict[str, object] = {}
     keep_text: bool = False
     with_stages: bool = True
+    ends_early: bool = False
 
 
 class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +152,7 @@ async def run_plan(
         course = _Course(plan, on_progress)
         jobs = _share_out(plan, asking, options)
         async with client_processes(len(jobs), environ) as clients:
-            ended = await _carry_out(clients, jobs, course, stages)
+            ended = await _carry_out(clients, jobs, course, stages, options.ends_early)
         for _ in range(_NUM_ASKED_AGAIN if stages.is_reporting else 0):
             await stages.fetch()
             if not stages.lacks(course.outcomes):
@@ -161,6 +164,7 @@ async def run_plan(
     cores = await asyncio.to_thread(course.cores_used, watched, target.base_url, urls)
     outcomes = sorted(course.outcomes, key=lambda outcome: outcome.index)
     lags = [lag for each in ended for lag in each.loop_lags_s]
+    num_unfinished = len(plan) - len(outcomes)
     return Run(
         label=target.label or target.base_url,
         base_url=target.base_url,
@@ -172,12 +176,14 @@ async def run_plan(
         started_wall_s=course.started_wall_s,
         duration_s=max((each.end_s for each in outcomes), default=0.0),
         outcomes=outcomes,
+        num_unfinished=num_unfinished,
         health=judge(
             outcomes,
             lags,
             [each.cpu_share for each in ended],
             priority=ended[0].priority,
             cores=cores,
+            num_unfinished=num_unfinished,
         ),
         engines=engines,
         cores=cores,
@@ -338,9 +344,17 @@ def _warmups(plan: Sequence[Planned], number: int) -> list[Planned]:
 
 
 async def _carry_out(
-    clients: Sequence[ClientProcess], jobs: Sequence[ClientJob], course: _Course, stages: Stages
+    clients: Sequence[ClientProcess],
+    jobs: Sequence[ClientJob],
+    course: _Course,
+    stages: Stages,
+    ends_early: bool,
 ) -> list[Ended]:
-    """Give each client its job, start all at once, and collect until all have ended."""
+    """Give each client its job, start all at once, and collect until all have ended.
+
+    Args:
+        ends_early: See `Options`.
+    """
     for client, job in zip(clients, jobs, strict=True):
         await client.tell(job)
     for client in clients:
@@ -369,13 +383,25 @@ async def _carry_out(
                 fetched = len(course.outcomes)
                 await stages.fetch()
 
-    looking = asyncio.create_task(look())
+    async def hear_all() -> list[Ended]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(listen(which)) for which in range(len(clients))]
+        except BaseExceptionGroup as error:
+            raise error.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    looking, hearing = asyncio.create_task(look()), asyncio.create_task(hear_all())
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(listen(which)) for which in range(len(clients))]
-    except BaseExceptionGroup as error:
-        raise error.exceptions[0] from None
+        await asyncio.wait([hearing])
+    except asyncio.CancelledError:
+        if not ends_early:
+            hearing.cancel()
+            raise
+        for client in clients:
+            client.stop()
     finally:
         looking.cancel()
+    ended = await hearing
     course.end()
-    return [task.result() for task in tasks]
+    return ended

@@ -3,7 +3,7 @@
 A benchmark with an overloaded client measures itself. There are three signs: requests that were
 sent late, timers that fired late (the times of chunks are late by the same amount), and a client
 process without spare time. If the server shares its cores with programs outside the run, the
-benchmark measures those too.
+benchmark measures those too. And of a run that was cut short, the slowest requests are missing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def judge(
     *,
     priority: Priority = Priority.USUAL,
     cores: CoresUsed | None = None,
+    num_unfinished: int = 0,
 ) -> RunHealth:
-    """Judge a run by its client and by the use of cores.
+    """Judge a run by its client, by the use of cores and by whether it was carried out.
 
     Args:
         outcomes: Outcomes of all client processes.
@@ -41,6 +42,7 @@ def judge(
         cpu_shares: CPU time of each process, as a share of one core.
         priority: Their scheduling.
         cores: Use of the cores; None if unknown.
+        num_unfinished: Planned requests without an outcome.
     """
     sent = [max(0.0, each.sent_s - each.scheduled_s) for each in outcomes if each.status]
     good = [each for each in outcomes if each.is_good]
@@ -49,6 +51,12 @@ def judge(
     share = max(cpu_shares, default=0.0)
     why_not: list[str] = []
     notes: list[str] = []
+    if num_unfinished:
+        num_planned = len(outcomes) + num_unfinished
+        why_not.append(
+            f"The run was cut short: {len(outcomes)} of {num_planned} requests had ended, and the "
+            "slowest of those that were sent are missing."
+        )
     if good:
         ttft_s = statistics.median(each.ttft_s for each in good)
         limit_s = MAX_LAG_SHARE * ttft_s

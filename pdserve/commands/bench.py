@@ -1,7 +1,8 @@
 """`pdserve bench serve`: send a data set to an endpoint and print what users would experience.
 
 Exit code 0 if every request was answered and the run is valid; 1 if one failed, or if its figures
-are not valid (unless `--allow-invalid`): the client was too slow, or other programs used the cores.
+are not valid (unless `--allow-invalid`): the client was too slow, or other programs used the cores;
+130 after Ctrl-C. A run that it cuts short is printed and saved as far as it went, as not valid.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from pdserve.bench.records import Planned, Run
 from pdserve.bench.runner import PlanOrigin, run_plan
 from pdserve.bench.target import Target
 from pdserve.commands.announce import given_lines, title
-from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
+from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
 from pdserve.config.datasets import DatasetConfig
 from pdserve.config.load import Resolved, Table, build
@@ -85,7 +86,9 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
         run = await run_plan(
             requests,
             msgspec.structs.replace(target, model=served.model),
-            options_of(traffic, keep_text=result.save_detailed),
+            msgspec.structs.replace(
+                options_of(traffic, keep_text=result.save_detailed), ends_early=True
+            ),
             origin=PlanOrigin(plan.description, words, sampling, dataset.seed),
             on_progress=line if result.progress else None,
         )
@@ -112,6 +115,8 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
         detailed = {**found, **details(run)} if result.save_detailed else found
         save(run if result.save_detailed else None, detailed, path)
         print(f"Saved: {path}")
+    if run.num_unfinished:
+        return EXIT_INTERRUPTED
     if found["failed"] or not (run.health.valid or result.allow_invalid):
         return EXIT_FAILED
     return EXIT_DONE

@@ -59,7 +59,17 @@ def test_failed_and_given_up_requests_are_counted_and_give_no_figure() -> None:
 def test_a_run_without_any_answer_has_figures_of_zero() -> None:
     found = figures(make_run(FAILED))
     assert (found["completed"], found["failed"], found["mean_ttft_ms"]) == (0, 1, 0.0)
-    assert "Failed requests:                         1" in block(found)
+    shown = block(found)
+    assert "Failed requests:                         1" in shown
+    assert "Mean TTFT (ms):                          none" in shown
+
+
+def test_a_group_without_answers_has_no_latencies() -> None:
+    idle = outcome(3, 0.0, [], error="HTTP 500", group="burst")
+    shown = further(figures(make_run(FIRST, idle)))
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()}
+    assert rows["burst"] == ["0", "1", "none", "none", "none", "none"]
+    assert rows["-"][2:] == ["100.00", "100.00", "150.00", "199.00"]
 
 
 def test_goodput_counts_requests_within_all_limits() -> None:

@@ -282,6 +282,25 @@ async def test_progress_is_told_to_the_end(server: ScriptedServer) -> None:
     assert ttfts_s[0] / 1.5 <= told[-1].ttft_p50_s <= ttfts_s[-1] * 1.5
 
 
+async def test_a_run_that_is_cut_short_has_what_had_ended(server: ScriptedServer) -> None:
+    plan = [request(0, script()), request(1, script(first_s=600)), request(2, script(), at_s=600)]
+    options = Options(num_processes=1, ends_early=True)
+
+    def cut(progress: RunProgress) -> None:
+        if progress.done and not running.cancelling():
+            running.cancel()
+
+    running = asyncio.create_task(
+        run_plan(plan, Target(base_url=server.url), options, on_progress=cut)
+    )
+    found = await running
+    assert [each.index for each in found.answered] == [0]
+    assert found.num_unfinished == 2
+    assert found.health.num_processes == 1
+    assert found.health.cpu_share > 0  # its client has told of itself
+    assert "cut short: 1 of 3 requests had ended" in found.health.why_not[0]
+
+
 async def test_a_key_that_is_wrong_is_said_before_the_run() -> None:
     with scripted_server("--api-key", "right") as guarded:
         plan = [request(0, [1])]

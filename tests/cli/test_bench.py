@@ -152,13 +152,16 @@ def test_bench_alone_prints_its_commands() -> None:
     assert "serve" in done.stdout
 
 
-def test_an_interrupted_run_leaves_no_process(server: ScriptedServer) -> None:
+def test_an_interrupted_run_is_reported_and_leaves_no_process(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", server.url),
             *("--tokenizer", "boxed", "--num-prompts", "500", "--request-rate", "1"),
+            *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"),
         ],
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -175,7 +178,11 @@ def test_an_interrupted_run_leaves_no_process(server: ScriptedServer) -> None:
         while any(child.is_running() for child in children) and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert not any(child.is_running() for child in children)
+        assert process.stdout is not None
+        assert "The run was cut short: " in process.stdout.read()
+        found = json.loads((tmp_path / "r.json").read_bytes())
+        assert found["pdserve"]["unfinished"] == 500 - found["num_prompts"]
+        assert not found["pdserve"]["valid"]
     finally:
         process.kill()
-        process.wait()
-        process.stderr.close()
+        process.communicate()
