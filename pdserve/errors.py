@@ -14,7 +14,9 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
     |- NotFoundError          404   unknown path or model
     |- RequestTimeoutError    408   headers or a body did not come in time
     |- BodyTooLargeError      413
+    |- MediaTypeError         415   a body in an encoding that is not read here
     |- OverloadedError        429   queue is full; Retry-After
+    |- HeadersTooLargeError   431
     |- UnavailableError       503   no ready engine for the role; Retry-After
     |  |- StartingError       503   the engine is not ready yet
     |  |- ShuttingDownError   503   nothing more is taken here
@@ -146,6 +148,22 @@ class BodyTooLargeError(PdserveError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
+
+
+class MediaTypeError(PdserveError):
+    """The request body has an encoding that the server does not read."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class HeadersTooLargeError(PdserveError):
+    """A header, or the request line, is longer than the server accepts."""
+
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
 
 
 class OverloadedError(PdserveError):

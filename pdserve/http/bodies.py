@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from pdserve.errors import (
     BadRequestError,
     BodyTooLargeError,
+    MediaTypeError,
     OverloadedError,
     RequestTimeoutError,
 )
@@ -35,6 +36,8 @@ while it is read, its pieces and their sum; at an engine, the values parsed from
 MIN_BYTES_PER_S = 500
 """A body that is slower than this over a whole time-out is refused."""
 _RETRY_AFTER_S = 1.0
+_ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
+"""What aiohttp reads or, where it lacks the library for it, refuses; others it takes for plain."""
 _HELD: web.RequestKey[int] = web.RequestKey("held_bytes", int)
 
 
@@ -55,11 +58,18 @@ class Bodies:
         aiohttp would keep it with the request, which the connection keeps until the next request.
 
         Raises:
+            MediaTypeError: It has an unknown encoding.
             BodyTooLargeError: It is, or declares to be, larger than allowed.
             OverloadedError: There is no memory for it now.
             RequestTimeoutError: It is too slow.
             BadRequestError: It does not match its encoding, or is incomplete.
         """
+        encoding = request.headers.get(hdrs.CONTENT_ENCODING, "")
+        if encoding.strip().lower() not in _ENCODINGS:
+            raise MediaTypeError(
+                f"Content-Encoding is {encoding!r}: use gzip or deflate, or none",
+                param="Content-Encoding",
+            )
         self._hold(request, request.content_length or 0)
         pieces: list[bytes] = []
         num_bytes = num_noted = 0

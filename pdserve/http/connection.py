@@ -15,9 +15,16 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError
+from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 
-from pdserve.errors import BadRequestError, ConfigError, PdserveError, RequestTimeoutError
+from pdserve.errors import (
+    BadRequestError,
+    ConfigError,
+    HeadersTooLargeError,
+    MediaTypeError,
+    PdserveError,
+    RequestTimeoutError,
+)
 from pdserve.http.answers import error_answer, error_body, refusal_of
 from pdserve.http.tls import server_context
 from pdserve.observe.log import log_event
@@ -101,9 +108,13 @@ class ClientConnection(web.RequestHandler):
             raise ConnectionError("the answer has already started, so no error can be sent")
         error: PdserveError
         if isinstance(exc, ContentEncodingError):
-            error = BadRequestError(
-                "the body's Content-Encoding cannot be read here: compress it with gzip, or not "
-                "at all"
+            error = MediaTypeError(
+                "the body's Content-Encoding cannot be read here: use gzip or deflate, or none",
+                param="Content-Encoding",
+            )
+        elif isinstance(exc, LineTooLong):
+            error = HeadersTooLargeError(
+                f"a header or the request line is longer than {exc.args[1]} bytes"
             )
         elif status < 500:
             reason = (message or "it cannot be read").strip().split("\n", 1)[0].rstrip(":")

@@ -114,7 +114,6 @@ async def test_a_body_in_chunks_ends_at_the_limit(serve):
         HEAD.replace(b"application/json", b"application/\0json") + b"Content-Length: 2\r\n\r\n{}",
         HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
         HEAD + b"Content-Length: -1\r\n\r\n",
-        HEAD + b"X: " + b"y" * 10000 + b"\r\n\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZZ\r\n{}\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n-5\r\n",
         HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
@@ -134,9 +133,27 @@ async def test_an_encoding_that_cannot_be_read_is_no_matter_of_what_the_client_i
     async with connected(await serve()) as wire:
         wire.send(HEAD + b"Content-Encoding: zstd\r\nContent-Length: 2\r\n\r\n{}")
         status, error = await wire.refusal()
-        assert status == 400
+        assert (status, error["code"]) == (415, "unsupported_media_type")
         assert "Content-Encoding" in error["message"]
         assert "install" not in error["message"]
+
+
+@pytest.mark.parametrize("encoding", [b"compress", b"gzip, gzip"])
+async def test_a_body_in_an_unknown_encoding_is_a_415_that_says_what_is_read(serve, encoding):
+    async with connected(await serve()) as wire:
+        length = f"Content-Length: {len(GOOD)}\r\n\r\n".encode()
+        wire.send(HEAD + b"Content-Encoding: " + encoding + b"\r\n" + length + GOOD)
+        status, error = await wire.refusal()
+        assert (status, error["param"]) == (415, "Content-Encoding")
+        assert f"{encoding.decode()!r}: use gzip or deflate" in error["message"]
+
+
+async def test_headers_that_are_too_large_are_a_431_that_says_how_large_they_may_be(serve):
+    async with connected(await serve()) as wire:
+        wire.send(HEAD + b"X: " + b"y" * 10000 + b"\r\n\r\n")
+        status, error = await wire.refusal()
+        assert (status, error["code"]) == (431, "headers_too_large")
+        assert "8190 bytes" in error["message"]
 
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
