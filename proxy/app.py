@@ -70,10 +70,10 @@ _RELEASE_TIMEOUT_S = 5.0
 
 
 async def run_proxy(config: ProxyConfig, *, on_ready: Callable[[str], None]) -> signal.Signals:
-    """Serve until SIGINT or SIGTERM; return the signal received.
+    """Serve until SIGINT, SIGTERM or SIGHUP; return the signal received.
 
-    After SIGTERM requests are accepted for the drain delay; those still running then may finish
-    within the shutdown timeout. A second signal cuts them off.
+    After the latter two, requests are accepted for the drain delay; those still running then may
+    finish within the shutdown timeout. A second signal cuts them off.
 
     Args:
         on_ready: Called with the base URL once connections are accepted.

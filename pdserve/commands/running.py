@@ -20,6 +20,7 @@ from pdserve.config.load import Resolved, Table, build
 from pdserve.config.log import LogConfig
 from pdserve.errors import ConfigError
 from pdserve.http.tls import client_context, server_context
+from pdserve.lifeline import heeded_signals
 from pdserve.observe.log import configure_logging
 
 
@@ -28,9 +29,9 @@ def run_until_signalled(
 ) -> int:
     """Run `main` to its end and return its exit code.
 
-    The first SIGINT or SIGTERM cancels it, and `main` drains what runs; the second calls
+    The first SIGINT, SIGTERM or SIGHUP cancels it, and `main` drains what runs; the second calls
     `on_second_signal` and ends the process at once. The code is 130 after SIGINT and 0
-    after SIGTERM.
+    after the others.
     """
     return asyncio.run(_signalled(main, on_second_signal))
 
@@ -47,7 +48,8 @@ async def _signalled(main: Coroutine[Any, Any, int], on_second: Callable[[], Non
         received.append(number)
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    heeded = heeded_signals()
+    for number in heeded:
         loop.add_signal_handler(number, on_signal, number)
     try:
         return await task
@@ -56,12 +58,12 @@ async def _signalled(main: Coroutine[Any, Any, int], on_second: Callable[[], Non
             raise
         return exit_code(received[0])
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in heeded:
             loop.remove_signal_handler(number)
 
 
 def exit_code(stopped_by: signal.Signals) -> int:
-    """Return the exit code of a process that drained after SIGTERM or SIGINT."""
+    """Return the exit code of a process that drained after a stop signal."""
     return EXIT_INTERRUPTED if stopped_by is signal.SIGINT else EXIT_DONE
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import time
 from typing import TYPE_CHECKING, assert_never
@@ -25,7 +24,7 @@ import zmq
 
 from pdserve.config.log import LogConfig
 from pdserve.engine.local_socket import LocalKeys, bind_local, connect_local
-from pdserve.lifeline import end_with_parent
+from pdserve.lifeline import end_with_parent, ignore_stop_signals
 from pdserve.observe.log import configure_logging
 
 if TYPE_CHECKING:
@@ -280,9 +279,7 @@ def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 def main() -> None:
     """Entry point of the coordinator's process."""
-    # Signals reach the whole process group; the server ends its coordinator after the cores.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()  # the server ends its coordinator after the cores
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CoordinatorLaunch)
     end_with_parent(launch.parent_pid)
     configure_logging(sys.stderr, launch.log)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -31,7 +30,7 @@ from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.loading import load_engine
 from pdserve.errors import ConfigError
 from pdserve.executor.base import RankDiedError
-from pdserve.lifeline import end_with_parent
+from pdserve.lifeline import end_with_parent, ignore_stop_signals
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.heap import BurstTrim, share_arenas
 from pdserve.observe.log import configure_logging
@@ -367,9 +366,7 @@ def _story(error: Exception) -> str:
 
 def main() -> None:
     """Entry point of the engine core's process."""
-    # Signals reach the whole process group; the server decides how its engine ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()  # the server decides how its engine ends
     share_arenas()
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineLaunch)
     end_with_parent(launch.parent_pid)

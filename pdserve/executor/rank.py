@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import logging
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -41,7 +40,7 @@ from pdserve.executor.messages import (
 from pdserve.executor.rings import RingEnds, RingLink
 from pdserve.executor.zmq_links import ZmqEnds, ZmqLink
 from pdserve.imports import large_imports
-from pdserve.lifeline import end_with_parent
+from pdserve.lifeline import end_with_parent, ignore_stop_signals
 from pdserve.observe.heap import share_arenas
 from pdserve.observe.log import configure_logging, log_event
 
@@ -264,9 +263,7 @@ def _make_worker(
 
 def main() -> None:
     """Entry point of the rank's process."""
-    # Signals reach the whole process group; the engine decides how its ranks end.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()  # the engine decides how its ranks end
     share_arenas()
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Launch)
     if launch.parent_pid is not None:

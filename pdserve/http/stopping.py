@@ -1,7 +1,7 @@
 """Requests to stop a server: who made them, and how urgent they are.
 
 SIGTERM comes from a system that also tells others that this server stops, which takes a moment;
-SIGINT comes from a person who waits.
+SIGINT comes from a person who waits, and SIGHUP from a terminal that closes.
 """
 
 from __future__ import annotations
@@ -11,32 +11,35 @@ import contextlib
 import signal
 from typing import TYPE_CHECKING
 
+from pdserve.lifeline import heeded_signals
+
 if TYPE_CHECKING:
     from typing import Self
 
 
 class StopSignals:
-    """Counts SIGINT and SIGTERM while the block runs; the second one insists."""
+    """Counts stop signals while the block runs; the second one insists."""
 
     def __init__(self) -> None:
+        self._heeded = heeded_signals()
         self.first: signal.Signals | None = None
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._heeded:
             loop.add_signal_handler(number, self._receive, number)
         return self
 
     def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._heeded:
             loop.remove_signal_handler(number)
 
     def delay_s(self, configured_s: float) -> float:
         """How long to keep accepting requests, while their senders learn of the stop elsewhere."""
-        return configured_s if self.first is signal.SIGTERM else 0.0
+        return 0.0 if self.first is signal.SIGINT else configured_s
 
     def _receive(self, number: signal.Signals) -> None:
         if self.first is None:

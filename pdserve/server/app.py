@@ -163,7 +163,7 @@ async def run_server(
     server_config: ServerConfig,
     on_ready: Callable[[str], None],
 ) -> signal.Signals:
-    """Serve until SIGINT or SIGTERM; return which one it was.
+    """Serve until SIGINT, SIGTERM or SIGHUP; return which one it was.
 
     A second signal ends running requests at once.
 

@@ -14,7 +14,11 @@ import psutil
 import pytest
 
 from pdserve.commands import engine
+<<<<<<< HEAD
 from pdserve.config.boxed import boxed_model_dir
+=======
+from pdserve.lifeline import heeded_signals
+>>>>>>> fde68b7 (wip)
 from tests.cli.process import ROOT, environment, free_ports, pdserve
 from tests.tiny_models import write_tiny_model
 
@@ -77,7 +81,9 @@ def test_a_percentage_is_logged_only_of_what_takes_long(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)]
+)
 def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, code: int) -> None:
     (port,) = free_ports(1)
     with started("proxy", "--port", str(port), "--drain-delay", "0") as proxy:
@@ -90,6 +96,7 @@ def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, c
         assert proxy.wait(60) == code
 
 
+<<<<<<< HEAD
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["boxed", "some/model"])
 def test_a_proxy_takes_for_its_tokenizer_the_name_that_engines_take_for_their_model(
@@ -103,6 +110,14 @@ def test_a_proxy_takes_for_its_tokenizer_the_name_that_engines_take_for_their_mo
     flags = ("--port", "0", "--policy", "prefix_sticky", "--tokenizer", name)
     with started("proxy", *flags, HF_HUB_CACHE=str(tmp_path)) as proxy:
         read_until(proxy, "ready url=")
+=======
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert heeded_signals() == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+>>>>>>> fde68b7 (wip)
 
 
 @pytest.mark.e2e
