@@ -14,11 +14,8 @@ import psutil
 import pytest
 
 from pdserve.commands import engine
-<<<<<<< HEAD
 from pdserve.config.boxed import boxed_model_dir
-=======
 from pdserve.lifeline import heeded_signals
->>>>>>> fde68b7 (wip)
 from tests.cli.process import ROOT, environment, free_ports, pdserve
 from tests.tiny_models import write_tiny_model
 
@@ -96,7 +93,6 @@ def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, c
         assert proxy.wait(60) == code
 
 
-<<<<<<< HEAD
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["boxed", "some/model"])
 def test_a_proxy_takes_for_its_tokenizer_the_name_that_engines_take_for_their_model(
@@ -110,14 +106,14 @@ def test_a_proxy_takes_for_its_tokenizer_the_name_that_engines_take_for_their_mo
     flags = ("--port", "0", "--policy", "prefix_sticky", "--tokenizer", name)
     with started("proxy", *flags, HF_HUB_CACHE=str(tmp_path)) as proxy:
         read_until(proxy, "ready url=")
-=======
+
+
 def test_a_hangup_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert heeded_signals() == [signal.SIGINT, signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, before)
->>>>>>> fde68b7 (wip)
 
 
 @pytest.mark.e2e
