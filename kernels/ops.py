@@ -41,6 +41,7 @@ from pdserve.kernels.reference import (
     attention,
     chunks,
     digest,
+    masks,
     mla,
     moe,
     norm,
@@ -120,3 +121,4 @@ class SamplingOps:
     draw: DrawTokens = sampling.draw
     rule: RuleLogits = rules.rule
     note: Callable[[Tensor, Tensor, Tensor, Tensor], None] = rules.note
+    mask: Callable[[Tensor, Tensor], None] = masks.mask

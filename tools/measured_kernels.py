@@ -32,6 +32,7 @@ _FIGURES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "copies to and from a store": (("copies", "chunks, "),),
     "choice of tokens": (("step", "sampling "),),
     "penalties and other rules": (("step", "runner B=1 penalties"),),
+    "masks of grammars": (("rows", "mask of "),),
     "sums over ranks": (("rows", "sum_ranks"),),
     "launching": (("step", "graph "),),
 }

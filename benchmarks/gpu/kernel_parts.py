@@ -26,6 +26,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "copies to and from a store": ("chunks",),
     "choice of tokens": ("sampling",),
     "penalties and other rules": ("rules",),
+    "masks of grammars": ("masks",),
     "sums over ranks": ("ranks",),
     "launching": (_COMMON,),
 }

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.peaks import copied
+from benchmarks.gpu.peaks import copied, random_words
 from benchmarks.gpu.timing import DEVICE, Experiments, num_rotated, sized, time_in_graph
 from pdserve.kernels.cases.attention import rope_table
-from pdserve.kernels.cuda import activation, digest, norm, ranks, rope
+from pdserve.kernels.cuda import activation, digest, masks, norm, ranks, rope
 from pdserve.kernels.cuda.launch import without_overlap
 from pdserve.kernels.digest import place_keys, word_constants
 from pdserve.kernels.ops import Ops
+from pdserve.kernels.reference.masks import mask, num_words
 
 WIDTH, INNER = sized((4096, 14336), (64, 96))
 HEADS, KV_HEADS, HEAD_DIM = sized((32, 8, 128), (4, 2, 16))
@@ -199,6 +200,20 @@ def summed(num_ranks: int, tokens: int) -> dict[str, Any]:
     )
 
 
+def masked(num_rows: int) -> dict[str, Any]:
+    """Time the masks of rows of logits, and check them."""
+    vocab_size = sized(128256, 211)
+    logits = torch.randn(num_rows, vocab_size, device=DEVICE)
+    words = random_words(num_rows * num_words(vocab_size) * 4).view(num_rows, -1)
+    words[:, 0], words[:, 1] = torch.arange(num_rows), 0
+    found, wanted = logits.clone(), logits.clone()
+    masks.mask(found, words)
+    mask(wanted, words)
+    timing = time_in_graph(lambda _: masks.mask(logits, words), calls=sized(8, 2))
+    moved = 2 * logits.nbytes + words.nbytes
+    return timing.row(gb_per_s=timing.gb_per_s(moved), equal=torch.equal(found, wanted))
+
+
 def run(limit_s: float) -> dict[str, Any]:
     """Run the part."""
     experiments = Experiments("rows", limit_s)
@@ -216,4 +231,6 @@ def run(limit_s: float) -> dict[str, Any]:
         )
     for tokens in TOKENS:
         experiments.run(f"sum_ranks of 4, {tokens} tokens", lambda: summed(4, tokens))  # noqa: B023
+    for num_rows in sized((16, 256), (3,)):
+        experiments.run(f"mask of {num_rows} rows", lambda: masked(num_rows))  # noqa: B023
     return experiments.results

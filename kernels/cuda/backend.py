@@ -29,6 +29,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         halves,
         latent,
         linear,
+        masks,
         moe,
         norm,
         ranks,
@@ -60,7 +61,11 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         linear=linear.CudaLinear,
         heads=linear.CudaHeads,
         sampling=SamplingOps(
-            largest=sampling.largest, draw=sampling.draw, rule=rules.rule, note=rules.note
+            largest=sampling.largest,
+            draw=sampling.draw,
+            rule=rules.rule,
+            note=rules.note,
+            mask=masks.mask,
         ),
         experts=moe.CudaExperts,
         mlp=halves.make_mlp,

@@ -213,6 +213,8 @@ class InlineExecutor:
         if before is not None:
             self._done.append(self._worker.collect(before))
             self._answered.set()
+            if launched is not None:
+                self._worker.complete()
         if launched is None:
             self._worker.finish_step()
         return launched if step is None else self._worker.launch(step)

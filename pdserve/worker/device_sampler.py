@@ -9,22 +9,25 @@ is still busy with the step. The semantics are those of `Sampler`, the weights a
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from pdserve.errors import InternalError
 from pdserve.kernels.reference.sampling import FRACTION_BITS, NOT_FINITE, Draws
+from pdserve.worker.device_masks import DeviceMasks
 from pdserve.worker.device_rules import DeviceRules, are_kept
 from pdserve.worker.logit_rules import LogitRules
 from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.philox import uniforms
-from pdserve.worker.sampler import Sampled, Sampler
+from pdserve.worker.sampler import PATIENCE_S, Sampled, Sampler, note_tokens
 from pdserve.worker.verifying import DraftedRows, single, take_at_once, verify_in_waves
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from pdserve.wire.sampling import SamplingParams
     from pdserve.worker.device import Device, DeviceEvent
     from pdserve.worker.device_rules import StagedRules
-    from pdserve.worker.grammar import GrammarPool
+    from pdserve.worker.grammar import Constraint, GrammarPool
     from pdserve.worker.logit_rules import Hindered
     from pdserve.worker.step_buffers import StepBuffers
     from pdserve.worker.verifying import Verified
@@ -52,6 +55,8 @@ class StagedDraws:
         num_drawn: Number of rows that are drawn.
         by_k, by_p: Whether top-k or top-p applies to any of those.
         ruled: Rows with rules that the host applies.
+        masked: Rows that a grammar alone rules, whose mask the host brings, and the number of
+            tokens that it follows.
         kept: Rows with rules that are kept on the device; None if there are none.
         described: Rows that ask for log-probabilities.
         drafted: The rows of M requests, if any has a draft: one row follows its token, and one
@@ -65,6 +70,7 @@ class StagedDraws:
     by_k: bool
     by_p: bool
     ruled: list[int]
+    masked: dict[int, int]
     described: list[int]
     kept: StagedRules | None = None
     drafted: DraftedRows | None = None
@@ -72,7 +78,7 @@ class StagedDraws:
 
     @property
     def asks_host(self) -> bool:
-        """Whether the host takes part in choosing or describing the tokens."""
+        """Whether the host takes part in choosing or describing the tokens, masks aside."""
         return bool(self.ruled or self.described or self.drafted is not None)
 
 
@@ -86,6 +92,7 @@ class ComingTokens:
         host: `[L]`, their destination in host memory.
         came: The event after which they are there.
         staged: The inputs that they were chosen with.
+        noting: By index, the rules that note their row's token.
         unmodified: Logits of the rows that are described, if there are any.
         hindered: By index, rows that have no token, and why.
     """
@@ -95,14 +102,16 @@ class ComingTokens:
     host: Tensor
     came: DeviceEvent
     staged: StagedDraws
+    noting: dict[int, LogitRules]
     unmodified: Tensor | None
     hindered: dict[int, Hindered]
 
 
 def asks_host(params: SamplingParams) -> bool:
-    """Whether the host takes part in choosing or describing a request's tokens."""
-    has_rules = LogitRules.needed(params) and not are_kept(params)
-    return params.logprobs is not None or has_rules
+    """Whether the host takes part in choosing or describing a request's tokens, masks aside."""
+    if params.logprobs is not None:
+        return True
+    return LogitRules.needed(params) and not (are_kept(params) or LogitRules.only_grammar(params))
 
 
 class DeviceSampler(Sampler):
@@ -135,6 +144,8 @@ class DeviceSampler(Sampler):
         self._kept = DeviceRules(
             num_rows, vocab_size, device=device, ops=ops, max_logits=max_logits
         )
+        self._masks = DeviceMasks(num_rows, vocab_size, device=device, ops=ops)
+        self._only_grammar: set[int] = set()
         num_bytes = max_logits * torch.int64.itemsize
         self._memory = [device.staging(num_bytes) for _ in range(2)]
         self._came = [device.event() for _ in range(2)]
@@ -146,13 +157,14 @@ class DeviceSampler(Sampler):
 
     @property
     def asks_host(self) -> bool:
-        """Whether any row asks for it, in this step or not."""
-        return bool(self._rules or self._alternatives)
+        """Whether any row asks for it, in this step or not; see the function `asks_host`."""
+        return bool(self._rules.keys() - self._only_grammar or self._alternatives)
 
     def remove(self, row: int) -> None:
         """See `Sampler`."""
         super().remove(row)
         self._kept.remove(row)
+        self._only_grammar.discard(row)
         self._ahead_of[row] = -self._num_ahead
 
     def _add_rules(
@@ -160,8 +172,10 @@ class DeviceSampler(Sampler):
     ) -> None:
         if are_kept(params):
             self._kept.add(row, params, prompt, outputs)
-        else:
-            super()._add_rules(row, params, prompt, outputs)
+            return
+        super()._add_rules(row, params, prompt, outputs)
+        if LogitRules.only_grammar(params):
+            self._only_grammar.add(row)
 
     def stage(
         self,
@@ -233,7 +247,8 @@ class DeviceSampler(Sampler):
             len(drawn),
             by_k=bool(top_k.any()),
             by_p=bool((top_p < 1.0).any()),
-            ruled=[i for i, row in here if row in self._rules],
+            ruled=[i for i, row in here if row in self._rules and row not in self._only_grammar],
+            masked={i: int(num_outputs[i]) for i, row in here if row in self._only_grammar},
             described=[i for i, row in here if row in self._alternatives],
         )
         if not drawn:
@@ -273,8 +288,8 @@ class DeviceSampler(Sampler):
     ) -> ComingTokens:
         """Launch the remaining choices and the copy of the tokens to the host; never waits.
 
-        The tokens of two steps may be on their way. Rules and log-probabilities depend on a row's
-        token: with either, `take` must come before the next `give`.
+        The tokens of two steps may be on their way. Rules, masks and log-probabilities depend on a
+        row's token: with any of them, `take` must come before the next `give`.
 
         Args:
             logits: `[L, vocab_size]` fp32; owned by the sampler from here on.
@@ -288,12 +303,12 @@ class DeviceSampler(Sampler):
         self, logits: Tensor, tokens: Tensor, peaks: Tensor, staged: StagedDraws, draws: Draws
     ) -> ComingTokens:
         unmodified = logits[staged.described] if staged.described else None
-        hindered: dict[int, Hindered] = {}
+        noting = {i: self._rules[staged.rows[i]] for i in (*staged.ruled, *staged.masked)}
         if staged.kept is not None:
             self._kept.apply(logits, staged.kept)
-        if staged.ruled:
-            hindered = self._apply_rules(staged.rows, staged.ruled, logits)
-        if staged.kept is not None or staged.ruled:
+        hindered = self._apply_rules(staged.rows, staged.ruled, logits)
+        hindered |= self._apply_masks(staged, noting, logits)
+        if staged.kept is not None or noting:
             # A rule may hide what is not finite.
             is_lost = tokens == NOT_FINITE
             tokens, peaks = self._ops.largest(logits)
@@ -308,7 +323,26 @@ class DeviceSampler(Sampler):
         self._there.copy(host, tokens)
         came = self._came[self._turn]
         came.record()
-        return ComingTokens(logits, tokens, host, came, staged, unmodified, hindered)
+        return ComingTokens(logits, tokens, host, came, staged, noting, unmodified, hindered)
+
+    def _apply_masks(
+        self, staged: StagedDraws, noting: Mapping[int, LogitRules], logits: Tensor
+    ) -> dict[int, Hindered]:
+        """Mask rows by their grammars; return those that have no token."""
+        until_s = time.monotonic() + PATIENCE_S
+        hindered: dict[int, Hindered] = {}
+        masked: list[tuple[int, Constraint]] = []
+        for i, num_outputs in staged.masked.items():
+            rules = noting[i]
+            if rules.num_outputs != num_outputs:
+                raise InternalError(f"a mask behind {rules.num_outputs} tokens, not {num_outputs}")
+            if (why := rules.hindered(until_s)) is not None:
+                hindered[i] = why
+            elif rules.constraint is not None:
+                masked.append((i, rules.constraint))
+        if masked:
+            self._masks.apply(logits, masked)
+        return hindered
 
     def take(self, coming: ComingTokens) -> Sampled:
         """Wait for the tokens."""
@@ -317,7 +351,7 @@ class DeviceSampler(Sampler):
         chosen = coming.host.numpy().copy()
         lost = np.flatnonzero(chosen == NOT_FINITE)
         chosen[lost] = 0
-        non_finite = self._note(staged.rows, staged.ruled, chosen, lost, hindered)
+        non_finite = note_tokens(coming.noting, chosen, lost, hindered)
         if unmodified is None:
             return Sampled(chosen, {}, non_finite, hindered)
         described = token_logprobs(
@@ -367,3 +401,4 @@ class DeviceSampler(Sampler):
             for by_p in (False, True):
                 self._ops.draw(logits, peaks, draws, tokens, by_k=by_k, by_p=by_p)
         self._kept.warm_up(logits)
+        self._masks.warm_up(logits)

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from pdserve.errors import PdserveError
+from pdserve.kernels.reference.masks import HEAD, num_words
 from pdserve.text.grammar import DeepThreads, in_short
 
 if TYPE_CHECKING:
@@ -59,10 +60,9 @@ take 153, 472 and 3,417 kB, which are 537, 4,857 and 39,157 bytes of text; other
 _IS_ZERO: Final = (
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0
 )
-"""By byte of a mask: which of its eight tokens are forbidden."""
 _BIASES: Final = np.where(_IS_ZERO, np.float32(-np.inf), np.float32(0.0))
-"""The same as what is added to their logits: on a CPU a sum takes an eighth of the time of a masked
-fill, and to a device flags are a quarter of the bytes."""
+"""By byte of a mask: what is added to the logits of its eight tokens. On a CPU a sum takes an
+eighth of the time of a masked fill."""
 
 
 class Allowed(NamedTuple):
@@ -218,6 +218,7 @@ class Constraint:
         device: Where the rows are that it is applied to.
 
     Attributes:
+        words: The allowed tokens, as `reference.masks.mask` takes them; on the host.
         is_over: Whether only the end of the output may follow; all else is forbidden.
         is_rejected: Whether the grammar does not allow the tokens so far.
         error: Reason why no token may follow, if none may.
@@ -246,11 +247,12 @@ class Constraint:
         self._is_put_off = False
         self._was_waited_for = False
         # Made in a step's inference mode, and written by other threads: as arrays.
-        self._by_byte = _BIASES if device.type == "cpu" else _IS_ZERO
-        self._forbidden = self._by_byte[0, 0]
-        self._mask_of_bytes = np.full((-(-vocab_size // 8), 8), self._forbidden)
-        self._mask = self._mask_of_bytes.reshape(-1)[:vocab_size]
-        self._mask_of_row = torch.from_numpy(self._mask)
+        self.words = np.zeros(num_words(vocab_size) - HEAD, dtype=np.int32)
+        self._bytes = self.words.view(np.uint8)[: -(-vocab_size // 8)]
+        self._vocab_size = vocab_size
+        self._biases: NDArray[np.float32] | None = None
+        if device.type == "cpu":
+            self._biases = np.full((len(self._bytes), 8), _BIASES[0, 0])
         self.is_over = False
         self.is_rejected = False
         self.error = ""
@@ -264,10 +266,11 @@ class Constraint:
 
     def apply(self, row: Tensor) -> None:
         """Mask the forbidden tokens in `row`, `[vocab_size]` fp32."""
-        if self._mask_of_row.dtype == torch.bool:
-            row.masked_fill_(self._mask_of_row.to(row.device), -torch.inf)
-        else:
-            row += self._mask_of_row
+        if self._biases is not None:
+            row += torch.from_numpy(self._biases.reshape(-1)[: self._vocab_size])
+            return
+        allowed = np.unpackbits(self._bytes, count=self._vocab_size, bitorder="little")
+        row.masked_fill_(torch.from_numpy(allowed == 0).to(row.device), -torch.inf)
 
     @property
     def has_begun(self) -> bool:
@@ -349,12 +352,15 @@ class Constraint:
         """Store which tokens may come next; return why none may, or empty."""
         if allowed.error:
             return allowed.error
-        bits = allowed.bits[: len(self._mask_of_bytes)]
-        np.take(self._by_byte, bits, axis=0, out=self._mask_of_bytes[: len(bits)], mode="clip")
-        if not allowed.may_end:
-            self._mask[self._ends] = self._forbidden
-        if (self._mask == self._forbidden).all():
+        bits = allowed.bits[: len(self._bytes)]
+        self._bytes[: len(bits)] = bits
+        self._bytes[-1] &= 255 >> -self._vocab_size % 8
+        for token_id in () if allowed.may_end else self._ends:
+            self._bytes[token_id // 8] &= ~(1 << token_id % 8) & 255
+        if not self._bytes.any():
             return "the tokenizer has no way to write what must come next"
+        if self._biases is not None:
+            np.take(_BIASES, self._bytes, axis=0, out=self._biases, mode="clip")
         self.is_over, self._forced = allowed.is_over, allowed.forced
         return ""
 

@@ -147,19 +147,27 @@ class InputBatch:
         self._num_tokens[rows] += num
         self._sits_out[rows] &= num == 0
 
-    def wait_for(self, rows: NDArray[np.int64]) -> AwaitedTokens:
+    def wait_for(self, places: NDArray[np.int64], rows: NDArray[np.int64]) -> AwaitedTokens:
         """Count one more token for each of `rows`, which so far only the device has.
 
         The step prepared next takes it on the device. `settle` comes before the step after that.
+
+        Args:
+            places: The index of each among the tokens of its step.
         """
-        awaited = self._awaited.begin(rows, self._num_tokens[rows])
+        awaited = self._awaited.begin(places, rows, self._num_tokens[rows])
         self._num_tokens[rows] += 1
         return awaited
 
     def settle(self, awaited: AwaitedTokens, token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Write tokens that have come, `[M]`, to the requests still present; return which are."""
+        """Write tokens of a step that have come to the requests still present.
+
+        Returns:
+            `[M]`, which of the awaited tokens had their request.
+        """
         is_there = self._awaited.end(awaited)
-        self._token_ids[awaited.rows[is_there], awaited.positions[is_there]] = token_ids[is_there]
+        mine = token_ids[awaited.places[is_there]]
+        self._token_ids[awaited.rows[is_there], awaited.positions[is_there]] = mine
         return is_there
 
     def _append_blocks(self, row: int, block_ids: list[BlockId]) -> None:

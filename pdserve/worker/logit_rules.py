@@ -12,6 +12,7 @@ import enum
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 
 from pdserve.errors import InternalError
@@ -115,6 +116,23 @@ class LogitRules:
             or params.grammar is not None
         )
 
+    @staticmethod
+    def only_grammar(params: SamplingParams) -> bool:
+        """Whether a request has a grammar and no other rule."""
+        without = msgspec.structs.replace(params, grammar=None)
+        return params.grammar is not None and not LogitRules.needed(without)
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens so far."""
+        return len(self._outputs)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The grammar, if it governs the next token."""
+        constraint = self._constraint
+        return constraint if constraint is not None and constraint.has_begun else None
+
     def note(self, token_id: int) -> None:
         """Note an output token."""
         self._outputs.append(token_id)
@@ -128,6 +146,17 @@ class LogitRules:
         """Return the tokens that the grammar forces, as far as they are known."""
         return [] if self._constraint is None else self._constraint.forced()
 
+    def hindered(self, until_s: float) -> Hindered | None:
+        """Return why the grammar lets the row have no token, if that is so; see `apply`."""
+        constraint = self.constraint
+        if constraint is None:
+            return None
+        if not constraint.is_known(until_s):
+            return Hindered(Hindrance.UNREADY)
+        if constraint.is_rejected:
+            return Hindered(Hindrance.REJECTED)
+        return Hindered(Hindrance.DEAD_END, constraint.error) if constraint.error else None
+
     def apply(self, row: Tensor, until_s: float = 0.0) -> Hindered | None:
         """Change `row`, `[vocab_size]` fp32, in place.
 
@@ -140,11 +169,9 @@ class LogitRules:
         Returns:
             Reason why the row has no token, if it has none: then do not call `note`.
         """
-        constraint = self._constraint
-        if constraint is not None and not constraint.has_begun:
-            constraint = None
-        if constraint is not None and not constraint.is_known(until_s):
-            return Hindered(Hindrance.UNREADY)
+        constraint = self.constraint
+        if (hindered := self.hindered(until_s)) is not None:
+            return hindered
         if self._bias is not None:
             index, bias = self._bias
             row[index] += bias
@@ -153,9 +180,13 @@ class LogitRules:
         if self._forbidden is not None:
             row.masked_fill_(self._forbidden, -torch.inf)
         if constraint is not None:
-            hindered = self._constrain(row, constraint)
-            if hindered is not None:
-                return hindered
+            if constraint.is_over:  # nothing is left to choose: no other rule keeps it from ending
+                row.zero_()
+            constraint.apply(row)
+            # On its own, a grammar always allows something.
+            if self._forbidden is not None and row.max() == -torch.inf:
+                why = "no token is left of those that the other fields of the request allow"
+                return Hindered(Hindrance.DEAD_END, why)
         is_at_first = len(self._outputs) < self._min_tokens
         avoided = self._avoided_at_first if is_at_first else self._avoided
         completed = self._bad_words.completed_by(self._outputs)
@@ -183,20 +214,6 @@ class LogitRules:
             ends=params.eos_token_ids,
             device=self._device,
         )
-
-    def _constrain(self, row: Tensor, constraint: Constraint) -> Hindered | None:
-        if constraint.is_rejected:
-            return Hindered(Hindrance.REJECTED)
-        if constraint.error:
-            return Hindered(Hindrance.DEAD_END, constraint.error)
-        if constraint.is_over:  # nothing is left to choose: no other rule keeps it from ending
-            row.zero_()
-        constraint.apply(row)
-        # On its own, a grammar always allows something.
-        if self._forbidden is not None and row.max() == -torch.inf:
-            why = "no token is left of those that the other fields of the request allow"
-            return Hindered(Hindrance.DEAD_END, why)
-        return None
 
     def _indices(self, token_ids: Iterable[int]) -> Tensor | None:
         """Return the ids in the vocabulary; None if none: a tensor takes some microseconds."""

@@ -151,8 +151,8 @@ class ModelRunner:
         # Shared experts learn of a step before it, and the host synchronizes with other ranks.
         slices = isinstance(loaded.experts, SlicedExperts | None)
         self._rehearses = slices and not device.shares_memory
-        reader = self._drafts.reader if self._drafts else None
-        aux_layers = None if reader is None else reader.aux_layers
+        reader = self._drafts and self._drafts.reader
+        aux_layers = reader.aux_layers if reader else None
         self._forward = ForwardPass(
             self._model, self._kv_layers, buffers, slices and pp.is_last, aux_layers
         )
@@ -215,11 +215,7 @@ class ModelRunner:
             return ()
         hidden = self._kv_layers[0].new_zeros(128, self._hidden_size)
         with torch.inference_mode():
-            return measure_rows(partial(self._product, hidden))
-
-    def _product(self, hidden: Tensor, num_rows: int) -> None:
-        self._model.logits(hidden[:num_rows])
-        self._device.synchronize()
+            return measure_rows(self._model.logits, hidden, self._device.synchronize)
 
     def close(self) -> None:
         """Release the graphs."""
@@ -240,8 +236,15 @@ class ModelRunner:
         return self._replays is not None and self._replays.graphs is not None and not waits
 
     def may_follow(self, step: SchedulerOutput) -> bool:
-        """See `ReplayedSteps`."""
-        return self._replays is not None and self.runs_ahead and self._replays.may_follow(step)
+        """See `ReplayedSteps`; states that requests ask for are in no graph."""
+        asks = any(new.sampling.pooling is not None for new in step.new_requests)
+        is_ready = self.runs_ahead and self._pooler.is_idle and not asks
+        return is_ready and self._replays is not None and self._replays.may_follow(step)
+
+    def complete(self) -> None:
+        """Launch what the last step left for when the one before it is collected, if anything."""
+        if self._replays is not None:
+            self._replays.complete()
 
     def launch(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> LaunchedStep:
         """Run one step; if a graph runs it and only its tokens are wanted, just begin it.
@@ -307,10 +310,10 @@ class ModelRunner:
         assert self._device_sampler is not None
         self._begin(step, prepared.num_tokens)
         began_s = time.perf_counter()
-        coming, read = replays.launch(prepared, staged)
+        give, read = replays.launch(prepared, staged)
         if not staged.asks_host and self.runs_ahead:
-            return replays.go_ahead(prepared, coming, began_s)
-        verified = self._device_sampler.verified(coming)
+            return replays.go_ahead(prepared, give, began_s, waits=bool(staged.masked))
+        verified = self._device_sampler.verified(give())
         forward_s = time.perf_counter() - began_s
         if read and self._drafts is not None:
             hidden, *aux = read
@@ -344,9 +347,7 @@ class ModelRunner:
         pooled = self._pooler.take(prepared, hidden)
         lost = not_a_number(prompt_logprobs)
         if self._is_output and prepared.logit_rows is not None:
-            sums = states.sums
-            if sums is None:
-                sums = hidden.sum(-1, dtype=torch.float32)
+            sums = hidden.sum(-1, dtype=torch.float32) if states.sums is None else states.sums
             lost |= not_finite(prepared, sums)
         choosing: Callable[[], Verified] | None = None
         if len(prepared.sampling):
@@ -391,9 +392,8 @@ class ModelRunner:
     def finish_step(self) -> None:
         """Do the work that the step's answer need not wait for: make drafts, maybe move experts.
 
-        A collective of all ranks that share experts, which run the same steps: each runs it
-        after a step, or at the latest before its next one. A step that raised on one rank does
-        not keep the others any longer than the next would.
+        A collective of all ranks that share experts, which run the same steps, each at the latest
+        before its next one. If a step raised on one rank, the others wait no longer than usual.
         """
         if self._drafts is not None:
             self._drafts.finish()

@@ -1,14 +1,18 @@
 """Replays decode steps as graphs, with the host up to one step behind the device.
 
 Their tokens are on their way to the host when the next step is launched, which takes them on the
-device. The host waits for steps that it takes part in, as with grammars or drafts.
+device. Where grammars rule, the forward pass of that step is launched then, and the choice of its
+tokens as soon as those before have come, and what may follow them is known. The host waits for
+steps that it takes part in otherwise, as with drafts.
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pdserve.errors import InternalError
@@ -16,6 +20,7 @@ from pdserve.wire.step import ModelRunnerOutput
 from pdserve.worker.device_sampler import asks_host
 from pdserve.worker.graphs import StepGraphs
 from pdserve.worker.step import StepAhead
+from pdserve.worker.verifying import single, told_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,6 +65,7 @@ class ReplayedSteps:
         self._all = StepGraphs(device, sizes, buffers.stage_padding, self._run)
         self.graphs: StepGraphs[tuple[Tensor, ...]] | None = None
         self._ahead: StepAhead | None = None
+        self._before: StepAhead | None = None
         self._deferred: Callable[[], None] | None = None
         self._collected_s = 0.0
 
@@ -92,6 +98,8 @@ class ReplayedSteps:
             return None
         if not self.may_follow(step):
             raise InternalError(f"step {step.step_id} was launched before the one that it needs")
+        self.complete()
+        assert self._ahead.coming is not None
         return self._ahead.coming.tokens
 
     def may_follow(self, step: SchedulerOutput) -> bool:
@@ -110,24 +118,60 @@ class ReplayedSteps:
 
     def launch(
         self, prepared: PreparedStep, staged: StagedDraws
-    ) -> tuple[ComingTokens, list[Tensor]]:
-        """Replay a step whose inputs are uploaded, and choose its tokens.
+    ) -> tuple[Callable[[], ComingTokens], list[Tensor]]:
+        """Replay a step whose inputs are uploaded.
 
         Returns:
-            The tokens, valid until the next replay, and copies of the step's other outputs, for
-            their reader to keep.
+            What launches the choice of its tokens, to be called before the next replay, and copies
+            of the step's other outputs, for their reader to keep.
         """
         assert self.graphs is not None
         assert prepared.graph is not None
         results = self.graphs.replay(prepared.graph)
         logits, tokens, peaks, *read = (each[: prepared.num_tokens] for each in results)
-        return self._sampler.give(logits, tokens, peaks, staged), [each.clone() for each in read]
+        give = partial(self._sampler.give, logits, tokens, peaks, staged)
+        return give, [each.clone() for each in read]
 
-    def go_ahead(self, prepared: PreparedStep, coming: ComingTokens, began_s: float) -> StepAhead:
-        """Leave a launched step to the device, and let its requests go on meanwhile."""
-        awaited = self._batch.wait_for(prepared.rows)
-        self._ahead = StepAhead(prepared.request_ids, coming, awaited, began_s)
+    def go_ahead(
+        self,
+        prepared: PreparedStep,
+        give: Callable[[], ComingTokens],
+        began_s: float,
+        *,
+        waits: bool,
+    ) -> StepAhead:
+        """Leave a launched step to the device, and let its requests go on meanwhile.
+
+        Args:
+            give: As returned by `launch`.
+            waits: Whether the choice of its tokens depends on those of the step before.
+        """
+        self._before = self._ahead
+        self._ahead = StepAhead(prepared.request_ids, prepared.rows, began_s, give)
+        if self._before is None or not waits:
+            self._choose(self._ahead)
         return self._ahead
+
+    def complete(self) -> None:
+        """Launch the choice of the last step's tokens, if it still waits for those before.
+
+        Raises:
+            InternalError: Those are not collected yet.
+        """
+        if self._ahead is None or self._ahead.coming is not None:
+            return
+        if self._before is not None:
+            raise InternalError("tokens depend on those of the step before, which is not collected")
+        with torch.inference_mode():
+            self._choose(self._ahead)
+
+    def _choose(self, ahead: StepAhead) -> None:
+        ahead.coming = coming = ahead.give()
+        hindered = list(coming.hindered)
+        places = np.delete(np.arange(len(ahead.rows)), hindered)
+        ahead.awaited = self._batch.wait_for(places, ahead.rows[places])
+        if hindered:
+            self._batch.sit_out(ahead.rows[hindered])
 
     def defers(self, note: Callable[[], None]) -> bool:
         """Put off what a later step notes until the tokens of the step ahead have been noted.
@@ -142,26 +186,25 @@ class ReplayedSteps:
 
     def collect(self, step_id: int, ahead: StepAhead, drafts: Drafts | None) -> ModelRunnerOutput:
         """Wait for the tokens of the oldest step, and give them to its requests and drafter."""
+        if ahead is self._ahead:
+            self.complete()
+        assert ahead.coming is not None
+        assert ahead.awaited is not None
         with torch.inference_mode():
             sampled = self._sampler.take(ahead.coming)
         # The device began with it when it was through with the one before.
         began_s, self._collected_s = max(ahead.began_s, self._collected_s), time.perf_counter()
         is_there = self._batch.settle(ahead.awaited, sampled.token_ids)
-        token_ids: list[list[int]] = sampled.token_ids[:, None].tolist()
         if drafts is not None:
-            rows = ahead.awaited.rows.tolist()
-            for row, sampled_ids, has_request in zip(rows, token_ids, is_there, strict=True):
-                if has_request:
-                    drafts.note([row], [sampled_ids])
+            there = ahead.awaited.rows[is_there].tolist()
+            token_ids = sampled.token_ids[ahead.awaited.places[is_there]].tolist()
+            drafts.note(there, [[token_id] for token_id in token_ids])
         if self._ahead is ahead:
             self._ahead = None
+        if self._before is ahead:
+            self._before = None
         if self._deferred is not None:
             self._deferred()
             self._deferred = None
-        return ModelRunnerOutput(
-            step_id=step_id,
-            request_ids=ahead.request_ids,
-            sampled_token_ids=token_ids,
-            non_finite_ids=sorted(ahead.request_ids[i] for i in sampled.non_finite),
-            forward_s=self._collected_s - began_s,
-        )
+        output = ModelRunnerOutput(step_id=step_id, forward_s=self._collected_s - began_s)
+        return told_of(output, ahead.request_ids, single(sampled), None)

@@ -23,7 +23,7 @@ from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.philox import uniforms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -170,7 +170,8 @@ class Sampler:
             owned = logits if len(random) == len(at) else logits[random]
             chosen[random], is_drawn = self._draw(owned, rows[random], num_outputs[random])
             is_finite[random] &= is_drawn
-        non_finite = self._note(at, ruled, chosen, np.flatnonzero(~is_finite), hindered)
+        noting = {i: self._rules[at[i]] for i in ruled}
+        non_finite = note_tokens(noting, chosen, np.flatnonzero(~is_finite), hindered)
         if unmodified is None:
             return Sampled(chosen, {}, non_finite, hindered)
         described = token_logprobs(
@@ -188,21 +189,6 @@ class Sampler:
         until_s = time.monotonic() + PATIENCE_S
         said = ((i, self._rules[at[i]].apply(logits[i], until_s)) for i in ruled)
         return {i: hindered for i, hindered in said if hindered is not None}
-
-    def _note(
-        self,
-        at: list[int],
-        ruled: list[int],
-        chosen: NDArray[np.int64],
-        non_finite: NDArray[np.int64],
-        hindered: dict[int, Hindered],
-    ) -> list[int]:
-        """Note the tokens of rows with rules; return which rows are not finite."""
-        lost = set(non_finite.tolist())
-        for i in ruled:
-            if i not in hindered and i not in lost:
-                self._rules[at[i]].note(int(chosen[i]))
-        return [i for i in non_finite.tolist() if i not in hindered]
 
     def _draw(
         self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
@@ -232,6 +218,24 @@ class Sampler:
 
     def _column(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self._device)[:, None]
+
+
+def note_tokens(
+    noting: Mapping[int, LogitRules],
+    chosen: NDArray[np.int64],
+    non_finite: NDArray[np.int64],
+    hindered: Mapping[int, Hindered],
+) -> list[int]:
+    """Note the tokens of rows with rules; return which of all rows are not finite.
+
+    Args:
+        noting: By index into the rows, the rules of each that has some.
+    """
+    lost = set(non_finite.tolist())
+    for i, rules in noting.items():
+        if i not in hindered and i not in lost:
+            rules.note(int(chosen[i]))
+    return [i for i in non_finite.tolist() if i not in hindered]
 
 
 def needs_whole_row(params: SamplingParams) -> bool:

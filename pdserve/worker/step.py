@@ -14,6 +14,8 @@ import numpy as np
 from pdserve.wire.step import ModelRunnerOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -83,14 +85,16 @@ class PreparedStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AwaitedTokens:
-    """Where the `M` tokens of a step belong.
+    """Where `M` tokens of a step belong.
 
     Attributes:
+        places: `[M]`, the index of each among the step's tokens; rising.
         rows: `[M]`, of the batch; distinct.
         positions: `[M]`, in them.
         tenures: `[M]`, of the rows, when the step was launched.
     """
 
+    places: NDArray[np.int64]
     rows: NDArray[np.int64]
     positions: NDArray[np.int64]
     tenures: NDArray[np.int64]
@@ -117,11 +121,16 @@ class AwaitedRows:
         """Return which of the step's tokens each of `rows` awaits; -1 = none."""
         return self._index[rows]
 
-    def begin(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> AwaitedTokens:
-        """Await a token for each of `rows`; only one step at a time is awaited."""
+    def begin(
+        self,
+        places: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> AwaitedTokens:
+        """Await tokens of a step; only one step at a time is awaited. See `AwaitedTokens`."""
         self._index[:] = -1
-        self._index[rows] = np.arange(len(rows))
-        self._last = AwaitedTokens(rows, positions, self._tenure[rows])
+        self._index[rows] = places
+        self._last = AwaitedTokens(places, rows, positions, self._tenure[rows])
         return self._last
 
     def end(self, awaited: AwaitedTokens) -> NDArray[np.bool_]:
@@ -133,21 +142,29 @@ class AwaitedRows:
         return is_there
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StepAhead:
     """A replayed step that the device may still be computing.
 
     Attributes:
-        request_ids: `[M]`, all of which sample.
-        coming: Their tokens.
-        awaited: Where those belong.
+        request_ids, rows: `[M]`, all of which sample.
         began_s: When it was launched, by `time.perf_counter`.
+        give: Launches the choice of their tokens, given what depends on those before.
+        coming: Their tokens, once that is done.
+        awaited: Where those belong, likewise.
     """
 
     request_ids: list[RequestId]
-    coming: ComingTokens
-    awaited: AwaitedTokens
+    rows: NDArray[np.int64]
     began_s: float
+    give: Callable[[], ComingTokens]
+    coming: ComingTokens | None = None
+    awaited: AwaitedTokens | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its tokens have come."""
+        return self.coming is not None and self.coming.came.has_passed()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,4 +183,4 @@ class LaunchedStep:
     def is_over(self) -> bool:
         """Whether collecting it waits for nothing."""
         result = self.result
-        return isinstance(result, ModelRunnerOutput) or result.coming.came.has_passed()
+        return isinstance(result, ModelRunnerOutput) or result.is_over

@@ -290,6 +290,14 @@ class Worker:
         is_layerwise = metadata is not None and connector.start_load_kv(metadata)
         return runner.launch(step, connector if is_layerwise else None)
 
+    def complete(self) -> None:
+        """Give the device the rest of the last step, if that waited for the one before it.
+
+        Between steps this may be left out: the next call here does it.
+        """
+        runner, _ = self._started()
+        runner.complete()
+
     def collect(self, launched: LaunchedStep) -> ModelRunnerOutput:
         """Wait for the results of the oldest launched step, and return them."""
         runner, connector = self._started()

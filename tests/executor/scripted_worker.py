@@ -140,6 +140,9 @@ class ScriptedWorker:
             _wait_for(path)
         return launched.output
 
+    def complete(self) -> None:
+        pass
+
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         assert self._last_step is None or step.step_id == self._last_step + 1
         self._last_step = step.step_id

@@ -253,6 +253,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         story.append(f"collect {launched.output.step_id}")
         return collect_step(self, launched)
 
+    monkeypatch.setattr(ScriptedWorker, "complete", lambda _: story.append("complete"))
     monkeypatch.setattr(ScriptedWorker, "launch", spy_launch)
     monkeypatch.setattr(ScriptedWorker, "collect", spy_collect)
     return story
@@ -272,7 +273,7 @@ def test_a_step_is_launched_while_the_device_is_busy_with_the_one_before(
     assert executor.poll_result() is None
     (tmp_path / "end").touch()
     assert [collect(executor).step_id for _ in range(2)] == [0, 1]
-    assert story == ["launch 0", "launch 1", "collect 0", "collect 1"]
+    assert story == ["launch 0", "launch 1", "collect 0", "complete", "collect 1"]
 
 
 def test_a_step_that_needs_the_one_before_is_launched_once_that_is_collected(

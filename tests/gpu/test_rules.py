@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pdserve.kernels.reference import rules as reference
+from pdserve.kernels.reference.masks import mask, num_words
 from pdserve.kernels.reference.rules import AVOIDED, FORBIDDEN, IN_PROMPT, Ruled, RuleTables
 from pdserve.kernels.registry import kernels_on
 
@@ -47,3 +48,17 @@ def test_logits_are_ruled_as_the_reference_rules_them(cuda: torch.device, vocab_
     ops.note(kept.words, there.kept, tokens.to(cuda), there.rows)
     reference.note(tables.words, ruled.kept, tokens, ruled.rows)
     assert torch.equal(kept.words.cpu(), tables.words)
+
+
+@pytest.mark.parametrize("vocab_size", [211, 128256, 151936])
+def test_rows_are_masked_as_the_reference_masks_them(cuda: torch.device, vocab_size: int) -> None:
+    ops = kernels_on(cuda).sampling
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(NUM_ROWS, vocab_size, generator=generator)
+    shape = 16, num_words(vocab_size)
+    drawn = torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).int()
+    drawn[:, 0], drawn[:, 1] = torch.arange(1, 33, 2), torch.arange(16) % 2
+    found = logits.to(cuda)
+    ops.mask(found, drawn.to(cuda))
+    mask(logits, drawn)
+    assert torch.equal(found.cpu(), logits)

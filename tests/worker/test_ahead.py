@@ -51,12 +51,13 @@ class AheadExecutor:
     Attributes:
         num_ahead: Steps that were.
         num_accepted: Tokens of drafts that were right.
+        num_sat_out: Tokens that came later, as a grammar's mask was late.
     """
 
     def __init__(self, engine: Engine, rng: random.Random, max_in_flight: int) -> None:
         self.max_in_flight = max_in_flight
         self.wake_fds: list[int] = []
-        self.num_ahead = self.num_accepted = 0
+        self.num_ahead = self.num_accepted = self.num_sat_out = 0
         self._runner, self._rng = engine.runner, rng
         self._waiting: deque[SchedulerOutput] = deque()
         self._launched: deque[LaunchedStep] = deque()
@@ -74,7 +75,11 @@ class AheadExecutor:
         if self._waiting and self._rng.random() < 0.8 and self._runner.may_follow(self._waiting[0]):
             self._launched.append(self._runner.launch(self._waiting.popleft()))
             self.num_ahead += 1
-        return self._runner.collect(self._launched.popleft())
+        output = self._runner.collect(self._launched.popleft())
+        self.num_sat_out += len(output.unready_ids)
+        if self._rng.random() < 0.5:
+            self._runner.complete()
+        return output
 
     def poll_report(self) -> ConnectorReport | None:
         return None
@@ -264,10 +269,10 @@ def test_tokens_that_are_none_are_fed_as_some_that_can_be_looked_up() -> None:
 
 def test_a_token_that_is_awaited_belongs_to_the_request_that_it_was_sampled_for() -> None:
     awaited = AwaitedRows(4)
-    first = awaited.begin(np.array([2, 0, 3]), np.array([7, 8, 9]))
-    assert awaited.index_of(np.arange(4)).tolist() == [1, -1, 0, 2]
+    first = awaited.begin(np.array([0, 1, 3]), np.array([2, 0, 3]), np.array([7, 8, 9]))
+    assert awaited.index_of(np.arange(4)).tolist() == [1, -1, 0, 3]
     awaited.change_hands(0)  # its request has gone, another one came
-    second = awaited.begin(np.array([0, 3]), np.array([1, 10]))
+    second = awaited.begin(np.array([0, 1]), np.array([0, 3]), np.array([1, 10]))
     assert awaited.end(first).tolist() == [True, False, True]
     assert awaited.index_of(np.arange(4)).tolist() == [0, -1, -1, 1]
     assert awaited.end(second).tolist() == [True, True]

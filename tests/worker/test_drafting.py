@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from pdserve.config.boxed import boxed_model_dir
 from pdserve.config.schema import (
@@ -37,8 +38,6 @@ from tests.worker.test_model_runner import QWEN3, WINDOWED, prompt_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
-
-    import torch
 
     from pdserve.wire.sampling import SamplingParams, TokenLogprobs
     from pdserve.worker.model_runner import ModelRunner
@@ -565,8 +564,15 @@ class TestSuffix:
 
 def test_costs_are_of_rising_numbers_of_rows() -> None:
     calls: list[int] = []
-    costs = measure_rows(calls.append)
+    waits: list[None] = []
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(len(hidden))
+        return hidden
+
+    costs = measure_rows(logits, torch.zeros(128, 2), lambda: waits.append(None))
     assert [rows for rows, _ in costs] == sorted(set(calls))
+    assert len(waits) == len(calls)
     assert min(seconds for _, seconds in costs) > 0
 
 

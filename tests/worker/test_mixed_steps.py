@@ -85,7 +85,7 @@ class WatchedRunner:
     """A runner some of whose steps have hooks. Checks which KV they write, and that it is there."""
 
     def __init__(self, engine: Engine, pool: HeldPool, rng: random.Random) -> None:
-        self.may_follow = engine.runner.may_follow
+        self.may_follow, self.complete = engine.runner.may_follow, engine.runner.complete
         self._runner, self._kv, self._pool, self._rng = engine.runner, engine.kv, pool, rng
         device = engine.device
         self._seen = device.watch(engine.kv) if isinstance(device, RecordedDevice) else engine.kv

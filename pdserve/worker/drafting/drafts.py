@@ -319,15 +319,24 @@ def drafts_of(
     )
 
 
-def measure_rows(product: Callable[[int], object]) -> tuple[tuple[int, float], ...]:
-    """Return the seconds of a product at several numbers of rows, the best of some rounds."""
+def measure_rows(
+    logits: Callable[[Tensor], Tensor], hidden: Tensor, wait: Callable[[], None]
+) -> tuple[tuple[int, float], ...]:
+    """Return the seconds of a product at several numbers of rows, the best of some rounds.
+
+    Args:
+        logits: The product.
+        hidden: Its input, with as many rows as are tried at most.
+        wait: Returns when the device has computed it.
+    """
+
+    def seconds(rows: int) -> float:
+        start_s = time.perf_counter()
+        logits(hidden[:rows])
+        wait()
+        return time.perf_counter() - start_s
+
     for rows in _ROWS:
-        product(rows)
-    rounds = [[_seconds(product, rows) for rows in _ROWS] for _ in range(_NUM_ROUNDS)]
+        seconds(rows)
+    rounds = [[seconds(rows) for rows in _ROWS] for _ in range(_NUM_ROUNDS)]
     return tuple(zip(_ROWS, map(min, zip(*rounds, strict=True)), strict=True))
-
-
-def _seconds(product: Callable[[int], object], rows: int) -> float:
-    start_s = time.perf_counter()
-    product(rows)
-    return time.perf_counter() - start_s

@@ -1,4 +1,4 @@
-"""Rules of logits on Hopper: no spills, words 16 bytes at once."""
+"""Rules and masks of logits on Hopper: no spills, logits and words 16 bytes at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cuda import rules
+from pdserve.kernels.cuda import masks, rules
+from pdserve.kernels.reference.masks import num_words
 from pdserve.kernels.reference.rules import Ruled, RuleTables
 from tests.kernels.cuda import gate
 
@@ -25,6 +26,7 @@ def calls() -> gate.Calls:
     ruled = Ruled(*(of(64) for _ in range(4)), *(of(64, **floats) for _ in range(3)), of(64))
     return {
         "rule": lambda: rules.rule(logits, tables, ruled, by_bias=True, avoids=True),
+        "mask": lambda: masks.mask(logits, of(64, num_words(128256))),
         "note": lambda: rules.note(tables.words, of(64), of(64, dtype=torch.int64), of(64)),
     }
 
@@ -32,7 +34,11 @@ def calls() -> gate.Calls:
 @pytest.mark.matrix
 def test_on_hopper_nothing_spills_and_words_come_16_bytes_at_once() -> None:
     found = gate.compiled(f"{__name__}:calls")
-    assert {name: len(launched) for name, launched in found.items()} == {"rule": 2, "note": 1}
+    assert {name: len(launched) for name, launched in found.items()} == {
+        "rule": 2,
+        "mask": 1,
+        "note": 1,
+    }
     for kernel in (one for launched in found.values() for one in launched):
         assert kernel.spilled == 0, kernel
         assert kernel.programs_per_sm() >= 4, kernel
