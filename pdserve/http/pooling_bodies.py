@@ -130,9 +130,11 @@ class RerankRequest(PoolingFields, frozen=True, kw_only=True):
 POOLING: Final[Mapping[str, type[PoolingFields]]] = {
     "/v1/embeddings": EmbeddingRequest,
     "/v1/score": ScoreRequest,
+    "/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
+    "/rerank": RerankRequest,
 }
-"""The bodies of paths that turn prompts into vectors, by path."""
+"""The bodies of paths that turn prompts into vectors, by path; as in vLLM, some have two."""
 
 
 def _listed(texts: str | list[str], field: str) -> list[str]:

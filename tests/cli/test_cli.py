@@ -282,6 +282,23 @@ def test_interrupting_a_command_is_code_130() -> None:
     assert process.wait(10) == 130
 
 
+def test_interrupting_a_command_that_is_being_imported_is_one_line() -> None:
+    probe = (
+        "import sys, pdserve.__main__ as entry\n"
+        "class Interrupted:\n"
+        "    def find_spec(name, *_):\n"
+        "        if name == 'pdserve.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted)\n"
+        "sys.exit(entry.main())"
+    )
+    command = [sys.executable, "-c", probe]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "pdserve: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("word", "written"),
     [

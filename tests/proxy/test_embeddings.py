@@ -15,6 +15,7 @@ BODIES = {
     "/v1/score": {"text_1": "a dog", "text_2": ["a dog", "the fox"]},
     "/v1/rerank": {"query": "a dog", "documents": ["the fox", "a dog"]},
 }
+BODIES |= {path.removeprefix("/v1"): BODIES[path] for path in ("/v1/score", "/v1/rerank")}
 
 
 @pytest.fixture(scope="module")
