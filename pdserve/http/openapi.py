@@ -98,10 +98,15 @@ COMMON: Final = (
     Operation(
         "post", "/v1/embeddings", "Vectors of texts", EmbeddingRequest, replies.Embeddings
     ),
-    Operation("post", "/v1/score", "How alike texts are", ScoreRequest, replies.Scores),
-    Operation(
-        "post", "/v1/rerank", "Documents, the likest to a query first", RerankRequest,
-        replies.Ranking,
+    *(
+        Operation("post", path, "How alike texts are", ScoreRequest, replies.Scores)
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        Operation(
+            "post", path, "Documents, the likest to a query first", RerankRequest, replies.Ranking
+        )
+        for path in ("/v1/rerank", "/rerank")
     ),
     Operation("get", "/v1/models", "The models", answer=replies.Models),
     Operation("get", "/v1/models/{model}", "One model", answer=replies.Model),

@@ -144,8 +144,11 @@ def test_a_grammar_beside_other_rules_is_waited_for(
 
 
 def test_masks_of_all_rows_come_in_one_copy_and_not_before_the_tokens_they_follow(
-    tmp_path: Path, pools: Callable[[type[GrammarPool]], GrammarPool]
+    tmp_path: Path,
+    pools: Callable[[type[GrammarPool]], GrammarPool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(device_sampler, "PATIENCE_S", 30.0)
     pool, device = pools(GrammarPool), RecordedDevice()
     pool.compiled(GRAMMARS[0])
     engine = Engine(tmp_path, device, grammars=pool)
