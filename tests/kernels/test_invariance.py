@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pdserve.kernels.backend import KernelBackend
 from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table
 from pdserve.kernels.cases.latent import latent_cache, latent_inputs
 from pdserve.kernels.reference.moe import RoutingRule
-from tests.kernels.builds import CPU, KERNELS, TARGETS, kernels_for, needs_native
+from tests.kernels.builds import CPU, KERNELS, TARGETS, ZEN_3, kernels_for, needs_native
 
 pytestmark = needs_native
 
@@ -110,7 +111,7 @@ def _seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _attend_in_chunks(inputs: tuple, chunks: list[int]) -> Tensor:
+def _attend_in_chunks(inputs: tuple, chunks: list[int], kernels: KernelBackend = KERNELS) -> Tensor:
     """Attend to a single request's queries in several calls, as chunked prefill does."""
     q, kv, tables, _, contexts, scale, window = inputs
     first_position = int(contexts[0]) - len(q)
@@ -119,7 +120,7 @@ def _attend_in_chunks(inputs: tuple, chunks: list[int]) -> Tensor:
         starts = torch.tensor([0, chunk], dtype=torch.int32)
         context = torch.tensor([first_position + done + chunk], dtype=torch.int32)
         part = q[done : done + chunk]
-        parts.append(KERNELS.paged_attention(part, kv, tables, starts, context, scale, window))
+        parts.append(kernels.paged_attention(part, kv, tables, starts, context, scale, window))
         done += chunk
     return torch.cat(parts)
 
@@ -138,6 +139,14 @@ def test_attention_is_the_same_for_any_chunks(
         whole = KERNELS.paged_attention(*inputs)
 
     assert torch.equal(_attend_in_chunks(inputs, chunks), whole)
+
+
+@pytest.mark.slow
+def test_attention_built_for_zen_3_is_the_same_token_by_token() -> None:
+    kernels = kernels_for(ZEN_3)
+    inputs = attention_inputs([90], [1100], (4, 2), 32, dtype=torch.float32, device=CPU)
+    whole = kernels.paged_attention(*inputs)
+    assert torch.equal(_attend_in_chunks(inputs, [1] * 90, kernels), whole)
 
 
 @given(data=st.data())
