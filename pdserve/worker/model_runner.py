@@ -236,7 +236,7 @@ class ModelRunner:
         return self._replays is not None and self._replays.graphs is not None and not waits
 
     def may_follow(self, step: SchedulerOutput) -> bool:
-        """See `ReplayedSteps`; states that requests ask for are in no graph."""
+        """See `ReplayedSteps`; no graph has the states that pooling needs."""
         asks = any(new.sampling.pooling is not None for new in step.new_requests)
         is_ready = self.runs_ahead and self._pooler.is_idle and not asks
         return is_ready and self._replays is not None and self._replays.may_follow(step)

@@ -1,9 +1,9 @@
 """Replays decode steps as graphs, with the host up to one step behind the device.
 
 Their tokens are on their way to the host when the next step is launched, which takes them on the
-device. Where grammars rule, the forward pass of that step is launched then, and the choice of its
-tokens as soon as those before have come, and what may follow them is known. The host waits for
-steps that it takes part in otherwise, as with drafts.
+device. With grammars, only the forward pass of that step is launched then; its tokens are chosen
+once those before have come and what may follow them is known. The host waits for steps that it
+takes part in otherwise, as with drafts.
 """
 
 from __future__ import annotations
