@@ -169,14 +169,14 @@ class RankProcesses:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
+
+    def close(self) -> None:
+        """See `Ranks`."""
         for rank, process in enumerate(self._processes):
             try:
                 process.wait(_KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 _log.error("rank %d (pid %d) cannot be killed", rank, process.pid)
-
-    def close(self) -> None:
-        """See `Ranks`."""
         self._close_listener()
         for pid_fd in self._pid_fds:
             os.close(pid_fd)

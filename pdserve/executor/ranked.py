@@ -78,11 +78,11 @@ class Ranks(Protocol):
         ...
 
     def kill(self) -> None:
-        """Kill the ranks that have not ended, and wait for them. May be called at any time."""
+        """Kill the ranks that have not ended. May be called at any time. Never blocks for long."""
         ...
 
     def close(self) -> None:
-        """Release everything; called once, when all have ended."""
+        """Wait until all have ended, and release everything; called once, behind `kill`."""
         ...
 
 
@@ -299,7 +299,10 @@ class RankedExecutor:
         return {**self._posts.lost(), **self._hub.lost()}
 
     def _end(self) -> NoReturn:
-        """Find out why the engine cannot continue, kill every rank, and raise the error."""
+        """Find out why the engine cannot continue, kill every rank, and raise the error.
+
+        `close` waits for their end: who waits for this reason has a limit of its own.
+        """
         deadline = time.monotonic() + _ECHO_S
         while True:
             ended = self._ranks.ended()

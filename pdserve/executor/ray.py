@@ -286,11 +286,11 @@ class RayRanks:
         for actor in self._actors:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
-        if self._runs:
-            ray.wait(self._runs, num_returns=len(self._runs), timeout=_KILL_TIMEOUT_S)
 
     def close(self) -> None:
         """See `Ranks`."""
+        if self._runs:
+            ray.wait(self._runs, num_returns=len(self._runs), timeout=_KILL_TIMEOUT_S)
         self._is_closing.set()
         if self._watcher is not None:
             self._watcher.join()

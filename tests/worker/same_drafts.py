@@ -27,7 +27,7 @@ from pdserve.parallel.mesh import MeshShape
 from pdserve.wire.sampling import SamplingParams
 from tests.worker.draft_models import write_eagle, write_pair
 from tests.worker.driver import TINY
-from tests.worker.spread import Outcome, Requests, config_of, serve
+from tests.worker.spread import FREE_ROWS, Outcome, Requests, config_of, serve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,7 +102,13 @@ def compare(
         wanted = serve(World.alone(), _config(directory, SpeculativeConfig()), requests)
         for name, speculative in drafters.items():
             predictions = {each: predicted(rng, wanted.tokens[each]) for each in requests}
-            told = serve(World.alone(), _config(directory, speculative), requests, predictions)
+            told = serve(
+                World.alone(),
+                _config(directory, speculative),
+                requests,
+                predictions,
+                row_costs=FREE_ROWS,
+            )
             counts = found[name]
             counts["differing"] += sum(_differs(each, told, wanted) for each in requests)
             counts["drafted"] += told.num_drafted

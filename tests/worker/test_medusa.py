@@ -21,7 +21,7 @@ from pdserve.parallel.mesh import MeshShape
 from pdserve.wire.sampling import Grammar
 from tests.ranks import run_ranks
 from tests.worker.driver import params
-from tests.worker.spread import Outcome, Requests, serve
+from tests.worker.spread import FREE_ROWS, Outcome, Requests, serve
 
 if TYPE_CHECKING:
     from pdserve.wire.sampling import SamplingParams
@@ -48,9 +48,6 @@ SAMPLINGS: dict[str, SamplingParams] = {
         max_tokens=40, logprobs=0, grammar=Grammar(text="start: /[a-z ,.]{900}/"), ignore_eos=True
     ),
 }
-
-
-FREE_ROWS = ((1, 1.0), (64, 1.01))
 
 
 def drafting(world: World, config: EngineConfig, requests: Requests) -> Outcome:
