@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.cli.test_up import Up
 from tests.e2e.conftest import pd_deployment
 from tests.e2e.streams import PROMPTS, stream_tokens
 from tests.e2e.test_equality import complete, complete_all
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
 
 END_WITHIN_S = 30.0
-NUM_TOKENS = 700
+NUM_TOKENS = 300
 
 
 def ranks_of(root: psutil.Process) -> list[psutil.Process]:
@@ -47,6 +49,14 @@ def shared_names(family: list[psutil.Process]) -> set[str]:
     return {name for name in names if "pdserve" in name or "/dev/shm/" in name}
 
 
+def stream_again(url: str, prompt: list[int], is_last: threading.Event) -> tuple[list[int], str]:
+    """Tokens and end of the last of streams one after the other: it runs when `is_last` is set."""
+    while True:
+        found = stream_tokens(url, prompt, 0.0, NUM_TOKENS)
+        if is_last.is_set():
+            return found
+
+
 def test_killing_a_rank_ends_its_requests_and_leaves_nothing(
     model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -58,10 +68,16 @@ def test_killing_a_rank_ends_its_requests_and_leaves_nothing(
         engine = deployment.processes["decode"]
         family = engine.family()
         assert not shared_names(family), "only what has no name is never left behind"
+        is_last = threading.Event()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            futures = [pool.submit(stream_tokens, url, p, 0.0, NUM_TOKENS) for p in prompts]
-            while deployment.info("decode")["stats"]["num_running"] < len(prompts) // 2:
-                assert not all(future.done() for future in futures)
+            futures = [pool.submit(stream_again, url, prompt, is_last) for prompt in prompts]
+            try:
+                wait_until(
+                    lambda: deployment.info("decode")["stats"]["num_running"] >= len(prompts) // 2,
+                    timeout_s=90.0,
+                )
+            finally:
+                is_last.set()
             ranks_of(family[0])[1].kill()
             killed_s = time.monotonic()
             results = [future.result(timeout=60) for future in futures]

@@ -8,14 +8,17 @@ import time
 import msgspec
 import pytest
 
+from pdserve.observe.clock import ManualClock
 from pdserve.wire.transfer import HANDOFFS
 from tests.proxy.conftest import until
 from tests.proxy.hooks import answers, ask, decodes, drops, hangs, kv_failed, legs, prefills
 from tests.proxy.scripted import ScriptedEngine, text_in, text_of
 from tests.proxy.test_registration import is_ready, register, send
 
+DEADLINE_S = 5.0
 
-async def drain(stack, engine: ScriptedEngine, deadline_s: float = 5.0) -> dict:
+
+async def drain(stack, engine: ScriptedEngine, deadline_s: float = DEADLINE_S) -> dict:
     body = {"url": engine.url, "deadline_s": deadline_s}
     async with stack.client.post(f"{stack.url}/drain", json=body) as response:
         assert response.status == 200, await response.text()
@@ -214,16 +217,25 @@ async def test_what_cannot_be_drained_is_told(make_stack, body, status, told):
             assert told in error["message"]
 
 
-def slow(*engines: ScriptedEngine) -> None:
-    """Their streams take a while."""
+def pause(*engines: ScriptedEngine) -> None:
+    """Their streams stop behind the first token that they send."""
     for engine in engines:
-        engine.token_delay_s = 0.02
+        engine.gate.clear()
+
+
+async def drain_by_half(stack, clock: ManualClock, engine: ScriptedEngine) -> asyncio.Task[dict]:
+    """Have half of a drain's time pass; its stream goes on once it has been asked to move."""
+    draining = asyncio.create_task(drain(stack, engine))
+    await until(lambda: not is_ready(stack, engine))
+    clock.advance(DEADLINE_S / 2)
+    await until(lambda: engine.given_away)
+    engine.gate.set()
+    return draining
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "path"),
     [("local", COMPLETIONS), ("pull", COMPLETIONS), ("push", COMPLETIONS), ("push", CHAT)],
@@ -233,20 +245,21 @@ async def test_streams_are_moved_with_their_kv_in_the_second_half_of_the_time(
 ):
     leaving, staying = decodes(2, can_push=True)
     free(leaving)
-    slow(leaving)
+    pause(leaving)
     engines = [] if way == "local" else prefills(can_push=True)
     mode = {"kv_mode": way} if engines else {}
-    stack = await make_stack(engines, [leaving, staying], retry_max_retries=0, **mode)
+    clock = ManualClock()
+    stack = await make_stack(engines, [leaving, staying], clock, retry_max_retries=0, **mode)
     staying.ready = False
     await until(lambda: not is_ready(stack, staying))
-    body = {"max_tokens": 90, "prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}
+    body = {"max_tokens": 9, "prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}
     answer = asyncio.create_task(stack.stream(body, path))
     await until(lambda: len(leaving.calls) == 1)
     staying.ready = True
     await until(lambda: is_ready(stack, staying))
-    report = await drain(stack, leaving, deadline_s=1.2)
+    report = await (await drain_by_half(stack, clock, leaving))
     stream = await answer
-    assert text_in(stream) == text_of(3, 90)
+    assert text_in(stream) == text_of(3, 9)
     assert stream.count(b"[DONE]") == 1
     assert b"pdserve" not in stream
     assert (report["is_empty"], report["num_moved"]) == (True, 1)
@@ -264,38 +277,37 @@ def handoff_of(engine: ScriptedEngine) -> str:
     return engine.calls[-1].params["pdserve"]["handoffs"][0]
 
 
-@pytest.mark.slow
 async def test_a_stream_may_be_moved_twice(make_stack):
     one, other = decodes(2)
     free(one, other)
-    slow(one, other)
-    stack = await make_stack([], [one, other], decode_policy="round_robin")
-    answer = asyncio.create_task(stack.stream({"max_tokens": 120}))
+    pause(one, other)
+    clock = ManualClock()
+    stack = await make_stack([], [one, other], clock, decode_policy="round_robin")
+    answer = asyncio.create_task(stack.stream({"max_tokens": 12}))
     await until(lambda: len(one.calls) == 1)
-    await drain(stack, one, deadline_s=0.8)
+    await (await drain_by_half(stack, clock, one))
     await resume(stack, one)
-    other.token_delay_s, one.token_delay_s = one.token_delay_s, 0.0
-    await drain(stack, other, deadline_s=0.8)
-    assert text_in(await answer) == text_of(3, 120)
+    await (await drain_by_half(stack, clock, other))
+    assert text_in(await answer) == text_of(3, 12)
     assert legs([one, other]) == ["local", "decode", "decode"]
     metrics = await stack.metrics()
     assert metrics['pdserve_migrations_total{outcome="moved",why="drain"}'] == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "hook", [answers(503, b"{}"), drops(), kv_failed()], ids=["503", "drops", "no kv"]
 )
 async def test_a_stream_that_nobody_can_go_on_with_is_begun_again(make_stack, hook):
     leaving, good, bad = decodes(3)
     free(leaving)
-    slow(leaving)
+    pause(leaving)
     bad.hook = hook
-    stack = await make_stack([], [leaving, good, bad], decode_policy="round_robin")
-    answer = asyncio.create_task(stack.stream({"max_tokens": 60}))
+    clock = ManualClock()
+    stack = await make_stack([], [leaving, good, bad], clock, decode_policy="round_robin")
+    answer = asyncio.create_task(stack.stream({"max_tokens": 9}))
     await until(lambda: len(leaving.calls) == 1)
-    draining = asyncio.create_task(drain(stack, leaving, deadline_s=0.8))
-    assert text_in(await answer) == text_of(3, 60)
+    draining = await drain_by_half(stack, clock, leaving)
+    assert text_in(await answer) == text_of(3, 9)
     assert legs([bad, good]) == ["decode", "local"]
     assert (await draining)["is_empty"]
     await until(lambda: not leaving.leased)
@@ -303,16 +315,16 @@ async def test_a_stream_that_nobody_can_go_on_with_is_begun_again(make_stack, ho
     assert metrics['pdserve_migrations_total{outcome="failed",why="drain"}'] == 1
 
 
-@pytest.mark.slow
 async def test_the_client_of_a_stream_that_moves_may_leave(make_stack):
     leaving, staying = decodes(2)
     free(leaving)
-    slow(leaving)
+    pause(leaving)
     staying.hook = hangs()
-    stack = await make_stack([], [leaving, staying], decode_policy="round_robin")
-    answer = asyncio.create_task(stack.stream({"max_tokens": 60}))
+    clock = ManualClock()
+    stack = await make_stack([], [leaving, staying], clock, decode_policy="round_robin")
+    answer = asyncio.create_task(stack.stream({"max_tokens": 9}))
     await until(lambda: len(leaving.calls) == 1)
-    draining = asyncio.create_task(drain(stack, leaving, deadline_s=0.8))
+    draining = await drain_by_half(stack, clock, leaving)
     await until(lambda: len(staying.calls) == 1)
     assert leaving.leased
     answer.cancel()

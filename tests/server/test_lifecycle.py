@@ -316,7 +316,7 @@ async def test_a_proxy_that_comes_later_learns_of_the_engine(text, model_dir, mo
         advertise_url="http://engine.example:1",
     )
     await running.until_ready()
-    await asyncio.sleep(0.2)
+    await until(lambda: "registration failed" in caplog.text)
     proxy = Proxy()
     async with proxy.listening(port):
         await until(lambda: bool(proxy.calls))
