@@ -255,6 +255,12 @@ class Stage:
         for process in self.deployment.processes[name].family():
             process.send_signal(signal.SIGCONT)
 
+    def num_backends(self, state: str) -> float:
+        """Engines that the proxy has in a state, such as "draining"."""
+        found = self.deployment.metrics("proxy").items()
+        label = f'state="{state}"'
+        return sum(n for key, n in found if key.startswith("pdserve_backends{") and label in key)
+
     def drain(self, name: str, deadline_s: float) -> dict[str, Any]:
         """Leave an engine; return what became of what ran there."""
         return self._order("POST", {"url": self.deployment.url(name), "deadline_s": deadline_s})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -395,13 +396,21 @@ def test_an_engine_is_drained(stage: Stage, name: str) -> None:
 
 
 def drain_under_load(stage: Stage, name: str, deadline_s: float) -> int:
-    """Drain an engine while streams run; return how many went on elsewhere."""
+    """Drain an engine while streams run; return how many went on elsewhere.
+
+    Until the drain has begun the engine is stopped: no stream ends there meanwhile.
+    """
     stage.wait_kv_moves()  # to each of two: a row before this may have left a breaker open
-    streams, right = many(stage, 6, 700)
-    since = time.monotonic()
     series = ("pdserve_migration_stall_seconds_count", "pdserve_migration_stall_seconds_sum")
     before = [stage.deployment.metric("proxy", each) for each in series]
-    report = stage.drain(name, deadline_s)
+    streams, right = many(stage, 6, 700)
+    stage.stop(name)
+    since = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        draining = pool.submit(stage.drain, name, deadline_s)
+        wait_until(lambda: stage.num_backends("draining") or draining.done())
+        stage.resume(name)
+        report = draining.result()
     stage.send_again(name)
     stage.settle(
         "an engine is drained",
