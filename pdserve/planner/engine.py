@@ -39,6 +39,11 @@ class FleetLeg:
         on_first: Called with its first output at this engine.
         token_s: Receives the time of each of its tokens.
         on_wire: Called when a KV transfer for it begins, with its tokens and its seconds.
+        on_reserved: Called when blocks for KV of another engine have been taken: that engine may
+            begin to compute, and writes into them (a push). None: the KV is there, and is read
+            (a pull).
+        num_last: Prompt tokens computed in the last step that computed any.
+        num_external: Tokens whose KV another engine writes into its blocks.
     """
 
     request: GenerateRequest
@@ -46,8 +51,11 @@ class FleetLeg:
     on_end: Callable[[], None]
     token_s: list[float] = field(default_factory=list)
     on_wire: Callable[[int, float], None] = lambda num_tokens, seconds: None
+    on_reserved: Callable[[], None] | None = None
     num_tokens: int = 0
     num_computed: int = 0
+    num_last: int = 0
+    num_external: int = 0
     has_begun: bool = False
 
 
@@ -136,9 +144,25 @@ class FleetEngine:
         self._turn()
 
     def _load(self, request_id: RequestId, num_tokens: int) -> None:
-        seconds = self._time.costs.of_wire(num_tokens)
-        self._legs[request_id].on_wire(num_tokens, seconds)
-        self._time.after(seconds, lambda: self._loaded(request_id))
+        leg = self._legs[request_id]
+        if leg.on_reserved is not None:
+            leg.num_external = num_tokens
+            self._time.after(0.0, leg.on_reserved)
+            return
+        self._transfer(leg, num_tokens, self._time.costs.of_wire(num_tokens))
+
+    def receive(self, leg: FleetLeg, num_last: int) -> None:
+        """Receive the last tokens of a push; those before were written while they were computed.
+
+        Args:
+            num_last: Tokens that the other engine computed in its last step.
+        """
+        seconds = self._time.costs.of_wire(min(num_last, leg.num_external))
+        self._transfer(leg, leg.num_external, seconds)
+
+    def _transfer(self, leg: FleetLeg, num_tokens: int, seconds: float) -> None:
+        leg.on_wire(num_tokens, seconds)
+        self._time.after(seconds, lambda: self._loaded(leg.request.request_id))
 
     def _loaded(self, request_id: RequestId) -> None:
         received = Received(
@@ -148,6 +172,9 @@ class FleetEngine:
         self._turn()
 
     def _turn(self) -> None:
+        if self._is_stepping:
+            self.scheduler.admit_loads()  # they need no step
+            return
         while not self._is_stepping:
             step = self.scheduler.schedule()
             self._publish()
@@ -171,6 +198,7 @@ class FleetEngine:
                 num_decoding += 1
                 context += leg.num_computed
             else:
+                leg.num_last = num
                 num_prefill += num
                 pairs += num * (leg.num_computed + num / 2)
         if not step.num_scheduled_tokens:

@@ -3,8 +3,9 @@
 The router of each proxy is real, with its policies and their inputs (backends, prefix index,
 pending work, engines' reports of others' work), and so are each engine's scheduler, prefix cache
 and KV events. A formula gives the time of a step and of a KV transfer; a hop and an event take
-constant times. There is no HTTP, no text and no model: a run of minutes takes seconds, and every
-run gives the same result.
+constant times. KV is pushed unless `kv_mode` says pull: chunks of a prompt are written while later
+ones are computed, and only the last one's transfer is waited for. There is no HTTP, no text and no
+model: a run of minutes takes seconds, and every run gives the same result.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Fleet:
     def teach(self, workload: Sequence[Work]) -> None:
         """Teach the proxies the engines' times, as if they had served such requests."""
         for proxy in self.proxies:
-            proxy.teach(workload, self.layout.max_num_seqs)
+            proxy.teach(workload, self.layout)
 
     def run(self, workload: Sequence[Work], *, patience_s: float = 600.0) -> list[FleetOutcome]:
         """Serve a workload until all requests are over, or `patience_s` after the last arrival."""

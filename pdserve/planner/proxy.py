@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import msgspec
 
+from pdserve.config.http import KVTransfer
 from pdserve.config.policies import PREDICTED
 from pdserve.errors import OverloadedError
 from pdserve.planner.engine import FleetLeg
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.http import ProxyConfig
     from pdserve.planner.engine import FleetEngine, FleetTime
-    from pdserve.planner.work import FleetOutcome, Work
+    from pdserve.planner.work import FleetLayout, FleetOutcome, Work
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.brain.index import PrefixIndex
     from pdserve.proxy.brain.ledger import LedgerEntry
@@ -164,6 +165,7 @@ class VirtualProxy:
             self.pairing = Pairing(config, clock, metrics.route, on_change=self._places.look)
             self.pairing.model = ScaledModel(faults.predicted)
             self.homes = HomeRoles(config, self.backends, self.pairing, clock, metrics.route)
+        self._pulls = config.kv_mode is KVTransfer.PULL
         self._router = Router(config, self.backends, self._prefixes, self.pairing)
         self._gate = Gate(
             config,
@@ -174,18 +176,20 @@ class VirtualProxy:
             metrics.gate,
         )
 
-    def teach(self, workload: Sequence[Work], max_num_seqs: int) -> None:
+    def teach(self, workload: Sequence[Work], layout: FleetLayout) -> None:
         """Teach it the engines' times, as if it had served such requests."""
         if self.pairing is None:
             return
         model, costs, rng = self.pairing.model, self._time.costs, random.Random(0)
         for _ in range(_NUM_TAUGHT):
             work = rng.choice(workload)
-            num, streams = len(work.prompt), rng.randint(1, max_num_seqs)
+            num, streams = len(work.prompt), rng.randint(1, layout.max_num_seqs)
             model.learn_prompts(prompt_work(num, 0), costs.of_prompt(num))
             kv_tokens = streams * (num + work.num_output // 2)
             model.learn_step(streams, kv_tokens, costs.of_step(streams, kv_tokens))
-            model.learn_wire(num, costs.of_wire(num))
+            model.learn_wire(
+                num, costs.of_wire(num if self._pulls else min(num, layout.step_tokens))
+            )
             model.learn_output(work.num_output)
 
     def hear(self) -> None:
@@ -261,21 +265,56 @@ class VirtualProxy:
         outcome.was_split = True
         prefill = plan.prefill
 
-        def hand_over() -> None:
-            if work.num_output < 2:
-                end()
-                return
-            decode = plan.preferred or self._router.decode_for(prefill, prompt, ())
-            assert decode is not None
-            token = output_token(number, len(work.prompt))
-            rest = asked(f"{number}d", [*work.prompt, token], work.num_output - 1)
-            leg = FleetLeg(rest, lambda _: None, end, times)
-            self._send("decode", decode, prompt, leg, num_received=len(work.prompt))
+        ours = FleetLeg(asked(f"{number}p", work.prompt, 1), first, end, times)
+        if work.num_output < 2:
+            self._send("prefill", prefill, prompt, ours)
+            return
+        token = output_token(number, len(work.prompt))
+        rest = asked(f"{number}d", [*work.prompt, token], work.num_output - 1)
+        theirs = FleetLeg(rest, lambda _: None, end, times)
+        hand_over = self._pull if self._pulls else self._push
+        hand_over(prompt, prefill, plan.preferred, ours, theirs)
 
-        request = asked(f"{number}p", work.prompt, 1)
+    def _pull(
+        self,
+        prompt: RoutePrompt,
+        prefill: Backend,
+        decode: Backend | None,
+        ours: FleetLeg,
+        theirs: FleetLeg,
+    ) -> None:
+        """Compute the prompt, then send the request to a decode engine, which reads the KV."""
         half_s = self._time.costs.handover / 2
-        leg = FleetLeg(request, first, lambda: self._time.after(half_s, hand_over), times)
-        self._send("prefill", prefill, prompt, leg)
+
+        def hand_over() -> None:
+            chosen = decode or self._router.decode_for(prefill, prompt, ())
+            assert chosen is not None
+            self._hold("decode", chosen, prompt, theirs)
+            num_received = len(ours.request.prompt_token_ids)
+            engine = self._engines[chosen.url]
+            self._time.after(half_s, lambda: engine.add(theirs, num_received=num_received))
+
+        ours.on_end = lambda: self._time.after(half_s, hand_over)
+        self._send("prefill", prefill, prompt, ours)
+
+    def _push(
+        self,
+        prompt: RoutePrompt,
+        prefill: Backend,
+        decode: Backend | None,
+        ours: FleetLeg,
+        theirs: FleetLeg,
+    ) -> None:
+        """Send the request to both; the prompt is computed once the decode engine has room."""
+        chosen = decode or self._router.decode_for(prefill, prompt, ())
+        assert chosen is not None
+        costs, num_received = self._time.costs, len(ours.request.prompt_token_ids)
+        ours.on_end = lambda: self._time.after(
+            costs.handover, lambda: self._engines[chosen.url].receive(theirs, ours.num_last)
+        )
+        self._hold("prefill", prefill, prompt, ours)
+        theirs.on_reserved = lambda: self._engines[prefill.url].add(ours)
+        self._send("decode", chosen, prompt, theirs, num_received=num_received)
 
     def _send(
         self,
@@ -286,6 +325,13 @@ class VirtualProxy:
         *,
         num_received: int = 0,
     ) -> None:
+        self._hold(kind, engine, prompt, leg)
+        self._time.after(
+            self._time.costs.hop,
+            lambda: self._engines[engine.url].add(leg, num_received=num_received),
+        )
+
+    def _hold(self, kind: str, engine: Backend, prompt: RoutePrompt, leg: FleetLeg) -> None:
         """Begin an exchange with an engine, as `Legs` does; it ends with the leg."""
         num_tokens = num_known = 0
         if self._prefixes is not None:
@@ -310,11 +356,6 @@ class VirtualProxy:
             on_end()
 
         leg.on_end = end
-        costs = self._time.costs
-        self._time.after(
-            costs.handover / 2 if kind == "decode" else costs.hop,
-            lambda: self._engines[engine.url].add(leg, num_received=num_received),
-        )
 
     def _learn(self, kind: str, leg: FleetLeg, entry: LedgerEntry, pairing: Pairing) -> None:
         """Teach the model what the real proxy learns from a leg's own report."""

@@ -31,8 +31,8 @@ class FleetCosts:
         decode, decode_request, decode_token: A step with output tokens: constant, per request, per
             token of context.
         hop: From the client through the proxy to an engine, or back.
-        handover: From the first token at a prefill engine to the decode engine, without the KV
-            transfer.
+        handover: From the first token at a prefill engine until the decode engine goes on, without
+            the KV transfer.
         wire, wire_token: A KV transfer: constant, per token.
     """
 

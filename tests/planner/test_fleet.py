@@ -6,9 +6,17 @@ import pytest
 
 from benchmarks.routing import figures, settings_of
 from benchmarks.routing_work import conversations, greedy
+from pdserve.config.http import KVTransfer
 from pdserve.config.policies import POLICIES, SPLIT_POLICIES
 from pdserve.planner.fleet import Fleet
-from pdserve.planner.work import FleetLayout, Work, least_computed, output_token, parse_layout
+from pdserve.planner.work import (
+    FleetCosts,
+    FleetLayout,
+    Work,
+    least_computed,
+    output_token,
+    parse_layout,
+)
 from tests.scheduler.invariants import assert_nothing_held
 
 pytestmark = pytest.mark.slow
@@ -57,6 +65,25 @@ def test_engines_that_do_both_are_a_layout_too():
     assert run("prefix_sticky", "4B")["split"] == 0.0
     assert parse_layout("4P4D") == FleetLayout(4, 4, 0)
     assert parse_layout("8B") == FleetLayout(0, 0, 8)
+
+
+@pytest.mark.parametrize(("kv_mode", "num_waited_for"), [("pull", 8000), ("auto", 8000 % 2048)])
+def test_a_push_is_waited_for_behind_the_last_chunk_alone(kv_mode, num_waited_for):
+    costs, layout = FleetCosts(), FleetLayout(1, 1, step_tokens=2048)
+    fleet = Fleet(layout, settings_of("least_loaded") | {"kv_mode": KVTransfer(kv_mode)}, costs)
+    (outcome,) = fleet.run([Work(0.0, range(8000), 2)])
+    waited_s = outcome.token_s[1] - outcome.token_s[0] - costs.of_prompt(8001, 8000)
+    assert waited_s == pytest.approx(costs.handover + costs.of_wire(num_waited_for))
+
+
+def test_a_prompt_that_is_pushed_is_computed_once_its_blocks_are_there():
+    workload = [Work(0.0, range(8000), 200), Work(0.0, range(9000, 17_000), 2)]
+    for kv_tokens, has_room in ((700_000, True), (9_000, False)):
+        layout = FleetLayout(1, 1, kv_tokens=kv_tokens)
+        first, second = Fleet(layout, settings_of("least_loaded")).run(workload)
+        assert first.end_s is not None
+        assert second.ttft_s is not None
+        assert (second.ttft_s < first.end_s) == has_room
 
 
 def test_the_same_run_is_the_same_again():
