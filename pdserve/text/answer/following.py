@@ -66,6 +66,11 @@ class CallTelling:
         self._is_parallel = is_parallel
         self._begun: list[tuple[CallBegins, list[str]]] = []
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a call has begun that was not settled or dropped."""
+        return bool(self._begun)
+
     def tell(self, pieces: Sequence[CallPiece]) -> list[CallPiece]:
         """Return the follower's pieces to report: none of a call that was not begun."""
         kept: list[CallPiece] = []
@@ -106,9 +111,9 @@ class CallTelling:
 
     def drop(self) -> list[CallPiece]:
         """Return the end of calls that were begun but are not calls, if any."""
-        has_begun = bool(self._begun)
+        ends: list[CallPiece] = [CallEnds(is_whole=False)] if self.has_begun else []
         self._begun = []
-        return [CallEnds(is_whole=False)] if has_begun else []
+        return ends
 
 
 class ObjectEnd:

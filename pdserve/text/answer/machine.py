@@ -358,7 +358,8 @@ class AnswerMachine:
         except (UnfinishedCallError, MalformedCallError):
             self._section_end = ""
             self._end_call()
-            self._give_up("" if is_cut and call.opening else call.opening + text)
+            is_call = bool(call.opening) or self._use.is_forced or self._telling.has_begun
+            self._give_up("" if is_cut and is_call else call.opening + text)
 
     def _end_call(self) -> None:
         self._state = _State.SECTION if self._section_end else _State.CONTENT

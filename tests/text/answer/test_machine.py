@@ -14,7 +14,7 @@ from pdserve.text.answer.parsers import (
     reasoning_parser_of,
     tool_parser_of,
 )
-from pdserve.text.answer.pieces import CallEnds, Content, Reasoning, ToolCall, ToolUse
+from pdserve.text.answer.pieces import CallBegins, CallEnds, Content, Reasoning, ToolCall, ToolUse
 from tests.text.answer.told import told_calls, whole_calls
 
 TOOLS = {"f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}}}
@@ -28,11 +28,12 @@ def make_machine(
     tokens: tuple[str, ...] = (),
     in_reasoning: bool = False,
     is_parallel: bool = True,
+    is_forced: bool = False,
 ) -> AnswerMachine:
     return AnswerMachine(
         calls=TOOL_PARSERS[parser] if parser else None,
         reasoning=REASONING_PARSERS[reasoning] if reasoning else None,
-        use=ToolUse(TOOLS, is_parallel=is_parallel),
+        use=ToolUse(TOOLS, is_parallel=is_parallel, is_forced=is_forced),
         vocabulary=dict(enumerate(tokens)),
         in_reasoning=in_reasoning,
     )
@@ -138,6 +139,24 @@ def test_a_call_without_its_end_counts_unless_the_token_limit_cut_it_off():
     open_call = CALL.removesuffix("</tool_call>")
     assert len(read(make_machine(), open_call)[2]) == 1
     assert read(make_machine(), "Hm. " + open_call, is_cut=True) == ("Hm. ", "", [])
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [("llama3_json", '{"name": "f", "parameters": {"x": 1'), ("pythonic", "[f(x=1, s='a")],
+)
+def test_a_cut_call_without_markers_that_streams_have_begun_is_not_content(parser, text):
+    machine = make_machine(parser, reasoning=None)
+    pieces = machine.push(text) + machine.finish(is_cut=True)
+    assert isinstance(pieces[0], CallBegins)
+    assert pieces[-1] == CallEnds(is_whole=False)
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_the_cut_beginning_of_a_call_is_content_unless_the_answer_must_be_a_call(is_forced):
+    text = '{"name": "f", "par'
+    machine = make_machine("llama3_json", reasoning=None, is_forced=is_forced)
+    assert read(machine, text, is_cut=True) == ("" if is_forced else text, "", [])
 
 
 def test_without_parallel_calls_the_first_one_is_the_last():
