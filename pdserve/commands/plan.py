@@ -38,7 +38,7 @@ from pdserve.config.boxed import boxed_model_dir
 from pdserve.config.checks import require
 from pdserve.config.datasets import DatasetConfig
 from pdserve.config.load import build
-from pdserve.config.plan import PlanConfig, milliseconds
+from pdserve.config.plan import MAX_ENGINES, PlanConfig, milliseconds
 from pdserve.config.policies import read_policy
 from pdserve.config.sweep import SweepConfig
 from pdserve.errors import ConfigError
@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 _USUAL_ERROR: Final = TimesError(prefill=0.1, step=0.1, wire=0.1)
 _ITL_SLO_S: Final = 0.05
 """The default objective of a proxy."""
+_MAX_REQUESTS: Final = 1_000_000
+_MAX_SPAN_S: Final = 86_400.0
+"""Longest workload; a simulated second takes time even if no request comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,10 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
             "--slo is missing: give the limits of a request in milliseconds and the share of "
             "requests that must keep them, such as --slo ttft:1000 tpot:30 p90",
             param="slo",
+        )
+    for each in layouts:
+        require(
+            each.num_engines <= MAX_ENGINES, "layout", str(each), f"use up to {MAX_ENGINES} engines"
         )
     objectives = build("sweep", SweepConfig, table, resolved)
     slos = parse_goodput(objectives.objectives, flag="slo")
@@ -144,6 +151,12 @@ def _asked(
     dataset = build("dataset", DatasetConfig, table, resolved)
     traffic = build("traffic", TrafficConfig, table, resolved)
     law = arrivals_of(traffic)
+    require(
+        dataset.num_prompts <= _MAX_REQUESTS,
+        "num-prompts",
+        dataset.num_prompts,
+        f"use up to {_MAX_REQUESTS}",
+    )
     if calibration.is_needed(dataset):
         raise ConfigError(
             "--dataset-name pd-interference measures its pace at an endpoint, and pdserve plan "
@@ -180,6 +193,7 @@ def _asked(
         PromptMaker(tokenizer, endpoint=ApiEndpoint.COMPLETIONS, max_model_len=size.max_model_len),
     )
     requests = schedule(plan.requests, law, dataset.seed)
+    _check_span(requests, dataset, traffic)
     question = PlanQuestion(
         workload=workload_of(requests, tokenizer),
         slos=slos,
@@ -268,6 +282,23 @@ async def _check(asked: _Asked, number: int, line: ProgressLine | None) -> PlanC
         notes += played_run.health.why_not
     measured = load_figures(played_run.outcomes, question.slos)
     return compare(asked.target.base_url, asked.running.layout, predicted, measured, notes=notes)
+
+
+def _check_span(
+    requests: Sequence[Planned], dataset: DatasetConfig, traffic: TrafficConfig
+) -> None:
+    """Refuse a workload that takes longer than can be simulated."""
+    flag, value, remedy = "request-rate", f"{traffic.request_rate:g}", "raise it"
+    if dataset.name.has_own_times:
+        flag, value, remedy = "dataset-path", dataset.path, "give --trace-duration"
+    span_s = _span_s(requests)
+    require(
+        span_s <= _MAX_SPAN_S,
+        flag,
+        value,
+        f"its {len(requests)} requests come within {span_s:.3g} s, and at most {_MAX_SPAN_S:.0f} s "
+        f"are simulated: {remedy}, or lower --num-prompts",
+    )
 
 
 def _span_s(requests: Sequence[Planned]) -> float:

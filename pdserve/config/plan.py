@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import msgspec
@@ -20,6 +19,10 @@ from pdserve.config.policies import PREDICTED, SPLIT_POLICIES, require_policy
 from pdserve.config.setting import declare
 from pdserve.config.sweep import SWEEP_SETTINGS
 from pdserve.errors import ConfigError
+
+MAX_ENGINES: Final = 1000
+"""Engines up to which a choice of the router costs the same."""
+_MAX_MS: Final = 3_600_000.0
 
 
 class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +81,12 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.num_engines,
             "--layout gives the number too: leave one of them out",
         )
-        require_positive("num-engines", self.num_engines)
+        require(
+            self.num_engines is None or 0 < self.num_engines <= MAX_ENGINES,
+            "num-engines",
+            self.num_engines,
+            f"use 1 to {MAX_ENGINES}",
+        )
         if self.url:
             require_url(self.url, "url")
         else:
@@ -129,10 +137,10 @@ def milliseconds(
     except ValueError:
         times = ()
     require(
-        len(times) == count and all(0 <= each < math.inf for each in times),
+        len(times) == count and all(0 <= each <= _MAX_MS for each in times),
         flag,
         " ".join(words),
-        f"write {count} times in milliseconds, such as {example}",
+        f"write {count} times in milliseconds of up to an hour each, such as {example}",
     )
     return times
 

@@ -93,12 +93,22 @@ def test_objectives_that_no_layout_holds_are_no_success():
             ("--num-engines", "2", "--layout", "2B", *TIMES, *SLO),
             "--num-engines is 2: --layout gives the number too",
         ),
-        (("--num-engines", "0", *TIMES, *SLO), "--num-engines is 0: it must be positive"),
+        (("--num-engines", "0", *TIMES, *SLO), "--num-engines is 0: use 1 to 1000"),
         (("--layout", "2P", *TIMES, *SLO), "--layout is '2P': write layouts such as 4P4D"),
         (("--num-engines", "2", *TIMES, "--slo", "tft:1"), "--slo is 'tft:1': write objectives in"),
         (
             ("--num-engines", "2", *TIMES[:-1], "7,0.06", *SLO),
-            "--step-times is '7,0.06': write 3 times in milliseconds, such as 7 0.06 6e-5",
+            "--step-times is '7,0.06': write 3 times in milliseconds of up to an hour each",
+        ),
+        (
+            ("--num-engines", "2", *TIMES[:5], "1e300", "1", "1", *SLO),
+            "--step-times is '1e300 1 1': write 3 times in milliseconds of up to an hour each",
+        ),
+        (("--num-engines", "1000000", *TIMES, *SLO), "--num-engines is 1000000: use 1 to 1000"),
+        (("--layout", "9999P1D", *TIMES, *SLO), "--layout is '9999P1D': use up to 1000 engines"),
+        (
+            ("--num-engines", "2", *TIMES, *SLO, "--request-rate", "1e-300"),
+            "--request-rate is '1e-300': its 4 requests come within 2.42e+300 s",
         ),
         (
             ("--num-engines", "2", *TIMES, *SLO, "--check", "5"),
@@ -124,6 +134,22 @@ def test_what_cannot_be_planned_is_refused_with_flag_value_and_remedy(arguments,
     found = plan(*arguments, "--num-prompts", "4")
     assert found.returncode == 3
     assert told in found.stderr
+
+
+def test_more_requests_than_can_be_simulated_are_refused():
+    found = plan("--num-engines", "2", *TIMES, *SLO, "--num-prompts", "100000000")
+    assert "--num-prompts is 100000000: use up to 1000000" in found.stderr
+
+
+def test_a_trace_that_takes_longer_than_can_be_simulated_is_refused(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    row = {"input_length": 600, "output_length": 6, "hash_ids": [0, 1]}
+    rows = [row | {"timestamp": at_ms} for at_ms in (0, 10**9)]
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    data = ("--dataset-name", "trace", "--dataset-path", str(path))
+    found = plan("--num-engines", "2", *TIMES, *SLO, *data)
+    assert f"--dataset-path is '{path}': its 2 requests come within 1e+06 s" in found.stderr, found
+    assert "give --trace-duration" in found.stderr
 
 
 def test_a_load_that_is_met_up_to_the_highest_tried_is_not_called_the_limit():
