@@ -46,6 +46,8 @@ MODEL_HELP: Final = (
 )
 
 _WANTED_DESCRIPTORS: Final = 65536
+_LEAST_DESCRIPTORS: Final = 128
+"""An engine of a pair does not start with 32, and 64 leave little room for streams."""
 WITHOUT_FLAG: Final = ("engines", "files", "filters", "requests")
 """Settings whose words stand behind the command."""
 
@@ -53,7 +55,7 @@ WITHOUT_FLAG: Final = ("engines", "files", "filters", "requests")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     end_with_supervisor()
-    _raise_descriptor_limit()
+    max_descriptors = _raise_descriptor_limit()
     arguments = normalise(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
     if (refusal := _of_vllm_alone(arguments)) is not None:
@@ -73,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = f"{name} {word}"
     command = next(command for command in COMMANDS if command.name == name)
     try:
+        if max_descriptors < _LEAST_DESCRIPTORS:
+            raise ConfigError(
+                f"the limit of open files is {max_descriptors}, and at least {_LEAST_DESCRIPTORS} "
+                "are needed: raise it with ulimit -n, LimitNOFILE= or docker run --ulimit nofile="
+            )
         table = command.table()
         resolved = settings_of(table, given, os.environ)
         if command.takes_model and not resolved["model"].value:
@@ -127,14 +134,19 @@ def _of_vllm_alone(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _raise_descriptor_limit() -> None:
+def _raise_descriptor_limit() -> int:
     """Let this process and those it starts open as many descriptors as the system permits.
 
     Each stream and each peer takes some, and shells give out 1024.
+
+    Returns:
+        How many it may open.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, _WANTED_DESCRIPTORS):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _WANTED_DESCRIPTORS), hard))
+        soft = min(hard, _WANTED_DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
 
 
 def settings_of(

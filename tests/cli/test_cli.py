@@ -393,3 +393,19 @@ def test_a_command_may_open_more_descriptors_than_the_shell_gave_it() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert answer.stdout.splitlines()[-1] == "True", answer.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "bench"])
+def test_too_few_descriptors_are_one_error_that_says_how_to_raise_them(command: str) -> None:
+    words = {"up": ["up"], "serve": ["serve", "boxed"], "bench": ["bench", "serve"]}[command]
+    program = (
+        "import resource, sys, pdserve.cli\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\n"
+        f"sys.exit(pdserve.cli.main({words!r}))\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert answer.returncode == 3
+    [line] = answer.stderr.splitlines()
+    assert "the limit of open files is 32, and at least 128 are needed: raise it" in line
