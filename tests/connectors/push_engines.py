@@ -287,6 +287,11 @@ class PushEngine:
             if isinstance(fact, kind) and (not nonce or getattr(fact, "nonce", nonce) == nonce)
         ]
 
+    def forget(self) -> None:
+        """Forget what was said so far."""
+        self.step()
+        self.facts.clear()
+
     def faults_now(self) -> Counter[str]:
         self.step()
         return self.faults
