@@ -45,7 +45,6 @@ def is_served(url: str) -> bool:
 
 
 @pytest.mark.e2e
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_path):

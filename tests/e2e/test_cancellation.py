@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.deployment import Deployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 NUM_STREAMS = 200
 

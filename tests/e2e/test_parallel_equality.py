@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 PROMPTS = [[3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (1, 2, 17, 64, 150, 300)]
 NUM_TOKENS = 40

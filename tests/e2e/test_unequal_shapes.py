@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 NUM_TOKENS = 24
 LONG = [3 + (17 * i + 5 * 300) % 311 for i in range(300)]
