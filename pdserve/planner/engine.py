@@ -42,6 +42,7 @@ class FleetLeg:
         on_reserved: Called when blocks for KV of another engine have been taken: that engine may
             begin to compute, and writes into them (a push). None: the KV is there, and is read
             (a pull).
+        added_s: Time at which the engine got it.
         num_last: Prompt tokens computed in the last step that computed any.
         num_external: Tokens whose KV another engine writes into its blocks.
     """
@@ -52,6 +53,7 @@ class FleetLeg:
     token_s: list[float] = field(default_factory=list)
     on_wire: Callable[[int, float], None] = lambda num_tokens, seconds: None
     on_reserved: Callable[[], None] | None = None
+    added_s: float = 0.0
     num_tokens: int = 0
     num_computed: int = 0
     num_last: int = 0
@@ -136,6 +138,7 @@ class FleetEngine:
         Args:
             num_received: Tokens of its prompt whose KV comes from another engine.
         """
+        leg.added_s = self._time.clock.monotonic_s()
         leg.num_tokens = len(leg.request.prompt_token_ids)
         self._legs[leg.request.request_id] = leg
         if num_received:

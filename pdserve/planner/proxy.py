@@ -360,7 +360,7 @@ class VirtualProxy:
     def _learn(self, kind: str, leg: FleetLeg, entry: LedgerEntry, pairing: Pairing) -> None:
         """Teach the model what the real proxy learns from a leg's own report."""
         on_first, on_end = leg.on_first, leg.on_end
-        sent_s, first_s = self._time.clock.monotonic_s(), 0.0
+        first_s = 0.0
 
         def first(output: EngineOutput) -> None:
             nonlocal first_s
@@ -369,8 +369,7 @@ class VirtualProxy:
             if kind != "decode":
                 num_tokens = len(leg.request.prompt_token_ids)
                 cached = output.num_cached_tokens
-                took_s = first_s - sent_s - self._time.costs.hop
-                pairing.learn_prompt(entry, prompt_work(num_tokens, cached), took_s)
+                pairing.learn_prompt(entry, prompt_work(num_tokens, cached), first_s - leg.added_s)
             on_first(output)
 
         def end() -> None:
