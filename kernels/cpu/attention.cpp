@@ -300,24 +300,33 @@ class Attention {
         const int64_t num_words = p_.head_dim / kDepth;
         for (int64_t i = 0; i < count; i += kLanes) {
             for (int64_t word = 0; word < num_words; word += kLanes) {
+                float* at = reinterpret_cast<float*>(to + (word * kTile + i) * kDepth);
+#ifdef PD_AVX512
                 const int n = static_cast<int>(std::min<int64_t>(kLanes, num_words - word));
                 F16 rows[kLanes];
                 for (int j = 0; j < kLanes; j++) {
                     rows[j] = load_words(tile.key[i + j] + word * kDepth, n);
                 }
                 transpose(rows);
-                float* at = reinterpret_cast<float*>(to + (word * kTile + i) * kDepth);
                 for (int j = 0; j < n; j++) store(at + j * kTile, rows[j]);
+#else
+                for (int first = 0; first < kLanes; first += 8) {
+                    transpose_eight([&](int r) { return load(tile.key[i + first + r] + word); },
+                                    [&](int w, V8 eight) { store(at + w * kTile + first, eight); });
+                }
+#endif
                 ahead.ask(kLanes);
             }
         }
     }
 
+#ifdef PD_AVX512
     // n words of kDepth units each, as bits.
     static F16 load_words(const T* from, int n) {
         if constexpr (kDepth == 2) return load(reinterpret_cast<const float*>(from), n);
         else return load(from, n);
     }
+#endif
 
     // To [kTile / kDepth][64][kDepth] for each 64 dimensions, then likewise for each 16 of the rest
     // (for tiles, all 32 of it): what is read together lies together, however many there are.

@@ -2,7 +2,10 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "attention_state.h"
+#include "pool.h"
 #include "product.h"
 
 namespace pd {
@@ -16,6 +19,9 @@ constexpr int kAtOnce = 4;
 constexpr int kAtOnce = 1;
 #endif
 
+template <int kValue>
+using Int = std::integral_constant<int, kValue>;
+
 // What packed tiles do to the states of rows; the same for all types with one packed form.
 template <class Unit>
 class RowMath {
@@ -26,8 +32,34 @@ class RowMath {
         : p_(p), group_(p.num_heads / p.num_kv_heads), log2_scale_(p.scale * kLog2E) {}
 
     // Adds one tile to all rows of a block, in bands of nearly equal height of at most kMaxRows.
+    // First all bands meet the keys and then the values, so that L1 need not hold both.
     void take_bands(const Block& block, int64_t start, const Unit* queries, const Unit* keys,
                     const Unit* values, State state) const {
+        const int64_t rows = block.num_tokens * group_;
+        constexpr int64_t kRowBytes = kTile * sizeof(Unit) + sizeof(float);
+        auto* weights = static_cast<Unit*>(scratch(Scratch::kWeights, rows * kRowBytes));
+        auto* shrink = reinterpret_cast<float*>(weights + rows * kTile);
+        for_bands(block, start, [&](int64_t row, auto height, auto vectors) {
+            const State at = {state.sum + row * kLanes, nullptr, state.top + row};
+            weigh<height, vectors>(block, row, start, queries + row * p_.head_dim, keys, at,
+                                   {weights + row * kTile, shrink + row});
+        });
+        for_bands(block, start, [&](int64_t row, auto height, auto vectors) {
+            add_values<height, vectors>({weights + row * kTile, shrink + row}, values,
+                                        state.out + row * p_.value_dim);
+        });
+    }
+
+   private:
+    // What a tile weighs for some rows.
+    struct Weighed {
+        Unit* weights;  // [rows][kTile]
+        float* shrink;  // [rows]: by which what was summed before is multiplied
+    };
+
+    // Calls body(first row, rows, vectors of positions) for each band that sees some of a tile.
+    template <class Body>
+    void for_bands(const Block& block, int64_t start, Body&& body) const {
         const int64_t group = group_, rows = block.num_tokens * group;
         const int64_t bands = (rows + kMaxRows - 1) / kMaxRows;
         for (int64_t band = 0; band < bands; band++) {
@@ -36,25 +68,36 @@ class RowMath {
             const int64_t low = low_of(block.first_position + row / group);
             const int64_t high = block.first_position + (row + height - 1) / group;
             if (high < start || low >= start + kTile) continue;
-            const int vectors =
-                static_cast<int>(std::min<int64_t>(kVectors, (high - start) / kLanes + 1));
-            const State at = {state.sum + row * kLanes, state.out + row * p_.value_dim,
-                              state.top + row};
-            take_tile_of_height(static_cast<int>(height), vectors, block, row, start,
-                                queries + row * p_.head_dim, keys, values, at);
+            const int64_t vectors = std::min<int64_t>(kVectors, (high - start) / kLanes + 1);
+            const auto of_height = [&](auto num_rows) {
+                switch (vectors) {
+                    case 1: return body(row, num_rows, Int<1>{});
+                    case 2: return body(row, num_rows, Int<2>{});
+                    case 3: return body(row, num_rows, Int<3>{});
+                    default: return body(row, num_rows, Int<4>{});
+                }
+            };
+            static_assert(kMaxRows == 6 && kVectors == 4);
+            switch (height) {
+                case 1: of_height(Int<1>{}); break;
+                case 2: of_height(Int<2>{}); break;
+                case 3: of_height(Int<3>{}); break;
+                case 4: of_height(Int<4>{}); break;
+                case 5: of_height(Int<5>{}); break;
+                default: of_height(Int<6>{});
+            }
         }
     }
 
-   private:
     // First position that the query at `position` sees.
     int64_t low_of(int64_t position) const {
         return p_.window == 0 ? 0 : std::max<int64_t>(0, position - p_.window + 1);
     }
 
-    // Adds one tile to the states of kRows rows.
+    // Weighs the positions of one tile for kRows rows, and adds the weights to the rows' states.
     template <int kRows, int kUsed>
-    void take_tile(const Block& block, int64_t row, int64_t start, const Unit* queries,
-                   const Unit* keys, const Unit* values, State state) const {
+    void weigh(const Block& block, int64_t row, int64_t start, const Unit* queries,
+               const Unit* keys, State state, Weighed to) const {
         const int64_t head_dim = p_.head_dim, group = group_;
         F16 score[kRows][kUsed];
         constexpr int kNum = std::min(kUsed, kAtOnce);
@@ -86,7 +129,6 @@ class RowMath {
             }
         }
 
-        alignas(64) Unit weights[kRows][kTile];
         float before[kLanes] = {}, after[kLanes] = {};
         for (int r = 0; r < kRows; r++) {
             const int64_t position = block.first_position + (row + r) / group;
@@ -107,41 +149,45 @@ class RowMath {
         }
         float shrink[kLanes];
         store(shrink, rescale(load(before), load(after)));
+        std::copy(shrink, shrink + kRows, to.shrink);
         for (int r = 0; r < kRows; r++) {
             F16 weight[kVectors] = {zero(), zero(), zero(), zero()};
             for (int v = 0; v < kUsed; v++) {
                 weight[v] = exp2_of(score[r][v] - splat(after[r]));
-                store(weights[r] + v * kLanes, weight[v]);
+                store(to.weights + r * kTile + v * kLanes, weight[v]);
             }
             const F16 added = (weight[0] + weight[1]) + (weight[2] + weight[3]);
             float* sum = state.sum + r * kLanes;
             store(sum, fma(load(sum), splat(shrink[r]), added));
         }
+    }
+
+    // Adds the weighed values of one tile to kRows rows of `out`.
+    template <int kRows, int kUsed>
+    void add_values(Weighed by, const Unit* values, float* out) const {
         int64_t d = 0;
         for (; d + 4 * kLanes <= p_.value_dim; d += 4 * kLanes) {
             for (int v = 0; v < 4; v += kAtOnce) {
-                take_values<kRows, kUsed, kAtOnce, 4>(weights, shrink,
-                                                      values + d * kTile + v * kLanes * kDepth,
-                                                      state.out + d + v * kLanes);
+                take_values<kRows, kUsed, kAtOnce, 4>(
+                    by, values + d * kTile + v * kLanes * kDepth, out + d + v * kLanes);
             }
         }
         for (; d < p_.value_dim; d += kLanes) {
-            take_values<kRows, kUsed, 1, 1>(weights, shrink, values + d * kTile, state.out + d);
+            take_values<kRows, kUsed, 1, 1>(by, values + d * kTile, out + d);
         }
     }
 
     // out = out * shrink + weights * values, for kRows rows and kCols vectors of dimensions, of
     // kStrip that lie together.
     template <int kRows, int kUsed, int kCols, int kStrip>
-    void take_values(const Unit (&weights)[kRows][kTile], const float* shrink, const Unit* values,
-                     float* out) const {
+    void take_values(Weighed by, const Unit* values, float* out) const {
         const int64_t value_dim = p_.value_dim;
         F16 sum[kRows][kCols];
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 4
             for (int c = 0; c < kCols; c++) {
-                sum[r][c] = load(out + r * value_dim + c * kLanes) * splat(shrink[r]);
+                sum[r][c] = load(out + r * value_dim + c * kLanes) * splat(by.shrink[r]);
             }
         }
         for (int i = 0; i < kUsed * kLanes; i += kDepth) {
@@ -150,7 +196,8 @@ class RowMath {
 #pragma GCC unroll 4
                 for (int c = 0; c < kCols; c++) {
                     sum[r][c] = Format<Unit>::step(
-                        sum[r][c], values + (i * kStrip + c * kDepth) * kLanes, weights[r] + i);
+                        sum[r][c], values + (i * kStrip + c * kDepth) * kLanes,
+                        by.weights + r * kTile + i);
                 }
             }
         }
@@ -163,29 +210,6 @@ class RowMath {
 
     static int clamp(int64_t lane) {
         return static_cast<int>(std::min<int64_t>(std::max<int64_t>(lane, -1), kLanes));
-    }
-
-    template <int kRows, class... Args>
-    void take_tile_of_width(int vectors, const Args&... args) const {
-        switch (vectors) {
-            case 1: return take_tile<kRows, 1>(args...);
-            case 2: return take_tile<kRows, 2>(args...);
-            case 3: return take_tile<kRows, 3>(args...);
-            default: return take_tile<kRows, 4>(args...);
-        }
-    }
-
-    template <class... Args>
-    void take_tile_of_height(int height, int vectors, const Args&... args) const {
-        static_assert(kMaxRows == 6);
-        switch (height) {
-            case 1: return take_tile_of_width<1>(vectors, args...);
-            case 2: return take_tile_of_width<2>(vectors, args...);
-            case 3: return take_tile_of_width<3>(vectors, args...);
-            case 4: return take_tile_of_width<4>(vectors, args...);
-            case 5: return take_tile_of_width<5>(vectors, args...);
-            default: return take_tile_of_width<6>(vectors, args...);
-        }
     }
 
     const PdPagedAttention& p_;

@@ -42,7 +42,8 @@ void parallel_for(int64_t size, int64_t chunk, bool guided, int num_threads, Bod
 // A buffer of this thread for intermediate values, at least num_bytes long and 64-byte aligned.
 // Valid until this thread asks for the same slot again.
 enum class Scratch {
-    kInput, kState, kTile, kPartials, kNormed, kWide, kNarrow, kSums, kSlice, kPair, kPadded, kCount
+    kInput, kState, kTile, kPartials, kNormed, kWide, kNarrow, kSums, kSlice, kPair, kPadded,
+    kWeights, kCount
 };
 void* scratch(Scratch slot, int64_t num_bytes);
 

@@ -299,10 +299,8 @@ inline void store(Bf16* p, F16 a) {
         std::memcpy(p + 8 * half, &bits, sizeof bits);
     }
 }
-inline void store(float* p, F16 a) {
-    Unaligned* half = reinterpret_cast<Unaligned*>(p);
-    half[0] = a.v[0], half[1] = a.v[1];
-}
+inline void store(float* p, V8 a) { *reinterpret_cast<Unaligned*>(p) = a; }
+inline void store(float* p, F16 a) { store(p, a.v[0]), store(p + 8, a.v[1]); }
 template <class T>
 inline F16 rounded_to(F16 a) {
     T narrow[kLanes];
@@ -324,8 +322,9 @@ inline float max_lanes(F16 a) {
 }
 
 inline F16 keep_lanes(F16 a, int low, int high) {
-    for (int i = 0; i < kLanes; i++) {
-        if (i < low || i > high) a.v[i / 8][i % 8] = kMinusInf;
+    for (int half = 0; half < 2; half++) {
+        const I8 lane = I8{0, 1, 2, 3, 4, 5, 6, 7} + 8 * half;
+        a.v[half] = (lane >= low) & (lane <= high) ? a.v[half] : splat8(kMinusInf);
     }
     return a;
 }
@@ -339,12 +338,17 @@ inline F16 scale_by_power(F16 a, F16 n) {
     return a;
 }
 inline F16 round_to_integer(F16 a) {
+#ifdef __AVX__
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {{_mm256_round_ps(a.v[0], kNearest), _mm256_round_ps(a.v[1], kNearest)}};
+#else
     // Adding 1.5 * 2^23 leaves no fraction bits, for |a| < 2^22.
     const F16 magic = splat(12582912.0f);
     F16 shifted = a + magic;
     // The barrier keeps the pair of operations from being folded away under contraction.
     asm volatile("" : "+m"(shifted));
     return shifted - magic;
+#endif
 }
 
 #endif

@@ -60,6 +60,18 @@ inline void transpose8(V8 (&rows)[8]) {
     }
 }
 
+// Calls put(w, word w of 8 rows) for 16 words; row(r) is row r. `transpose` takes all 16 rows at once,
+// which do not fit the registers.
+template <class Row, class Put>
+inline void transpose_eight(Row&& row, Put&& put) {
+    for (int half = 0; half < 2; half++) {
+        V8 words[8];
+        for (int r = 0; r < 8; r++) words[r] = row(r).v[half];
+        transpose8(words);
+        for (int w = 0; w < 8; w++) put(8 * half + w, words[w]);
+    }
+}
+
 inline void transpose(F16* rows) {
     V8 quarter[2][2][8];  // [rows / 8][columns / 8], transposed
     for (int i = 0; i < 2; i++) {
