@@ -8,6 +8,7 @@ after a restart it learns its engines again from its command line and from their
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT_S = 5.0
+_CUT_S = 1.0
+"""How long requests that are cut off have to tell their clients."""
 
 
 async def run_proxy(config: ProxyConfig, *, on_ready: Callable[[str], None]) -> signal.Signals:
@@ -234,7 +237,7 @@ class Proxy:
         Requests that still arrive on open connections are served, each as its connection's last.
 
         Args:
-            cut: Once set, requests still running are cut off.
+            cut: Once set, requests still running are cut off, with an error for their clients.
             delay_s: How long connections are still accepted, for senders that poll `/readyz`.
         """
         cut = cut or asyncio.Event()
@@ -256,6 +259,10 @@ class Proxy:
             end.cancel()
         if num := len(self.live.stories):
             log_event(log, "requests cut off", level=logging.WARNING, num=num)
+            self.live.cut()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CUT_S):
+                    await self.live.is_idle.wait()
         if self._runner is not None:
             await self._runner.cleanup()
         await self.dashboard.stop()

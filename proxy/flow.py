@@ -37,14 +37,13 @@ every other way out, cancellation included, its leases are given back (`Handoff`
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from pdserve.errors import DeadlineError, PdserveError, UnavailableError
+from pdserve.errors import PdserveError, UnavailableError
 from pdserve.observe.request_log import outcome_of
 from pdserve.proxy.backend import Health
 from pdserve.proxy.errors import BudgetSpentError, RefusedError, WorkerError
@@ -95,17 +94,13 @@ class Flow:
             ClientGoneError: The client closed its connection.
         """
         try:
-            async with asyncio.timeout_at(self._legs.until_s):
+            async with self._services.live.limit(self._legs.until_s):
                 return await self._admitted()
         except RefusedError as refusal:
             self.outcome, self._story.reason = outcome_of(refusal.status), refusal.code
             return await self._delivery.refuse(refusal)
         except TimeoutError:
-            limit_s = self._config.request_timeout_s
-            late = DeadlineError(
-                f"the request was not finished within {limit_s:g} s (--request-timeout-secs)"
-            )
-            return await self._fail(late)
+            return await self._fail(self._services.live.late(self._config.request_timeout_s))
         except DivergedError as error:
             self._metrics.replays.labels("diverged").inc()
             return await self._fail(error)

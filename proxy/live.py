@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from pdserve.config.schema import Role
+from pdserve.errors import DeadlineError, PdserveError, ShuttingDownError
 from pdserve.observe.request_log import StoredKV, kv_path, log_request, moved, with_line
 from pdserve.observe.stats_log import share
 from pdserve.proxy.backend import Health
@@ -35,7 +36,7 @@ from pdserve.wire.finished import Finished, FinishedRequests, StoryEvent
 from pdserve.wire.transfer import KVMode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import AsyncIterator, Collection, Iterator
 
     from pdserve.observe.clock import Clock
     from pdserve.proxy.admission import AdmissionQueue
@@ -55,6 +56,7 @@ class LiveRequests:
         recent: The last requests that have ended.
         is_leaving: Set on shutdown, when no more requests are wanted.
         is_idle: Set while no request runs.
+        is_cut: Whether requests that still run are cut off.
     """
 
     def __init__(self, backends: Backends, admission: AdmissionQueue, clock: Clock) -> None:
@@ -64,6 +66,8 @@ class LiveRequests:
         self._stories: dict[int, Story] = {}
         self.recent = FinishedRequests()
         self.is_leaving = False
+        self.is_cut = False
+        self._limits: set[asyncio.Timeout] = set()
         self.is_idle = asyncio.Event()
         self.is_idle.set()
         self._since_s = clock.monotonic_s()
@@ -93,6 +97,35 @@ class LiveRequests:
             del self._stories[id(story)]
             if not self._stories:
                 self.is_idle.set()
+
+    @asynccontextmanager
+    async def limit(self, until_s: float) -> AsyncIterator[None]:
+        """End the block at its deadline, by the event loop's clock, or when requests are cut off.
+
+        Raises:
+            TimeoutError: It was ended; `late` says why.
+        """
+        async with asyncio.timeout_at(0.0 if self.is_cut else until_s) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.discard(limit)
+
+    def cut(self) -> None:
+        """Cut off the requests that run: each tells its client so."""
+        self.is_cut = True
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0.0)
+
+    def late(self, limit_s: float) -> PdserveError:
+        """Return why a request was ended whose longest time is `limit_s`."""
+        if self.is_cut:
+            return ShuttingDownError("this proxy")
+        return DeadlineError(
+            f"the request was not finished within {limit_s:g} s (--request-timeout-secs)"
+        )
 
     def ended(self, story: Story, outcome: str) -> None:
         """Keep, count and log a request that has ended with `outcome`."""
