@@ -6,6 +6,7 @@ A file is one JSON object. The figures are at its top level, so that scripts for
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,35 @@ def save(run: Run | None, figures: Mapping[str, Any], path: Path) -> None:
     write_file(path, msgspec.json.format(msgspec.json.encode(content), indent=1))
 
 
+def require_directory(path: Path) -> None:
+    """Create the directory of `--result-dir` if it is missing.
+
+    Raises:
+        ConfigError: It cannot be created, or nothing can be written there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--result-dir is {str(path)!r}, where nothing can be written: {error.strerror}",
+            param="result-dir",
+        ) from error
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a file of text that ends in a line feed; its directory is created if missing.
 
     Raises:
-        ConfigError: The file cannot be written.
+        ConfigError: The file cannot be written; no part of it is left.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content + b"\n")
     except OSError as error:
+        if path.is_file():
+            path.unlink()
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 

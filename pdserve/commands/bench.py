@@ -23,7 +23,7 @@ from pdserve.bench import calibration, environment
 from pdserve.bench.console import block, further, verdict
 from pdserve.bench.endpoint import ask_served
 from pdserve.bench.figures import details, figures
-from pdserve.bench.files import save
+from pdserve.bench.files import require_directory, save
 from pdserve.bench.goodput import Slo, parse_goodput
 from pdserve.bench.preparing import (
     arrivals_in_words,
@@ -54,6 +54,8 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
     result = build("result", ResultConfig, table, resolved)
     slos = parse_goodput(result.goodput)
     arrivals_of(traffic)  # before anything is asked
+    if result.save_result:
+        require_directory(Path(result.result_dir))
     print("\n".join([title("bench serve"), *given_lines(resolved)]), flush=True)
     target = target_of(target_config, os.environ)
 

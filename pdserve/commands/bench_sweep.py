@@ -26,6 +26,7 @@ from pdserve.bench.datasets.prompts import PromptMaker
 from pdserve.bench.datasets.registry import make_plan
 from pdserve.bench.endpoint import ask_served, reset_prefix_caches
 from pdserve.bench.figures import figures
+from pdserve.bench.files import require_directory
 from pdserve.bench.goodput import Slo, parse_goodput
 from pdserve.bench.preparing import (
     options_of,
@@ -63,6 +64,7 @@ def run_sweep(table: Table, resolved: Mapping[str, Resolved]) -> int:
             "is no load to vary: use another data set, or bench serve",
             param="dataset-name",
         )
+    require_directory(Path(result.result_dir))
     print("\n".join([title("bench sweep"), *given_lines(resolved)]), flush=True)
     target = target_of(target_config, os.environ)
     return asyncio.run(

@@ -111,6 +111,8 @@ def _write(trace: ChromeTrace, path: Path) -> int:
             with path.open("wb") as file:
                 file.writelines(trace.pieces())
     except OSError as error:
+        if path.is_file():  # part of a trace is none
+            path.unlink()
         raise ConfigError(
             f"--output is {str(path)!r}, which cannot be written: {error.strerror or error}",
             param="output",

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
+import resource
 from pathlib import Path
 
 import pytest
 
 from pdserve.bench.console import block, further, verdict
 from pdserve.bench.figures import details, figures
-from pdserve.bench.files import load, save
+from pdserve.bench.files import load, save, write_file
 from pdserve.bench.goodput import parse_goodput
 from pdserve.bench.records import RunHealth
 from pdserve.errors import ConfigError
@@ -232,3 +233,14 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_figures_of_a_run_of_no_duration_are_not_a_number() -> None:
     assert math.isnan(figures(make_run())["request_throughput"])
+
+
+def test_a_file_for_which_the_disk_has_no_room_leaves_no_part_of_itself(tmp_path: Path) -> None:
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            write_file(tmp_path / "run.json", bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

@@ -136,6 +136,7 @@ def test_a_model_that_is_not_served_is_named_with_those_that_are(server: Scripte
         (("--metric-percentiles", "0,x"), "--metric-percentiles"),
         (("--ramp-up-strategy", "linear"), "--ramp-up-start-rps"),
         (("--request-rate", "0"), "--request-rate is 0"),
+        (("--save-result", "--result-dir", "/proc/x"), "--result-dir is '/proc/x', where nothing"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_before_anything_is_asked(

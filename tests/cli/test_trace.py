@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 
 from pdserve.wire.trace import Collection, Missing, Part
 from tests.cli.answering import Asked, answering
-from tests.cli.process import free_ports, pdserve
+from tests.cli.process import free_ports, pdserve, pdserve_here
 from tests.observe.test_chrome_trace import UNTIL_S, decoded, front, prefilled, process
 from tests.observe.trace_checks import check
 
@@ -74,6 +75,20 @@ def test_a_deployment_that_was_idle_leaves_no_file_and_is_told(tmp_path):
     assert done.returncode == 1
     assert "nothing ran in the last 10 s" in done.stderr
     assert "missing: http://127.0.0.1:1: cannot connect" in done.stderr
+    assert not path.exists()
+
+
+def test_a_disk_without_room_is_told_and_no_part_of_a_trace_is_left(tmp_path):
+    path = tmp_path / "t.json"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with tracing(200, msgspec.json.encode(COLLECTION)) as url:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            done = pdserve_here("trace", "--url", url, "-o", str(path), "--api-key", "k")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.returncode == 3
+    assert "which cannot be written: File too large" in done.stderr
     assert not path.exists()
 
 
