@@ -296,6 +296,9 @@ class Batcher:
     def admit(self, now_s: float, budget: int) -> dict[RequestId, int]:
         """Start waiting requests.
 
+        A load need not wait behind a prompt that lacks nothing but a step's budget, as long as
+        it leaves that prompt its room.
+
         Args:
             budget: Tokens that they may compute in the step being built. Loads cost none.
 
@@ -304,23 +307,32 @@ class Batcher:
         """
         scheduled: dict[RequestId, int] = {}
         state = self._state
-        while state.num_admitted < self._config.max_num_seqs:
-            request = state.waiting.peek()
+        passed: Request | None = None
+        while state.num_admitted + (passed is not None) < self._config.max_num_seqs:
+            request = state.waiting.peek(without_prompts=passed is not None)
             if request is None:
                 break
             own = self._budget_of(request, budget)
-            admit = partial(self._admit_next, request, now_s, own)
+            admit = partial(self._admit_next, request, now_s, own, passed)
             num_tokens = self._transfers.attempt(admit, request.request_id, now_s, otherwise=0)
             if num_tokens is None:
-                break
+                if passed is not None or not self._may_start(request):
+                    break
+                passed = request
+                continue
             if num_tokens:
                 scheduled[request.request_id] = num_tokens
                 budget -= num_tokens
                 self._yielding_left -= num_tokens if request.wire.yields_s else 0
         return scheduled
 
-    def _admit_next(self, request: Request, now_s: float, budget: int) -> int | None:
+    def _admit_next(
+        self, request: Request, now_s: float, budget: int, passed: Request | None
+    ) -> int | None:
         """Start the next request, or take it out of the line for now.
+
+        Args:
+            passed: The prompt that it passes, whose blocks stay free.
 
         Returns:
             The tokens that it computes in the step; None if there is no room for it.
@@ -338,6 +350,7 @@ class Batcher:
         # brings the token behind it.
         num_to_find = num_to_hold if is_load else request.num_tokens
         computed = min(hit.num_tokens + match.num_tokens, num_to_find - 1)
+        num_kept = 0 if passed is None else self._kv.blocks_for(passed.num_tokens)
         num_tokens = plan_admission(
             self._room(
                 num_to_hold if is_load else budget,
@@ -347,7 +360,7 @@ class Batcher:
             num_computed=computed,
             num_hit_blocks=len(hit.blocks),
             num_hit_free=hit.num_free,
-            num_reserved_blocks=self._num_reserved_blocks(),
+            num_reserved_blocks=self._num_reserved_blocks() + num_kept,
         )
         if not num_tokens:
             return None

@@ -97,9 +97,15 @@ class WaitingQueue:
         request.line_up(entry)
         self.num_in_line += 1
 
-    def peek(self) -> Request | None:
-        """Return the next request without removing it."""
+    def peek(self, *, without_prompts: bool = False) -> Request | None:
+        """Return the next request without removing it.
+
+        Args:
+            without_prompts: Whether requests whose prompt is computed here are passed.
+        """
         heads = {source: self._head(source) for source in KVSource}
+        if without_prompts:
+            heads[KVSource.LOCAL] = None
         planned = heads[KVSource.PLANNED]
         line = next_line(
             {line: head.rank for line, head in heads.items() if head is not None},

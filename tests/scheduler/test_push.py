@@ -207,6 +207,39 @@ def test_a_request_of_this_engine_alone_overtakes_nobody() -> None:
     assert list(engine.connector.tables) == ["pushed"]
 
 
+def behind_two_prompts(**fields: int) -> Engine:
+    """An engine whose step a prompt fills, another that waits for the next, and a push behind."""
+    engine = Engine(**fields)
+    engine.scheduler.add(make_request("first", [3] * 32, 1))
+    engine.scheduler.add(make_request("second", [4] * 24, 1))
+    engine.scheduler.add(make_request("d", PROMPT, 4, ticket=make_ticket()))
+    return engine
+
+
+def test_a_reservation_does_not_wait_behind_a_prompt_that_lacks_a_steps_budget_alone() -> None:
+    engine = behind_two_prompts(num_blocks=16)
+    engine.step()
+    assert list(engine.connector.tables) == ["first", "d"]
+    assert engine.scheduler.stats().num_waiting == 1
+    engine.fill(PROMPT, "d")
+    handoff = make_handoff(NONCE, expected(1))
+    outputs = engine.report(received=[received("d", handoff=handoff, mode=KVMode.PUSH)])
+    outputs += engine.run()
+    assert [t for o in outputs if o.request_id == "d" for t in o.new_token_ids] == expected(4)
+    assert {output.request_id for output in outputs} == {"first", "second", "d"}
+    assert_nothing_held(engine.scheduler)
+
+
+@pytest.mark.parametrize("scarce", [{"num_blocks": 9}, {"max_num_seqs": 2}], ids=["block", "seat"])
+def test_a_reservation_takes_no_room_of_the_prompt_that_it_passes(scarce: dict[str, int]) -> None:
+    engine = behind_two_prompts(**scarce)
+    engine.step()
+    assert list(engine.connector.tables) == ["first"]
+    engine.step()
+    engine.step()
+    assert "second" in engine.connector.tables
+
+
 def test_a_reservation_has_a_seat() -> None:
     engine = Engine(max_num_seqs=1)
     engine.scheduler.add(make_request("d", PROMPT, ticket=make_ticket()))
