@@ -91,7 +91,7 @@ async def pair(text, **parameters: Any):
 async def test_choices_wait_for_their_siblings_for_longer_than_a_lease(text):
     """The first of them is done long before the answer with all handoffs leaves the engine."""
     body = {"prompt": "The quick", "max_tokens": 3, "n": 6, "seed": 5}
-    async with pair(text, max_num_seqs=1, lease_s=0.2, prefill_s=0.1) as both:
+    async with pair(text, max_num_seqs=1, lease_s=1.0, prefill_s=0.35) as both:
         disaggregated = await both.stream(COMPLETIONS, body)
         alone = {"kv_transfer_params": {"pdserve": {"created": 1700000000}}}
         colocated = events(await both.decode.stream(COMPLETIONS, body | alone, X_Request_Id="one"))
