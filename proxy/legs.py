@@ -202,6 +202,7 @@ class Legs:
                 leg.drain(self._note_prefill_stages)
                 self._note_handoff(handoff)
                 handoff.complete()
+                self._computed()
                 return None
             if visible and visible[-1].is_done:
                 leg.drain(self._note_prefill_stages)
@@ -216,12 +217,11 @@ class Legs:
     ) -> web.StreamResponse | LegFailure:
         """Continue from KV that is computed, or being computed, elsewhere.
 
-        Args:
-            handoff: Nothing is passed on before it is complete.
+        Nothing is passed on before `handoff` is complete.
         """
         leg = handoff.reader = self._send(backend, body, transfer.mode)
         try:
-            with self._exchange("decode", backend, leg) as breaker:
+            with self._exchange("decode", backend, leg, coming=not handoff.is_complete) as breaker:
                 return await self._decoded(leg, breaker, backend, transfer, handoff)
         except (WorkerError, RefusedError) as error:
             return LegFailure("decode", backend, error, was_idle=not handoff.is_complete)
@@ -280,8 +280,7 @@ class Legs:
             if data:
                 if not previous:
                     breaker.succeed()
-                    if self._entry is not None:
-                        self._entry.computed()
+                    self._computed()
                 self.story.stage = stage
                 sent_s = self._now_s()
                 if (stall_s := self.story.goes_on(sent_s)) is not None:
@@ -308,15 +307,24 @@ class Legs:
 
     # --- parts of the legs
 
-    def expect(self, kind: str, backend: Backend) -> None:
-        """Count a leg as its engine's work from now on, before it is sent; once, however often."""
+    def _computed(self) -> None:
+        """Tell the stream's engine, if its work is counted, that the prompt is computed."""
+        if self._entry is not None:
+            self._entry.computed()
+
+    def expect(self, kind: str, backend: Backend, *, coming: bool = False) -> None:
+        """Count a leg as its engine's work from now on, before it is sent; once, however often.
+
+        A decode is `coming` until another engine has computed its prompt.
+        """
         if (kind, backend) in self._expected:
             return
         services, prompt, counted = self.services, self.prompt, ExitStack()
         known = services.prefixes.sent(prompt, backend) if services.prefixes else UNKNOWN
         self.story.looked_up(kind, prompt, known)
         if services.pairing is not None:
-            held = services.pairing.hold(backend, kind, prompt, known.num_tokens)
+            work = "receive" if coming else kind
+            held = services.pairing.hold(backend, work, prompt, known.num_tokens)
             entry = counted.enter_context(held)
             if kind != "decode":
                 self.story.prompt_entry = entry
@@ -331,9 +339,11 @@ class Legs:
         self._expected.clear()
 
     @contextmanager
-    def _exchange(self, kind: str, backend: Backend, leg: Leg) -> Iterator[Breaker]:
-        """Count a leg while the block runs; see `Breakers.exchange`."""
-        self.expect(kind, backend)
+    def _exchange(
+        self, kind: str, backend: Backend, leg: Leg, *, coming: bool = False
+    ) -> Iterator[Breaker]:
+        """Count a leg while the block runs; see `expect` and `Breakers.exchange`."""
+        self.expect(kind, backend, coming=coming)
         num_tokens, counted = self._expected.pop((kind, backend))
         exchange = self.services.breakers.exchange(backend, leg, kind=kind, num_tokens=num_tokens)
         with counted, exchange as breaker:

@@ -309,37 +309,48 @@ class VirtualProxy:
         chosen = decode or self._router.decode_for(prefill, prompt, ())
         assert chosen is not None
         costs, num_received = self._time.costs, len(ours.request.prompt_token_ids)
+        entry, on_first = (
+            self._hold("decode", chosen, prompt, theirs, is_coming=True),
+            ours.on_first,
+        )
+
+        def first(output: EngineOutput) -> None:
+            if entry is not None:
+                entry.computed()
+            on_first(output)
+
+        ours.on_first = first
         ours.on_end = lambda: self._time.after(
             costs.handover, lambda: self._engines[chosen.url].receive(theirs, ours.num_last)
         )
         self._hold("prefill", prefill, prompt, ours)
         theirs.on_reserved = lambda: self._engines[prefill.url].add(ours)
-        self._send("decode", chosen, prompt, theirs, num_received=num_received)
+        engine = self._engines[chosen.url]
+        self._time.after(costs.hop, lambda: engine.add(theirs, num_received=num_received))
 
-    def _send(
+    def _send(self, kind: str, engine: Backend, prompt: RoutePrompt, leg: FleetLeg) -> None:
+        self._hold(kind, engine, prompt, leg)
+        self._time.after(self._time.costs.hop, lambda: self._engines[engine.url].add(leg))
+
+    def _hold(
         self,
         kind: str,
         engine: Backend,
         prompt: RoutePrompt,
         leg: FleetLeg,
         *,
-        num_received: int = 0,
-    ) -> None:
-        self._hold(kind, engine, prompt, leg)
-        self._time.after(
-            self._time.costs.hop,
-            lambda: self._engines[engine.url].add(leg, num_received=num_received),
-        )
-
-    def _hold(self, kind: str, engine: Backend, prompt: RoutePrompt, leg: FleetLeg) -> None:
+        is_coming: bool = False,
+    ) -> LedgerEntry | None:
         """Begin an exchange with an engine, as `Legs` does; it ends with the leg."""
+        entry = None
         num_tokens = num_known = 0
         if self._prefixes is not None:
             num_known = self._prefixes.sent(prompt, engine).num_tokens
             num_tokens = prompt.num_tokens - num_known
         stack = ExitStack()
         if self.pairing is not None:
-            entry = stack.enter_context(self.pairing.hold(engine, kind, prompt, num_known))
+            work = "receive" if is_coming else kind
+            entry = stack.enter_context(self.pairing.hold(engine, work, prompt, num_known))
             self._learn(kind, leg, entry, self.pairing)
         stack.enter_context(
             self._breakers.exchange(
@@ -356,6 +367,7 @@ class VirtualProxy:
             on_end()
 
         leg.on_end = end
+        return entry
 
     def _learn(self, kind: str, leg: FleetLeg, entry: LedgerEntry, pairing: Pairing) -> None:
         """Teach the model what the real proxy learns from a leg's own report."""

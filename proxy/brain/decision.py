@@ -176,9 +176,10 @@ class PairCosts:
         work, slo_s = engine.work, self._itl_slo_s
         ttft = self.ttft(engine)
         harm = 0.0
-        num_streams = work.num_streams + (self._coming if engine.is_decode else 0.0)
+        num_coming = work.num_coming + (self._coming if engine.is_decode else 0.0)
+        num_streams = work.num_streams + num_coming
         if num_streams:
-            itl_s = self._itl_s(engine, num_streams, work.kv_tokens)
+            itl_s = self._itl_s(engine, num_streams, work.kv_tokens + work.coming_tokens)
             slowed_s = itl_s + ttft["prefill"] * self._times.spread
             harm = num_streams * (_missed(slowed_s / slo_s) - _missed(itl_s / slo_s))
         bias = 0.0 if engine.is_prefill else BIAS
@@ -188,11 +189,10 @@ class PairCosts:
     def _decode_terms(self, engine: PairCandidate, wire_s: float) -> tuple[dict[str, float], float]:
         """Return the cost of giving the tokens there, and the time between them."""
         work, slo_s = engine.work, self._itl_slo_s
-        num_streams = work.num_streams + self._coming
-        before_s = self._itl_s(engine, num_streams, work.kv_tokens)
-        after_s = self._itl_s(
-            engine, num_streams + 1, work.kv_tokens + self._num_tokens + self._output
-        )
+        num_streams = work.num_streams + work.num_coming + self._coming
+        kv_tokens = work.kv_tokens + work.coming_tokens
+        before_s = self._itl_s(engine, num_streams, kv_tokens)
+        after_s = self._itl_s(engine, num_streams + 1, kv_tokens + self._num_tokens + self._output)
         harm = num_streams * (_missed(after_s / slo_s) - _missed(before_s / slo_s))
         itl = _missed(after_s / slo_s)
         wire = _missed((after_s + wire_s * self._spread) / slo_s) - itl

@@ -30,7 +30,8 @@ class LedgerEntry:
     Attributes:
         before, begun_s: The engine's prompts when the leg began, others' included, and how long
             it had been computing the first of them.
-        streams_before, kv_before: The engine's streams and KV then, others' included.
+        streams_before, kv_before: The engine's streams and KV then, others' included; for a leg
+            whose prompt another engine computes, when that is done.
         beside: Prompts that it computed while the leg gave tokens, set once that is over.
     """
 
@@ -42,7 +43,7 @@ class LedgerEntry:
         work = engine.work
         self._streams_on = kind == "local"
         self._num_tokens = num_tokens
-        self._is_pending = self._is_streaming = False
+        self._is_pending = self._is_streaming = self._is_coming = False
         self._own = prompt_work(num_tokens, num_cached)
         there = work.plus(ledger.others_of(engine))
         self.before = there.prompts
@@ -51,6 +52,10 @@ class LedgerEntry:
         self.streams_before, self.kv_before = there.num_streams, there.kv_tokens
         if kind == "decode":
             self._stream()
+        elif kind == "receive":
+            self._is_coming = True
+            work.num_coming += 1
+            work.coming_tokens += num_tokens
         else:
             self._is_pending = True
             if not work.num_prompts:
@@ -62,6 +67,11 @@ class LedgerEntry:
 
     def computed(self) -> None:
         """Note that the prompt is computed, as the first token is there; may be repeated."""
+        if self._is_coming:
+            self._come()
+            there = self._engine.work.plus(self._ledger.others_of(self._engine))
+            self.streams_before, self.kv_before = there.num_streams, there.kv_tokens
+            self._stream()
         if self._is_pending:
             self._settle()
             if self._streams_on:
@@ -70,6 +80,8 @@ class LedgerEntry:
 
     def end(self) -> None:
         """Note that the leg is over."""
+        if self._is_coming:
+            self._come()
         if self._is_pending:
             self._settle()
         if self._is_streaming:
@@ -78,6 +90,11 @@ class LedgerEntry:
             self._engine.work.num_streams -= 1
             self._engine.work.kv_tokens -= self._num_tokens
         self._ledger.on_change()
+
+    def _come(self) -> None:
+        self._is_coming = False
+        self._engine.work.num_coming -= 1
+        self._engine.work.coming_tokens -= self._num_tokens
 
     def _settle(self) -> None:
         self._is_pending = False
@@ -196,7 +213,7 @@ class WorkLedger:
         """
         engine = self._of(url)
         num_prompts = max(0, num_prompts - engine.work.num_prompts)
-        num_streams = max(0, num_streams - engine.work.num_streams)
+        num_streams = max(0, num_streams - engine.work.num_streams - engine.work.num_coming)
         work = EngineWork(
             num_prompts=num_prompts,
             prompt_tokens=round(num_prompts * self._tokens_of_prompt.mean),
@@ -219,7 +236,8 @@ class WorkLedger:
 
         Args:
             url: None for an engine that has gone: nothing is kept for it.
-            kind: prefill, decode or local.
+            kind: prefill, decode, local, or receive: a decode whose prompt is still to be computed
+                elsewhere.
             num_tokens: Length of the prompt.
             num_cached: Tokens of it that the engine has.
         """

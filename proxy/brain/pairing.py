@@ -157,6 +157,7 @@ class Pairing:
             for url in sorted(engines, key=lambda url: preference(name, url))
         ]
         computing = sum(ledger.at(url).num_prompts for url in urls[0] - urls[1])
+        computing -= sum(ledger.at(url).num_coming for url in urls[1])
         times = self.model.times()
         return RouteQuestion(
             num_tokens=prompt.num_tokens,
@@ -166,7 +167,7 @@ class Pairing:
             itl_slo_s=self._objectives.itl_s(prompt),
             max_output=prompt.max_output,
             held_s=held_s,
-            coming=computing / max(1, len(urls[1])),
+            coming=max(0, computing) / max(1, len(urls[1])),
             was_split=self._sessions.was_split(prompt.session, self._clock.monotonic_s()),
             is_shadow=self.is_shadow,
         )
@@ -273,7 +274,8 @@ def _room_tokens(engine: Backend, work: EngineWork) -> int | None:
     if info is None or not info.num_blocks:
         return None
     num_tokens = info.num_blocks * info.block_size
-    return num_tokens - max(round(engine.kv_usage * num_tokens), work.kv_tokens)
+    num_known = work.kv_tokens + work.coming_tokens
+    return num_tokens - max(round(engine.kv_usage * num_tokens), num_known)
 
 
 def _gap_s(story: Story) -> float | None:

@@ -103,7 +103,7 @@ def _of_decode(question: RouteQuestion, ttft_s: float) -> Rejection | None:
 def _itl_s(question: RouteQuestion, engine: PairCandidate, ttft_s: float) -> float:
     """Return seconds between tokens at an engine, given the streams that will end and arrive."""
     times, work = question.times, engine.work
-    num_coming = question.coming + work.num_prompts
+    num_coming = question.coming + work.num_coming + work.num_prompts
     step_s = max(1e-6, times.step_s(work.num_streams, work.kv_tokens))
     left = max(0.0, 1 - ttft_s / (times.mean_output * step_s))
     num_streams = work.num_streams * left + num_coming + 1

@@ -40,6 +40,8 @@ class EngineWork(msgspec.Struct):
         num_prompts, prompt_tokens: Prompts not computed yet, and their tokens still to compute.
         prompt_pairs: Pairs of such a token and one before it.
         num_streams, kv_tokens: Requests that give tokens, and their KV.
+        num_coming, coming_tokens: Requests whose prompt another engine computes and whose blocks
+            are taken here, and their KV.
         since_s: When it began its current prompt, if any, in monotonic seconds: when that arrived
             or the one before it was computed.
     """
@@ -49,12 +51,14 @@ class EngineWork(msgspec.Struct):
     prompt_pairs: float = 0.0
     num_streams: int = 0
     kv_tokens: int = 0
+    num_coming: int = 0
+    coming_tokens: int = 0
     since_s: float = 0.0
 
     @property
     def num_requests(self) -> int:
-        """Number of requests of both kinds."""
-        return self.num_prompts + self.num_streams
+        """Number of requests of all kinds."""
+        return self.num_prompts + self.num_streams + self.num_coming
 
     @property
     def prompts(self) -> PromptWork:
@@ -69,6 +73,8 @@ class EngineWork(msgspec.Struct):
             prompt_pairs=self.prompt_pairs + more.prompt_pairs,
             num_streams=self.num_streams + more.num_streams,
             kv_tokens=self.kv_tokens + more.kv_tokens,
+            num_coming=self.num_coming + more.num_coming,
+            coming_tokens=self.coming_tokens + more.coming_tokens,
             since_s=self.since_s,
         )
 

@@ -92,7 +92,7 @@ def test_whatever_becomes_of_legs_the_ledger_is_empty_at_their_end(data):
     ledger, open_legs = WorkLedger(lambda: 0.0), []
     for _ in range(data.draw(st.integers(1, 20))):
         if not open_legs or data.draw(st.booleans()):
-            kind = data.draw(st.sampled_from(["prefill", "decode", "local"]))
+            kind = data.draw(st.sampled_from(["prefill", "decode", "local", "receive"]))
             tokens = data.draw(st.integers(0, 999))
             held = ledger.hold("e", kind, tokens, data.draw(st.integers(0, 1999)))
             open_legs.append((held, held.__enter__()))
@@ -105,6 +105,7 @@ def test_whatever_becomes_of_legs_the_ledger_is_empty_at_their_end(data):
                 open_legs.remove((held, entry))
         work = ledger.of("e")
         assert min(work.num_prompts, work.prompt_tokens, work.num_streams, work.kv_tokens) >= 0
+        assert min(work.num_coming, work.coming_tokens) >= 0
     for held, _ in open_legs:
         held.__exit__(None, None, None)
     assert msgspec.structs.replace(ledger.of("e"), prompt_pairs=0.0) == EngineWork()
@@ -258,6 +259,26 @@ def test_an_engine_that_is_busy_with_prompts_gives_tokens_more_slowly_even_betwe
     p, both = engine("p", "prefill"), (busy, quiet)
     slow, fast = (costs.pair(p, each).itl_s for each in both)
     assert slow == pytest.approx(2 * fast)
+
+
+def test_a_stream_to_come_slows_no_prompt_and_counts_where_a_stream_would_go():
+    p, idle = engine("p", "prefill"), engine("idle", "decode")
+    busy = engine("busy", "decode", num_streams=40, kv_tokens=200_000)
+    soon = engine("soon", "decode", num_coming=40, coming_tokens=200_000)
+    costs = PairCosts(choose(2000, p, idle).question)
+    assert costs.ttft(soon) == costs.ttft(idle) != costs.ttft(busy)
+    assert costs.pair(p, soon).itl_s == costs.pair(p, busy).itl_s > costs.pair(p, idle).itl_s
+
+
+def test_a_leg_learns_a_step_beside_the_streams_that_were_there_when_its_own_began():
+    ledger = WorkLedger(lambda: 0.0)
+    with ledger.hold("d", "receive", 1000, 0) as ours:
+        ledger.heard("d", num_prompts=0, num_streams=1)  # ours, as the engine counts
+        assert ledger.of_others("d").num_requests == 0
+        with ledger.hold("d", "decode", 500, 0):
+            ours.computed()
+        assert (ours.streams_before, ours.kv_before) == (1, 500)
+        assert (ledger.at("d").num_streams, ledger.at("d").num_coming) == (1, 0)
 
 
 def test_what_an_engine_was_busy_with_counts_less_and_less_others_prompts_included():

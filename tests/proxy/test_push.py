@@ -11,6 +11,7 @@ from aiohttp import web
 from pdserve.config.http import KVTransfer
 from pdserve.proxy import legs as proxy_legs
 from pdserve.proxy import strategies
+from pdserve.proxy.brain.work import EngineWork
 from pdserve.wire.transfer import TICKETS
 from tests.proxy import hooks
 from tests.proxy.conftest import until
@@ -103,6 +104,29 @@ async def test_a_request_that_is_pulled_where_a_push_was_allowed_says_why(
     name = "pdserve_kv_not_pushed_total"
     told = {k: v for k, v in metrics.items() if k.startswith(name) and v}
     assert told == ({f'{name}{{reason="{reason}"}}': 1.0} if reason else {})
+
+
+async def test_its_stream_counts_as_the_decode_engines_once_the_prompt_is_computed(make_stack):
+    (prefill,), (decode,) = prefills(), decodes()
+    stack = await make_stack([prefill], [decode], split_policy="predicted")
+    work = stack.proxy.pairing.ledger.of(decode.url)
+    goes_on = asyncio.Event()
+
+    async def computes(call, request):
+        await goes_on.wait()
+
+    prefill.hook = computes
+    decode.gate.clear()
+    request = asyncio.create_task(ask(stack, stream=True))
+    await until(lambda: legs([prefill, decode]) == ["prefill", "receive"])
+    assert (work.num_coming, work.num_streams, work.kv_tokens) == (1, 0, 0)
+    assert work.coming_tokens > 0
+    goes_on.set()
+    await until(lambda: work.num_streams == 1)
+    assert (work.num_coming, work.coming_tokens) == (0, 0)
+    decode.gate.set()
+    assert await request == text_of(3, 4)
+    assert work == EngineWork()
 
 
 async def test_the_second_token_never_passes_the_first(make_stack):
