@@ -354,9 +354,13 @@ class CoreClient:
         if not self._pipe.has_unsent:
             self._loop.remove_writer(self._pipe)
 
-    def _read(self) -> None:
-        """Take the messages received; the event loop calls again while there are more."""
-        self._pipe.receive()
+    def _read(self) -> bool:
+        """Take the messages received; the event loop calls again while there are more.
+
+        Returns:
+            Whether there may be more.
+        """
+        is_more = self._pipe.receive()
         try:
             while (frame := self._pipe.take()) is not None:
                 self._take(self._decoder.decode(frame))
@@ -364,8 +368,10 @@ class CoreClient:
             self._loop.remove_reader(self._pipe)
             self._die(f"the engine core's messages cannot be read: {error!r}", is_config=False)
             self._process.kill()
+            return False
         if self._pipe.has_ended:
             self._loop.remove_reader(self._pipe)
+        return is_more
 
     def _take(self, message: FromEngine) -> None:
         match message:
@@ -410,11 +416,8 @@ class CoreClient:
         asyncio.get_running_loop().remove_reader(self._pid_fd)
         os.close(self._pid_fd)
         code = self._process.wait()
-        # Its last messages may still be on the way: leave time for them if they are awaited.
-        is_awaited = code or not self._is_closing or self._requests or self._dumps
-        asyncio.get_running_loop().call_later(0.2 if is_awaited else 0.0, self._on_silence, code)
-
-    def _on_silence(self, code: int) -> None:
+        while self._pipe.fileno() >= 0 and self._read():  # its last messages are all there
+            pass
         self._die(f"the engine core ended with code {code}", is_config=False)
         self._exited.set()
         if code:

@@ -67,18 +67,23 @@ class CorePipe:
         except OSError:
             self._unsent.clear()
 
-    def receive(self) -> None:
-        """Read some of what has come, unless a whole frame is here already."""
+    def receive(self) -> bool:
+        """Read some of what has come, unless a whole frame is here already.
+
+        Returns:
+            False if nothing has come, or nothing will come any more.
+        """
         if self.has_frame:
-            return
+            return True
         try:
             data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data = b""
         self._received += data
         self.has_ended = not data
+        return bool(data)
 
     def take(self) -> bytes | None:
         """Return the next frame received; None if there is no whole one."""

@@ -45,6 +45,14 @@ def started(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]
         process.wait()
 
 
+@pytest.fixture
+def hears_hang_ups() -> Iterator[None]:
+    """Commands started here hear SIGHUP even where these tests run under nohup."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
+
+
 def read_until(process: subprocess.Popen[str], word: str) -> str:
     """What the process writes, up to the line with `word`."""
     assert process.stdout is not None
@@ -81,6 +89,7 @@ def test_a_percentage_is_logged_only_of_what_takes_long(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)]
 )
+@pytest.mark.usefixtures("hears_hang_ups")
 def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, code: int) -> None:
     (port,) = free_ports(1)
     with started("proxy", "--port", str(port), "--drain-delay", "0") as proxy:
