@@ -7,9 +7,10 @@ A file is one JSON object. The figures are at its top level, so that scripts for
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -51,6 +52,23 @@ def require_directory(path: Path) -> None:
         ) from error
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that is removed again unless the block writes all of it.
+
+    Raises:
+        OSError: It cannot be opened, and stays as it is; or there is no room for it.
+    """
+    with path.open("wb") as file:
+        try:
+            yield file
+            file.flush()
+        except BaseException:
+            if path.is_file():  # and not a pipe or a terminal
+                path.unlink()
+            raise
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a file of text that ends in a line feed; its directory is created if missing.
 
@@ -59,10 +77,9 @@ def write_file(path: Path, content: bytes) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content + b"\n")
+        with whole_file(path) as file:
+            file.write(content + b"\n")
     except OSError as error:
-        if path.is_file():
-            path.unlink()
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 

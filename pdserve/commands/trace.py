@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.bench.files import whole_file
 from pdserve.commands.asking import asked
 from pdserve.commands.exit_codes import EXIT_DONE
 from pdserve.config.load import build
@@ -103,16 +104,14 @@ def described(summary: Summary, path: Path, num_bytes: int) -> list[str]:
 
 def _write(trace: ChromeTrace, path: Path) -> int:
     try:
-        if path.suffix == ".gz":
-            # No time and no name inside: equal traces are equal files.
-            with path.open("wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as file:
-                file.writelines(trace.pieces())
-        else:
-            with path.open("wb") as file:
-                file.writelines(trace.pieces())
+        with whole_file(path) as raw:
+            if path.suffix == ".gz":
+                # No time and no name inside: equal traces are equal files.
+                with gzip.GzipFile("", "wb", 6, raw, mtime=0) as file:
+                    file.writelines(trace.pieces())
+            else:
+                raw.writelines(trace.pieces())
     except OSError as error:
-        if path.is_file():  # part of a trace is none
-            path.unlink()
         raise ConfigError(
             f"--output is {str(path)!r}, which cannot be written: {error.strerror or error}",
             param="output",

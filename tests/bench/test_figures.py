@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import resource
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -233,6 +235,19 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_figures_of_a_run_of_no_duration_are_not_a_number() -> None:
     assert math.isnan(figures(make_run())["request_throughput"])
+
+
+def test_a_file_that_cannot_be_opened_for_writing_stays(tmp_path: Path) -> None:
+    busy = tmp_path / "run.json"
+    shutil.copy("/bin/sleep", busy)
+    running = subprocess.Popen([busy, "60"])
+    try:
+        with pytest.raises(ConfigError, match="cannot be written: Text file busy"):
+            write_file(busy, b"{}")
+    finally:
+        running.kill()
+        running.wait()
+    assert busy.read_bytes() == Path("/bin/sleep").read_bytes()
 
 
 def test_a_file_for_which_the_disk_has_no_room_leaves_no_part_of_itself(tmp_path: Path) -> None:
