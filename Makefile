@@ -25,8 +25,9 @@ up: $(VENV)/.installed ## Install, start P + D + proxy, send one request, serve 
 
 # Many quick tests wait more than they compute, hence three processes on a laptop's two cores,
 # with one thread each: several would wait for one another by spinning, on cores that others use.
-# Deployments and faults wait, too, half of their time; what shares one is run by one. Ray, which
-# gives a node half a minute to start, and what keeps all cores busy come last, one by one.
+# Tests of deployments and faults wait half of their time, too; those that share a deployment are
+# run by one process. Ray, which gives a node half a minute to start, and what keeps all cores busy
+# come last, one by one.
 test: $(VENV)/.installed-dev ## Everything that needs no GPU: side by side, but for what is better alone
 	@export OMP_NUM_THREADS=1; $(call tested,-q -n 3 --dist worksteal,not gpu and not matrix and not e2e and not chaos and not alone)
 	@$(call tested,-q -n 3 --dist loadscope --no-loadscope-reorder,(e2e or chaos) and not alone and not gpu and not matrix)

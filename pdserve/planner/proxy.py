@@ -309,10 +309,8 @@ class VirtualProxy:
         chosen = decode or self._router.decode_for(prefill, prompt, ())
         assert chosen is not None
         costs, num_received = self._time.costs, len(ours.request.prompt_token_ids)
-        entry, on_first = (
-            self._hold("decode", chosen, prompt, theirs, is_coming=True),
-            ours.on_first,
-        )
+        entry = self._hold("decode", chosen, prompt, theirs, is_coming=True)
+        on_first = ours.on_first
 
         def first(output: EngineOutput) -> None:
             if entry is not None:
