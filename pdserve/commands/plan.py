@@ -32,11 +32,18 @@ from pdserve.bench.target import ApiEndpoint, Target
 from pdserve.commands.announce import given_lines, title
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
 from pdserve.commands.plan_asking import ask_fleet
-from pdserve.commands.plan_console import checked, layout_table, sentences, start_commands
+from pdserve.commands.plan_console import (
+    checked,
+    layout_table,
+    moved,
+    sentences,
+    start_commands,
+)
 from pdserve.config.bench import ResultConfig, TrafficConfig
 from pdserve.config.boxed import boxed_model_dir
 from pdserve.config.checks import require
 from pdserve.config.datasets import DatasetConfig
+from pdserve.config.http import KVTransfer
 from pdserve.config.load import build
 from pdserve.config.plan import MAX_ENGINES, PlanConfig, milliseconds
 from pdserve.config.policies import read_policy
@@ -132,7 +139,8 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         )
     else:
         print(f"{asked.description}: {len(asked.requests)} requests, {per_s:.3g}/s")
-        lines = [*(f"note: {each}" for each in asked.notes), ""]
+        lines = [moved(asked.question.settings, config.url)]
+        lines += [*(f"note: {each}" for each in asked.notes), ""]
         lines += [*checked(check), ""] if check else []
         lines += [*layout_table(plan.rows), ""]
         lines += [*sentences(plan, per_s=per_s, share=objectives.share), "", *commands]
@@ -198,7 +206,7 @@ def _asked(
         workload=workload_of(requests, tokenizer),
         slos=slos,
         share=share,
-        settings=_settings(config.policy, slos),
+        settings=_settings(config.policy, slos, pulls=running is not None and running.pulls),
         costs=costs,
         error=error,
         size=size,
@@ -254,7 +262,7 @@ def _known(
     return dataclasses.replace(costs, **given), error, size
 
 
-def _settings(policy: str, slos: Sequence[Slo]) -> dict[str, Any]:
+def _settings(policy: str, slos: Sequence[Slo], *, pulls: bool) -> dict[str, Any]:
     """Return the settings of a proxy that meets the objectives."""
     name, split = read_policy(policy)
     limits = {slo.metric: slo.limit_ms / 1e3 for slo in slos}
@@ -263,6 +271,7 @@ def _settings(policy: str, slos: Sequence[Slo]) -> dict[str, Any]:
         "prefill_policy": name,
         "decode_policy": name,
         "split_policy": split,
+        "kv_mode": KVTransfer.PULL if pulls else KVTransfer.AUTO,
         "ttft_slo_s": limits.get(SloMetric.TTFT, 0.0),
         "itl_slo_s": max(itl_s, 1e-6),
     }

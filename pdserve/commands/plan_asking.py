@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from pdserve.commands.asking import asked
+from pdserve.config.http import KVTransfer
 from pdserve.errors import PdserveError, PeerError
 from pdserve.planner.planning import TimesError
 from pdserve.planner.work import FleetCosts, FleetLayout
@@ -27,9 +29,15 @@ class _Engine(msgspec.Struct):
     health: str
     num_blocks: int
     block_size: int
+    can_push: bool
+
+
+class _Proxy(msgspec.Struct):
+    kv_mode: KVTransfer
 
 
 class _Shown(msgspec.Struct):
+    proxy: _Proxy
     engines: list[_Engine]
 
 
@@ -48,12 +56,14 @@ class RunningFleet(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         layout: Its ready engines; `kv_tokens` is that of the smallest cache.
+        pulls: Whether its KV is pulled.
         notes: What could not be learned from it.
     """
 
     layout: FleetLayout
     costs: FleetCosts
     error: TimesError
+    pulls: bool
     notes: list[str]
 
 
@@ -70,8 +80,8 @@ def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
             f"{url} has not yet learned how long its engines take (samples: {samples}; it needs "
             "20 prompts and 20 streams): send it requests, for example with pdserve bench serve"
         )
-    engines = _ask(url, "/dashboard/data", api_keys, _Shown).engines
-    ready = [each for each in engines if each.health == "ready"]
+    shown = _ask(url, "/dashboard/data", api_keys, _Shown)
+    ready = [each for each in shown.engines if each.health == "ready"]
     roles = [each.role for each in ready]
     layout = FleetLayout(
         roles.count("prefill"),
@@ -85,9 +95,11 @@ def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
     hop_s, handover_s = _hop_s(finished), _later_s(finished, "handover")
     if hop_s is None:
         notes.append(f"{url} has no finished requests, so a hop is assumed to take 3 ms (--hop-ms)")
+    modes = Counter(each.kv_mode for each in finished if each.kv_mode)
+    pulls = modes["pull"] > modes["push"] or (not modes and not _can_push(shown.proxy, ready))
     pushed_s = _later_s([each for each in finished if each.kv_mode == "push"], "kv")
     r, t = usual.wire, usual.wire_token
-    if pushed_s is not None:
+    if pushed_s is not None and not pulls:
         r, t = pushed_s, 0.0  # the rest was sent while the prompt was computed
     elif fits["wire"].samples:
         r, t = fits["wire"].weights
@@ -102,7 +114,14 @@ def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
     handover_s = 2 * hop_s if handover_s is None else handover_s
     costs = FleetCosts(a, b, c, d, e, f, hop_s, handover_s, r, t)
     error = TimesError(**{name: min(_MAX_ERROR, fit.error) for name, fit in fits.items()})
-    return RunningFleet(layout=layout, costs=costs, error=error, notes=notes)
+    return RunningFleet(layout=layout, costs=costs, error=error, pulls=pulls, notes=notes)
+
+
+def _can_push(proxy: _Proxy, ready: Sequence[_Engine]) -> bool:
+    """Return whether KV is to be pushed where nothing was moved yet."""
+    able = {each.role for each in ready if each.can_push}
+    has_pair = "both" in able or able == {"prefill", "decode"}
+    return proxy.kv_mode is not KVTransfer.PULL and has_pair
 
 
 def _hop_s(finished: Sequence[_Finished]) -> float | None:

@@ -6,6 +6,7 @@ import itertools
 import shlex
 from typing import TYPE_CHECKING, Final
 
+from pdserve.config.http import KVTransfer
 from pdserve.config.policies import looks_at_prefixes
 from pdserve.planner.planning import MAX_LOAD
 from pdserve.planner.work import parse_layout
@@ -21,6 +22,12 @@ _PROXY: Final = "http://127.0.0.1:8000"
 _EVENTS: Final = "--kv-events-config.enable-kv-cache-events"
 _CONNECTOR: Final = "--kv-transfer-config.kv-connector nixl"
 _POLICIES: Final = ("prefill_policy", "decode_policy", "split_policy")
+
+
+def moved(settings: Mapping[str, object], url: str) -> str:
+    """Return how the simulation moves KV between engines."""
+    how = "pulled" if settings["kv_mode"] is KVTransfer.PULL else "pushed"
+    return f"KV is {how}, as {f'at {url}' if url else 'by default'}."
 
 
 def layout_table(rows: Sequence[LayoutFigures]) -> list[str]:
@@ -99,7 +106,9 @@ def start_commands(layout_name: str, model: str, settings: Mapping[str, object])
     if layout.num_engines == 1:
         return [f"pdserve serve {model} --port 8000"]
     flags = {
-        f"{name.removesuffix('_s').replace('_', '-')}": value for name, value in settings.items()
+        name.removesuffix("_s").replace("_", "-"): getattr(value, "value", value)
+        for name, value in settings.items()
+        if value is not KVTransfer.AUTO
     }
     if not layout.num_both:
         words = " ".join(f"--proxy.{flag} {value}" for flag, value in flags.items())

@@ -61,6 +61,7 @@ def test_a_table_sentences_and_the_command_that_starts_the_best_layout(trace):
     assert {line.split()[0] for line in lines if " 2 " in line} >= {"1P1D", "2B"}
     assert "is best: 100.0% of 2.22 requests/s" in found.stdout
     assert "The fewest engines that reach 90%: 1, as 1B (100.0%)." in lines
+    assert "KV is pushed, as by default." in lines
     assert "/models/m" in lines[-1]
     assert "simulation 1: 1P1D" in found.stderr
 
@@ -188,7 +189,7 @@ def learned(**changed: Any) -> dict[str, Any]:
         "step": fit | {"weights": [7e-3, 6e-5, 6e-8]},
         "wire": fit | {"weights": [1e-3, 8e-6]},
     }
-    engine = {"health": "ready", "num_blocks": 100, "block_size": 16}
+    engine = {"health": "ready", "num_blocks": 100, "block_size": 16, "can_push": True}
     terms = {"proxy": 1.0, "queue": 9.0, "prefill": 20.0, "relay": 3.0}
     second = {"kv": 7.0, "handover": 5.0, "first_step": 6.0}
     pages = {
@@ -197,6 +198,7 @@ def learned(**changed: Any) -> dict[str, Any]:
             "decisions": [],
         },
         "/dashboard/data": {
+            "proxy": {"kv_mode": "auto"},
             "engines": [
                 engine | {"role": "prefill"},
                 engine | {"role": "decode", "num_blocks": 50},
@@ -237,6 +239,36 @@ def test_of_kv_that_was_pushed_only_what_came_behind_the_first_token_counts():
     with proxy(pages) as url:
         costs = ask_fleet(url, ()).costs
     assert (costs.wire, costs.wire_token) == pytest.approx((7e-3, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("modes", "kv_mode", "can_push", "pulls"),
+    [
+        (["pull", "pull", "push"], "auto", True, True),
+        (["push", "push", "pull"], "auto", True, False),
+        ([], "auto", True, False),
+        ([], "pull", True, True),
+        ([], "auto", False, True),
+    ],
+)
+def test_a_deployment_pulls_if_most_requests_were_or_if_its_settings_and_engines_say_so(
+    modes, kv_mode, can_push, pulls
+):
+    pages = learned(**{"/debug/requests": {"finished": [{"kv_mode": each} for each in modes]}})
+    shown = pages["/dashboard/data"]
+    shown["proxy"]["kv_mode"], shown["engines"][0]["can_push"] = kv_mode, can_push
+    with proxy(pages) as url:
+        assert ask_fleet(url, ()).pulls is pulls
+
+
+def test_what_is_pulled_where_it_runs_is_pulled_in_the_plan_and_by_its_commands():
+    served = {"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": 800}]}
+    with proxy(learned(**{"/v1/models": served})) as url:
+        arguments = ("--url", url, "--layout", "1P1D", *SLO, *RANDOM, "--no-progress")
+        found, as_json = plan(*arguments), plan(*arguments, "--json")
+    assert f"KV is pulled, as at {url}." in found.stdout.splitlines(), found
+    assert "--proxy.kv-mode pull" in found.stdout
+    assert json.loads(as_json.stdout)["settings"]["kv_mode"] == "pull"
 
 
 def test_a_proxy_that_knows_too_little_is_to_be_sent_requests():
