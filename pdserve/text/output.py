@@ -179,12 +179,13 @@ class OutputProcessor:
                     self._num_begun += 1
                 case CallArguments(text):
                     delta.call(self._num_begun - 1).arguments += text
-                case CallEnds(is_whole):
+                case CallEnds(num_lost):
                     for index in range(self._num_ended, self._num_begun):
+                        is_whole = index < self._num_begun - num_lost
                         delta.call(index).is_whole = is_whole
                         self.num_calls += is_whole
                     self._num_ended = self._num_begun
-                    if is_whole and self._machine is not None and self._machine.is_over:
+                    if not num_lost and self._machine is not None and self._machine.is_over:
                         delta.finish_reason = FinishReason.STOP
                         return True
                 case Content(text):

@@ -9,6 +9,7 @@ arguments of a call that was cut off.
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -32,6 +33,7 @@ _QUOTES = re.compile(r'["\\]')
 _STRUCTURE = re.compile(r'["{}\[\]]')
 
 _text_in = msgspec.json.Decoder(str).decode
+_object_in = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class CallFollower(Protocol):
@@ -109,11 +111,18 @@ class CallTelling:
         self._begun = []
         return [*left, CallEnds()] if calls else []
 
-    def drop(self) -> list[CallPiece]:
-        """Return the end of calls that were begun but are not calls, if any."""
-        ends: list[CallPiece] = [CallEnds(is_whole=False)] if self.has_begun else []
+    def drop(self, *, is_cut: bool = False) -> list[CallEnds]:
+        """Return the end of calls that were begun but are not calls, if any.
+
+        Args:
+            is_cut: Whether the last one was cut off; then those before it count, as far as their
+                arguments, which were reported, are JSON objects.
+        """
+        whole = [parts for _, parts in self._begun[:-1]] if is_cut else []
+        num_whole = len(list(takewhile(_are_object, whole)))
+        num_begun = len(self._begun if self._is_parallel else self._begun[:1])
         self._begun = []
-        return ends
+        return [CallEnds(num_lost=num_begun - num_whole)] if num_begun else []
 
 
 class ObjectEnd:
@@ -225,3 +234,12 @@ def _name_in(head: re.Match[str]) -> str:
         return _text_in(quoted).strip()
     except msgspec.MsgspecError:
         return ""
+
+
+def _are_object(parts: Sequence[str]) -> bool:
+    """Whether parts of a text are those of a JSON object."""
+    try:
+        _object_in("".join(parts))
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        return False
+    return True

@@ -359,7 +359,7 @@ class AnswerMachine:
             self._section_end = ""
             self._end_call()
             is_call = bool(call.opening) or self._use.is_forced or self._telling.has_begun
-            self._give_up("" if is_cut and is_call else call.opening + text)
+            self._give_up("" if is_cut and is_call else call.opening + text, is_cut=is_cut)
 
     def _end_call(self) -> None:
         self._state = _State.SECTION if self._section_end else _State.CONTENT
@@ -374,7 +374,9 @@ class AnswerMachine:
         self._pieces += self._telling.settle(calls)
         self._has_calls = self._has_calls or bool(calls)
 
-    def _give_up(self, text: str) -> None:
+    def _give_up(self, text: str, *, is_cut: bool = False) -> None:
         """Show text that is not a call after all."""
-        self._pieces += self._telling.drop()
+        ends = self._telling.drop(is_cut=is_cut)
+        self._pieces += ends
+        self._has_calls = self._has_calls or any(not end.num_lost for end in ends)
         self._pass(text)

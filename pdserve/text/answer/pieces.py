@@ -72,10 +72,11 @@ class CallEnds:
     """The end of the calls that were begun.
 
     Attributes:
-        is_whole: Whether they are calls. If not, they were cut off, or were not calls after all.
+        num_lost: How many of them, the last ones, are no calls: they were cut off, or were not
+            calls after all.
     """
 
-    is_whole: bool = True
+    num_lost: int = 0
 
 
 CallPiece = CallBegins | CallArguments | CallEnds

@@ -149,7 +149,37 @@ def test_a_cut_call_without_markers_that_streams_have_begun_is_not_content(parse
     machine = make_machine(parser, reasoning=None)
     pieces = machine.push(text) + machine.finish(is_cut=True)
     assert isinstance(pieces[0], CallBegins)
-    assert pieces[-1] == CallEnds(is_whole=False)
+    assert pieces[-1] == CallEnds(num_lost=1)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("llama3_json", '{"name": "f", "parameters": {"x": 1}}; {"name": "f", "parameters": {"x'),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {',
+        ),
+        ("pythonic", "[f(x=1), f("),
+    ],
+)
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_cut_in_a_later_call_of_a_list_leaves_those_that_streams_have_sent(
+    parser, text, is_parallel
+):
+    machine = make_machine(parser, reasoning=None, is_parallel=is_parallel)
+    pieces = machine.push(text) + machine.finish(is_cut=True)
+    told = told_calls(pieces)
+    assert [call.is_whole for call in told] == ([True, False] if is_parallel else [True])
+    assert json.loads(told[0].call.arguments) == {"x": 1}
+    assert machine.is_over is not is_parallel
+
+
+def test_arguments_that_are_no_json_make_no_call_where_a_later_one_is_cut_off():
+    text = '{"name": "f", "parameters": {x}}; {"name": "f", "parameters": {"x'
+    machine = make_machine("llama3_json", reasoning=None)
+    pieces = machine.push(text) + machine.finish(is_cut=True)
+    assert pieces[-1] == CallEnds(num_lost=2)
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
@@ -239,7 +269,7 @@ def test_a_key_that_stands_there_twice_makes_it_no_call():
     text = '<tool_call>{"name": "f", "arguments": {"x": 1}, "arguments": {"x": 2}}</tool_call>'
     machine = make_machine()
     pieces = machine.push(text) + machine.finish(is_cut=False)
-    assert pieces[-2:] == [CallEnds(is_whole=False), Content(text)]
+    assert pieces[-2:] == [CallEnds(num_lost=1), Content(text)]
     assert not whole_calls(pieces)
 
 

@@ -46,11 +46,12 @@ def told_calls(pieces: Sequence[Piece]) -> list[ToldCall]:
                 assert is_open
                 assert text
                 calls[-1].parts.append(text)
-            case CallEnds(is_whole):
+            case CallEnds(num_lost):
                 assert is_open
-                assert is_json("".join(calls[-1].parts)) is is_whole
-                for call in calls:
-                    call.is_whole = is_whole if call.is_whole is None else call.is_whole
+                assert is_json("".join(calls[-1].parts)) is (num_lost == 0)
+                for index, call in enumerate(calls):
+                    if call.is_whole is None:
+                        call.is_whole = index < len(calls) - num_lost
             case _:
                 assert not is_open
     return calls
