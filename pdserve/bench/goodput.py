@@ -68,8 +68,8 @@ def parse_goodput(words: Sequence[str], *, flag: str = "goodput") -> tuple[Slo, 
         try:
             metric, limit_ms = SloMetric(name), float(text)
         except ValueError:
-            limit_ms = -1.0
-        if not 0 <= limit_ms < float("inf"):
+            limit_ms = 0.0
+        if not 0 < limit_ms < float("inf"):
             raise ConfigError(
                 f"--{flag} is {word!r}: write objectives in milliseconds, such as ttft:200 "
                 "tpot:50 e2el:1000 itl:50",

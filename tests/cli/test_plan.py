@@ -97,6 +97,7 @@ def test_objectives_that_no_layout_holds_are_no_success():
         (("--num-engines", "0", *TIMES, *SLO), "--num-engines is 0: use 1 to 1000"),
         (("--layout", "2P", *TIMES, *SLO), "--layout is '2P': write layouts such as 4P4D"),
         (("--num-engines", "2", *TIMES, "--slo", "tft:1"), "--slo is 'tft:1': write objectives in"),
+        (("--num-engines", "2", *TIMES, "--slo", "itl:0"), "--slo is 'itl:0': write objectives in"),
         (
             ("--num-engines", "2", *TIMES[:-1], "7,0.06", *SLO),
             "--step-times is '7,0.06': write 3 times in milliseconds of up to an hour each",
