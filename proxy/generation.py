@@ -13,7 +13,6 @@ from aiohttp import hdrs, web
 
 from pdserve.dialects import paths
 from pdserve.errors import (
-    DeadlineError,
     InternalError,
     PdserveError,
 )
@@ -189,16 +188,14 @@ class Generation:
 
         Raises:
             DeadlineError: It has not arrived by then.
-            PdserveError: It cannot be read: see `Bodies.read`.
+            PdserveError: It cannot be read: see `Bodies.read`; or the proxy ends.
         """
         try:
-            async with asyncio.timeout_at(until_s):
+            async with self._live.limit(until_s):
                 return await self._services.bodies.read(request)
         except TimeoutError:
             limit_s = self._config.request_timeout_s
-            raise DeadlineError(
-                f"the body had not arrived within {limit_s:g} s (--request-timeout-secs)"
-            ) from None
+            raise self._live.late(limit_s, "the body had not arrived") from None
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         """Ask any engine, within a request's time limit."""
@@ -210,12 +207,10 @@ class Generation:
         if path == paths.COUNT_TOKENS:
             path, body = paths.TOKENIZE, paths.tokens_asked(body)
         try:
-            async with asyncio.timeout_at(until_s):
+            async with self._live.limit(until_s):
                 return await self._answer_of_any(request, path, body)
         except TimeoutError:
-            raise DeadlineError(
-                f"no engine answered within {limit_s:g} s (--request-timeout-secs)"
-            ) from None
+            raise self._live.late(limit_s, "no engine answered") from None
 
     async def _answer_of_any(
         self, request: web.Request, path: str, body: bytes

@@ -119,13 +119,11 @@ class LiveRequests:
             if not limit.expired():
                 limit.reschedule(0.0)
 
-    def late(self, limit_s: float) -> PdserveError:
-        """Return why a request was ended whose longest time is `limit_s`."""
+    def late(self, limit_s: float, what: str = "the request was not finished") -> PdserveError:
+        """Return why a request was ended whose longest time is `limit_s`, and `what` was late."""
         if self.is_cut:
             return ShuttingDownError("this proxy")
-        return DeadlineError(
-            f"the request was not finished within {limit_s:g} s (--request-timeout-secs)"
-        )
+        return DeadlineError(f"{what} within {limit_s:g} s (--request-timeout-secs)")
 
     def ended(self, story: Story, outcome: str) -> None:
         """Keep, count and log a request that has ended with `outcome`."""

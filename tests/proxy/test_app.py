@@ -497,6 +497,19 @@ async def test_a_request_that_does_not_end_is_cut_when_the_time_is_up(make_stack
     assert (ended.outcome, ended.reason) == ("error", "shutting_down")
 
 
+async def test_a_body_that_is_on_its_way_when_the_time_is_up_is_answered_too(make_stack):
+    stack = await make_stack([], [ScriptedEngine("decode")], shutdown_timeout_s=0.05)
+    host, port = stack.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    await stack.until_stages("queued")
+    await asyncio.wait_for(stack.proxy.stop(), 20)
+    assert b'"code":"shutting_down"' in await reader.read()
+    writer.close()
+    [ended] = stack.proxy.live.recent.since(0.0)
+    assert (ended.status, ended.reason) == (503, "shutting_down")
+
+
 async def test_finished_requests_are_shown_newest_first_on_demand(make_stack):
     stack = await make_stack([ScriptedEngine("prefill")], [ScriptedEngine("decode")])
     for _ in range(3):
