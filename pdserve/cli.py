@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import importlib
 import os
@@ -48,6 +49,8 @@ MODEL_HELP: Final = (
 _WANTED_DESCRIPTORS: Final = 65536
 _LEAST_DESCRIPTORS: Final = 128
 """An engine of a pair does not start with 32, and 64 leave little room for streams."""
+_OUTPUT_LOST: Final = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a standard stream that leads into a closed pipe or a file without room."""
 WITHOUT_FLAG: Final = ("engines", "files", "filters", "requests")
 """Settings whose words stand behind the command."""
 
@@ -103,6 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, ConfigError):
             return EXIT_CONFIG
         return EXIT_PEER if isinstance(error, PeerError) else EXIT_FAILED
+    except OSError as error:
+        if error.errno not in _OUTPUT_LOST or error.filename is not None:
+            raise
+        with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError):
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is left is not tried at the end
+            tell_failure(name, PdserveError(f"the output cannot be written: {error.strerror}"))
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -52,6 +53,9 @@ def read(text: str) -> ChildLine:
 def show(name: str, line: ChildLine, form: LogFormat, *, width: int) -> None:
     """Write a line to stderr under a child's name.
 
+    It is lost if stderr takes none, as on a full disk: a child whose lines nobody reads would wait
+    until somebody does.
+
     Args:
         width: Width of the widest name, in columns.
     """
@@ -61,7 +65,8 @@ def show(name: str, line: ChildLine, form: LogFormat, *, width: int) -> None:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         record = line.record or {"time": now, "level": "INFO", "event": line.text}
         shown = json.dumps({"process": name, **record})
-    print(shown, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(shown, file=sys.stderr, flush=True)
 
 
 def _object_in(text: str) -> dict[str, object] | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
 import logging
 
@@ -47,3 +50,13 @@ def test_as_json_every_line_is_one_object_that_names_its_process(
 def test_as_text_a_line_stands_behind_the_name(capsys: pytest.CaptureFixture[str]) -> None:
     child_log.show("decode", child_log.read(TEXT), LogFormat.TEXT, width=7)
     assert capsys.readouterr().err == f"decode  | {TEXT}\n"
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_line_for_which_there_is_no_room_is_lost() -> None:
+    with contextlib.redirect_stderr(Full()):
+        child_log.show("decode", child_log.read(TEXT), LogFormat.TEXT, width=7)

@@ -409,3 +409,18 @@ def test_too_few_descriptors_are_one_error_that_says_how_to_raise_them(command: 
     assert answer.returncode == 3
     [line] = answer.stderr.splitlines()
     assert "the limit of open files is 32, and at least 128 are needed: raise it" in line
+
+
+def test_an_output_for_which_there_is_no_room_ends_a_command_in_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pdserve", "vllm-flags"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env=environment(),
+        )
+    told = "pdserve vllm-flags: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, told)
