@@ -263,31 +263,24 @@ class VirtualProxy:
             self._send("local", plan.engine, prompt, FleetLeg(request, first, end, times))
             return
         outcome.was_split = True
-        prefill = plan.prefill
-
         ours = FleetLeg(asked(f"{number}p", work.prompt, 1), first, end, times)
         if work.num_output < 2:
-            self._send("prefill", prefill, prompt, ours)
+            self._send("prefill", plan.prefill, prompt, ours)
             return
         token = output_token(number, len(work.prompt))
         rest = asked(f"{number}d", [*work.prompt, token], work.num_output - 1)
         theirs = FleetLeg(rest, lambda _: None, end, times)
         hand_over = self._pull if self._pulls else self._push
-        hand_over(prompt, prefill, plan.preferred, ours, theirs)
+        hand_over(prompt, plan, ours, theirs)
 
     def _pull(
-        self,
-        prompt: RoutePrompt,
-        prefill: Backend,
-        decode: Backend | None,
-        ours: FleetLeg,
-        theirs: FleetLeg,
+        self, prompt: RoutePrompt, plan: Disaggregate, ours: FleetLeg, theirs: FleetLeg
     ) -> None:
         """Compute the prompt, then send the request to a decode engine, which reads the KV."""
         half_s = self._time.costs.handover / 2
 
         def hand_over() -> None:
-            chosen = decode or self._router.decode_for(prefill, prompt, ())
+            chosen = plan.preferred or self._router.decode_for(plan.prefill, prompt, ())
             assert chosen is not None
             self._hold("decode", chosen, prompt, theirs)
             num_received = len(ours.request.prompt_token_ids)
@@ -295,18 +288,13 @@ class VirtualProxy:
             self._time.after(half_s, lambda: engine.add(theirs, num_received=num_received))
 
         ours.on_end = lambda: self._time.after(half_s, hand_over)
-        self._send("prefill", prefill, prompt, ours)
+        self._send("prefill", plan.prefill, prompt, ours)
 
     def _push(
-        self,
-        prompt: RoutePrompt,
-        prefill: Backend,
-        decode: Backend | None,
-        ours: FleetLeg,
-        theirs: FleetLeg,
+        self, prompt: RoutePrompt, plan: Disaggregate, ours: FleetLeg, theirs: FleetLeg
     ) -> None:
         """Send the request to both; the prompt is computed once the decode engine has room."""
-        chosen = decode or self._router.decode_for(prefill, prompt, ())
+        chosen = plan.preferred or self._router.decode_for(plan.prefill, prompt, ())
         assert chosen is not None
         costs, num_received = self._time.costs, len(ours.request.prompt_token_ids)
         entry = self._hold("decode", chosen, prompt, theirs, is_coming=True)
@@ -321,8 +309,8 @@ class VirtualProxy:
         ours.on_end = lambda: self._time.after(
             costs.handover, lambda: self._engines[chosen.url].receive(theirs, ours.num_last)
         )
-        self._hold("prefill", prefill, prompt, ours)
-        theirs.on_reserved = lambda: self._engines[prefill.url].add(ours)
+        self._hold("prefill", plan.prefill, prompt, ours)
+        theirs.on_reserved = lambda: self._engines[plan.prefill.url].add(ours)
         engine = self._engines[chosen.url]
         self._time.after(costs.hop, lambda: engine.add(theirs, num_received=num_received))
 
