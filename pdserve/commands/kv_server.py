@@ -9,18 +9,20 @@ usage.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import logging
 import mmap
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from pdserve.commands.announce import START
 from pdserve.commands.exit_codes import EXIT_CONFIG, EXIT_DONE
@@ -71,7 +73,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         *(LOOPBACK, config.port, LOOPBACK, config.http_port),
     )
     segment = own_segment()
-    _Reserving(segment, tiers.cpu_bytes).start()
+    _Reserving(segment, tiers.cpu_bytes, config.port).start()
     disk_bytes = 0 if tiers.disk is None else make_room(tiers.disk)
     _serve(arguments_of(config, tiers, segment.name, disk_bytes=disk_bytes))
     return EXIT_DONE
@@ -131,29 +133,47 @@ class _Reserving(threading.Thread):
     """Allocates the pages of the segment once it exists; ends the server if there are too few.
 
     A page that is not allocated yet is cleared by its first writer, which makes a save take ten
-    times as long as its copy.
+    times as long as its copy. LMCache serves without a segment if others have taken the memory
+    while it was starting, and no engine can use such a server.
+
+    Args:
+        port: On which LMCache listens once it has made all it is going to make.
     """
 
-    def __init__(self, segment: Path, num_bytes: int) -> None:
+    def __init__(self, segment: Path, num_bytes: int, port: int) -> None:
         super().__init__(name="reserve", daemon=True)
         self._segment = segment
         self._num_bytes = num_bytes
+        self._port = port
 
     def run(self) -> None:
         """Wait for the segment, and allocate its pages."""
-        while not self._segment.exists() or self._segment.stat().st_size < self._num_bytes:
+        while not self._is_made():
+            if _is_listening(self._port) and not self._is_made():
+                self._end(os.strerror(errno.ENOSPC))
             time.sleep(_LOOK_S)
         with self._segment.open("r+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, self._num_bytes)
                 _clear(file.fileno(), self._num_bytes)
             except OSError as error:
-                _log.error(
-                    "the cpu tier's %d MiB of shared memory cannot be had: %s; make the tier "
-                    "smaller",
-                    *(self._num_bytes >> 20, error.strerror),
-                )
-                os._exit(EXIT_CONFIG)
+                self._end(error.strerror)
+
+    def _is_made(self) -> bool:
+        return self._segment.exists() and self._segment.stat().st_size >= self._num_bytes
+
+    def _end(self, reason: str | None) -> NoReturn:
+        _log.error(
+            "the cpu tier's %d MiB of shared memory cannot be had: %s; make the tier smaller",
+            *(self._num_bytes >> 20, reason),
+        )
+        os._exit(EXIT_CONFIG)
+
+
+def _is_listening(port: int) -> bool:
+    """Whether somebody listens on a port of loopback."""
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0
 
 
 def _clear(descriptor: int, num_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -33,6 +34,14 @@ while True:
             pass
     except BaseException:
         pass
+"""
+
+HAS_NO_MEMORY = """
+import socket, sys
+with socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1]))) as listener:
+    print("serves", flush=True)
+    while True:
+        listener.accept()
 """
 
 
@@ -253,28 +262,44 @@ def test_what_it_says_has_the_form_of_every_log() -> None:
     assert (done.returncode, done.stdout) == (3, "")
 
 
-@pytest.mark.slow
-def test_a_server_ends_whatever_lmcache_does_with_exceptions_while_it_starts(
-    tmp_path: Path,
-) -> None:
-    module = tmp_path / "lmcache" / "v1" / "multiprocess" / "http_server.py"
+@contextlib.contextmanager
+def serving(lmcache: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A KV server that runs a module in place of LMCache's; it has said that it serves."""
+    module = folder / "lmcache" / "v1" / "multiprocess" / "http_server.py"
     module.parent.mkdir(parents=True)
-    for folder in module.parents[:3]:
-        (folder / "__init__.py").touch()
-    module.write_text(HEARS_NO_INTERRUPT)
+    for each in module.parents[:3]:
+        (each / "__init__.py").touch()
+    module.write_text(lmcache)
     ports = dict(zip(("--port", "--http-port"), map(str, free_ports(2)), strict=True))
     flags = ("--kv-tiers", "cpu:64MiB", *(word for pair in ports.items() for word in pair))
     process = subprocess.Popen(
         [sys.executable, "-m", "pdserve", "kv-server", *flags],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         cwd=ROOT,
-        env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"),
+        env=environment(PYTHONPATH=f"{folder}:{ROOT}"),
     )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"serves\n"
-        process.terminate()
-        assert process.wait(10) == 0
+        yield process
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.slow
+def test_a_server_ends_whatever_lmcache_does_with_exceptions_while_it_starts(
+    tmp_path: Path,
+) -> None:
+    with serving(HEARS_NO_INTERRUPT, tmp_path) as process:
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_a_server_that_lmcache_runs_without_shared_memory_ends(tmp_path: Path) -> None:
+    with serving(HAS_NO_MEMORY, tmp_path) as process:
+        assert process.wait(30) == 3
+        assert process.stderr is not None
+        assert "64 MiB of shared memory cannot be had: No space" in process.stderr.read().decode()
