@@ -106,7 +106,7 @@ class LMCacheWorker(KVConnectorWorker):
         try:
             threads.start()
         except ConfigError:
-            threads.close()
+            self.close(0.0)
             raise
         return None
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+import torch
 
 from pdserve.connectors.base import KVConnectorBase
 from pdserve.connectors.conformance import Engine, make_shape
@@ -19,7 +20,7 @@ from pdserve.connectors.lmcache.slots import StoreLayout, lock
 from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.errors import ConfigError
-from tests.connectors.engines import context
+from tests.connectors.engines import context, layout
 
 if TYPE_CHECKING:
     from pdserve.wire.transfer import KVShape
@@ -100,6 +101,18 @@ def test_memory_that_the_driver_does_not_lock_is_refused_with_what_to_do(
     with pytest.raises(ConfigError, match=r"\(out of memory\).*`ulimit -l unlimited`.*cpu:SIZE"):
         client.connect()
     client.close(is_up=True)
+
+
+def test_a_worker_that_the_server_cannot_serve_is_refused_and_closed_once(
+    lmcache_server: LMCacheServer,
+) -> None:
+    shape = layout(block_size=32)
+    connector = LMCacheConnector(settings=LMCacheSettings(url=lmcache_server.url))
+    worker = connector.make_worker(context("P", shape=shape), lambda: None)
+    kv = torch.zeros(shape.num_blocks, 2, 2, 2, shape.block_size, 8)
+    with pytest.raises(ConfigError, match=r"chunks of 16 tokens .* multiple of --block-size 32"):
+        worker.register_kv_caches(kv, shape)
+    worker.close(1.0)
 
 
 def test_an_engine_whose_kv_is_not_taken_for_its_stages_is_named_once(
