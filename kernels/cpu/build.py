@@ -69,7 +69,9 @@ def library(target: str | None = None, cache_dir: Path | None = None) -> Path:
             if not path.exists():
                 _compile(compiler, target, path)
     except OSError as error:
-        raise BuildError(f"cannot write {path}: {error}") from error
+        raise BuildError(
+            f"cannot write {path}: {error}; set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
     return path
 
 
@@ -114,18 +116,19 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _compile(compiler: str, target: str, path: Path) -> None:
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        flags = [*_FLAGS, target]
-        if target == NATIVE and _is_faster_without_pairs(compiler, Path(scratch)):
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        scratch, flags = Path(folder), [*_FLAGS, target]
+        if target == NATIVE and _is_faster_without_pairs(compiler, scratch):
             flags.append(_WITHOUT_PAIRS)
-        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        objects = [scratch / f"{source.stem}.o" for source in sources]
         commands = [
             [compiler, *flags, "-c", str(source), "-o", str(compiled)]
             for source, compiled in zip(sources, objects, strict=True)
         ]
-        _run_all(commands)
-        linked = Path(scratch) / path.name
-        _run_all([[compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]])
+        _run_all(commands, scratch)
+        linked = scratch / path.name
+        link = [compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]
+        _run_all([link], scratch)
         linked.replace(path)
 
 
@@ -135,16 +138,18 @@ def _is_faster_without_pairs(compiler: str, scratch: Path) -> bool:
     if "avx512_bf16" not in features or "amx_bf16" in features:
         return False
     peaks = scratch / "peaks.so"
-    _run_all(
-        [[compiler, *_FLAGS, NATIVE, "-shared", str(SOURCE_DIR / "peaks.cpp"), "-o", str(peaks)]]
-    )
+    source = str(SOURCE_DIR / "peaks.cpp")
+    _run_all([[compiler, *_FLAGS, NATIVE, "-shared", source, "-o", str(peaks)]], scratch)
     return bool(ctypes.CDLL(str(peaks)).pd_fma_is_much_faster())
 
 
-def _run_all(commands: list[list[str]]) -> None:
-    """Run the commands in parallel."""
+def _run_all(commands: list[list[str]], scratch: Path) -> None:
+    """Run the commands in parallel; their temporary files need no other folder than `scratch`."""
+    environ = {**os.environ, "TMPDIR": str(scratch)}
     processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for command in commands
     ]
     outputs = [process.communicate()[0] for process in processes]

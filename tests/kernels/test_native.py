@@ -56,6 +56,25 @@ def test_a_failing_compiler_is_a_build_error_with_its_output(
         build.library(cache_dir=tmp_path / "cache")
 
 
+def test_the_compilers_temporary_files_lie_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine may have no other folder that can be written."""
+    compiler = tmp_path / "telling"
+    compiler.write_text("#!/bin/sh\necho files in $TMPDIR\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+    with pytest.raises(build.BuildError, match=f"files in {tmp_path}/cache/"):
+        build.library(cache_dir=tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_a_build_error_with_its_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(build.BuildError, match="set XDG_CACHE_HOME to a folder"):
+        build.library(cache_dir=tmp_path / "file" / "cache")
+
+
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     compiler = tmp_path / "counting"
     compiler.write_text(
