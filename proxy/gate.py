@@ -220,9 +220,10 @@ class Gate:
         """Return seconds before a request would get a place; 0 while too little is known."""
         if self._pairing is None or not self._pairing.model.is_known:
             return 0.0
-        times, num_engines = self._pairing.model.times(), self._num_prefills
+        times = self._pairing.model.times()
+        share = times.caution / self._num_prefills
         return self._places.wait_s(
-            prompt.tenant, lambda tokens: times.prompt_s(round(tokens), 0) / num_engines
+            prompt.tenant, lambda tokens: share * times.prompt_s(round(tokens), 0)
         )
 
     def _prompt_cost(self, prompt: RoutePrompt) -> float:

@@ -47,6 +47,7 @@ def splits(
         wire_error=0.0,
         mean_output=1.0,
         spread=0.0,
+        hop_s=costs.hop,
     )
 
     def worst(layout: FleetLayout) -> float:

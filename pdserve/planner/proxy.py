@@ -337,7 +337,7 @@ class VirtualProxy:
         if self.pairing is not None:
             work = "receive" if is_coming else kind
             entry = stack.enter_context(self.pairing.hold(engine, work, prompt, num_known))
-            self._learn(kind, leg, entry, self.pairing)
+            self._learn(kind, leg, entry, num_known)
         stack.enter_context(
             self._breakers.exchange(
                 engine,
@@ -355,9 +355,10 @@ class VirtualProxy:
         leg.on_end = end
         return entry
 
-    def _learn(self, kind: str, leg: FleetLeg, entry: LedgerEntry, pairing: Pairing) -> None:
+    def _learn(self, kind: str, leg: FleetLeg, entry: LedgerEntry, num_known: int) -> None:
         """Teach the model what the real proxy learns from a leg's own report."""
-        on_first, on_end = leg.on_first, leg.on_end
+        on_first, on_end, pairing = leg.on_first, leg.on_end, self.pairing
+        assert pairing is not None
         first_s = 0.0
 
         def first(output: EngineOutput) -> None:
@@ -368,6 +369,8 @@ class VirtualProxy:
                 num_tokens = len(leg.request.prompt_token_ids)
                 cached = output.num_cached_tokens
                 pairing.learn_prompt(entry, prompt_work(num_tokens, cached), first_s - leg.added_s)
+                pairing.model.learn_hit(num_known, cached)
+                pairing.model.learn_hop(2 * self._time.costs.hop)
             on_first(output)
 
         def end() -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from pdserve.proxy.brain.ledger import RECENT_S
 from pdserve.proxy.brain.question import PairCost, PairDecision
+from pdserve.proxy.brain.work import prompt_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -161,29 +162,29 @@ class PairCosts:
     def ttft(self, engine: PairCandidate) -> dict[str, float]:
         """Return seconds to the first token of a prompt sent there now, by cause."""
         times, work = self._times, engine.work
-        itl_s = times.step_s(work.num_streams, work.kv_tokens) if work.num_streams else 0.0
-        missing = max(1, self._num_tokens - engine.hit_tokens)
+        own = prompt_work(self._num_tokens, min(engine.hit_tokens, self._num_tokens - 1))
         return {
             "held": self._held_s if engine.is_prefill else 0.0,
             "queue": times.backlog_s(work, engine.begun_s),
             "prefill": times.prompt_s(self._num_tokens, engine.hit_tokens),
-            "beside": times.steps_of(missing + work.prompt_tokens) * itl_s,
-            "hop": _HOP_S,
+            "beside": times.beside_s(work.prompts.plus(own), work.num_streams, work.kv_tokens),
+            "hop": times.hop_s,
         }
 
     def _prefill_terms(self, engine: PairCandidate) -> tuple[dict[str, float], dict[str, float]]:
         """Return the cost of computing the prompt there, and the time to the first token."""
-        work, slo_s = engine.work, self._itl_slo_s
+        work, slo_s, times = engine.work, self._itl_slo_s, self._times
         ttft = self.ttft(engine)
         harm = 0.0
         num_coming = work.num_coming + (self._coming if engine.is_decode else 0.0)
         num_streams = work.num_streams + num_coming
         if num_streams:
             itl_s = self._itl_s(engine, num_streams, work.kv_tokens + work.coming_tokens)
-            slowed_s = itl_s + ttft["prefill"] * self._times.spread
+            slowed_s = itl_s + times.caution * ttft["prefill"] * times.spread
             harm = num_streams * (_missed(slowed_s / slo_s) - _missed(itl_s / slo_s))
         bias = 0.0 if engine.is_prefill else BIAS
-        missed = _missed(sum(ttft.values()) / self._ttft_slo_s)
+        late_s = sum(ttft.values()) + (times.caution - 1) * (ttft["queue"] + ttft["prefill"])
+        missed = _missed(late_s / self._ttft_slo_s)
         return {"ttft": missed, "harm": harm, "bias": bias}, ttft
 
     def _decode_terms(self, engine: PairCandidate, wire_s: float) -> tuple[dict[str, float], float]:
@@ -206,7 +207,7 @@ class PairCosts:
         time for prompts stays as it was recently, and until those are computed.
         """
         times = self._times
-        backlog_s = times.backlog_s(engine.work, engine.begun_s)
+        backlog_s = times.caution * times.backlog_s(engine.work, engine.begun_s)
         share = min(_MAX_BUSY, (engine.busy_s + backlog_s) / (RECENT_S + backlog_s))
         return times.step_s(num_streams, kv_tokens) / (1 - share) + backlog_s * times.spread
 

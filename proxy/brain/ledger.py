@@ -59,7 +59,7 @@ class LedgerEntry:
         else:
             self._is_pending = True
             if not work.num_prompts:
-                work.since_s = ledger.now_s()
+                work.since_s, work.begun_tokens = ledger.now_s(), self._own.tokens
             work.num_prompts += 1
             work.prompt_tokens += self._own.tokens
             work.prompt_pairs += self._own.pairs
@@ -103,6 +103,7 @@ class LedgerEntry:
         work.num_prompts -= 1
         work.prompt_tokens -= self._own.tokens
         work.prompt_pairs -= self._own.pairs
+        work.begun_tokens = work.prompt_tokens
         self._engine.done = self._engine.done.plus(self._own)
         self._ledger.was_busy(self._engine, self._own)
 

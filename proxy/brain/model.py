@@ -3,6 +3,7 @@
     a prompt of n tokens behind c cached ones    a0 + a1 n + a2 n (c + n/2)
     a step of b streams with k tokens of KV      d0 + d1 b + d2 k
     KV of n tokens on the wire                   r0 + r1 n
+    the way to an engine and back                h0
 
 Each is a `LinearFit`. The first two start from the engines' reports of their own steps, which cover
 all proxies' requests: they are known before this proxy has sent any, and count as a few of them.
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.observe.linear_fit import LinearFit
 from pdserve.proxy.brain.work import ServiceTimes
+from pdserve.wire.ids import GRAIN_TOKENS
 from pdserve.wire.learned import learned_by_all, learned_by_cores
 
 if TYPE_CHECKING:
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
     from pdserve.wire.learned import LearnedTimes
 
 _SPREAD_DECAY: Final = 0.02
+_HIT_DECAY: Final = 0.05
 _FIRST_OUTPUTS: Final = (150.0 * 20, 20.0)
 """Output tokens of requests before any was seen, and how many such requests."""
+_FIRST_HOP_S: Final = 0.002
 _POOLED: Final = 4
 """What engines say is put together anew once one in so many has said something else."""
 
@@ -40,6 +44,8 @@ class ServiceModel:
         self.prefill = LinearFit(3)
         self.step = LinearFit(3)
         self.wire = LinearFit(2)
+        self._hop = LinearFit(1)
+        self._behind_grains = 0.0
         self._num_output, self._num_requests = _FIRST_OUTPUTS
         self._spread = _FIRST_OUTPUTS[1] / _FIRST_OUTPUTS[0]
         self._told: dict[str, LearnedTimes] = {}
@@ -92,6 +98,21 @@ class ServiceModel:
         self.wire.learn((1.0, float(num_tokens)), seconds)
         self._times = None
 
+    def learn_hit(self, num_known: int, num_cached: int) -> None:
+        """Record how much of a prompt an engine had, of which whole grains were known."""
+        if num_known:
+            behind = min(max(0, num_cached - num_known), GRAIN_TOKENS)
+            self._behind_grains += _HIT_DECAY * (behind - self._behind_grains)
+
+    def hit(self, num_known: int, num_tokens: int) -> int:
+        """Return how much of a prompt an engine probably has, of which whole grains are known."""
+        return min(num_tokens, num_known + round(self._behind_grains)) if num_known else 0
+
+    def learn_hop(self, seconds: float) -> None:
+        """Record the part of a time to the first token that no engine took."""
+        self._hop.learn((1.0,), seconds)
+        self._times = None
+
     def learn_output(self, num_tokens: int) -> None:
         """Record the length of an answer."""
         self._num_output += num_tokens
@@ -114,5 +135,6 @@ class ServiceModel:
                 wire_error=self.wire.error if self.wire.is_known else 0.0,
                 mean_output=self.mean_output,
                 spread=self._spread,
+                hop_s=self._hop.weights[0] if self._hop.is_known else _FIRST_HOP_S,
             )
         return self._times

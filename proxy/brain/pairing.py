@@ -147,7 +147,7 @@ class Pairing:
                 url,
                 is_prefill=url in urls[0],
                 is_decode=url in urls[1],
-                hit_tokens=min(known.get(url, 0), prompt.num_tokens),
+                hit_tokens=self.model.hit(known.get(url, 0), prompt.num_tokens),
                 work=ledger.at(url),
                 begun_s=ledger.begun_s(url),
                 busy_s=ledger.busy_s(url),
@@ -184,16 +184,24 @@ class Pairing:
     ) -> AbstractContextManager[LedgerEntry]:
         """Count a leg as work of its engine while the block runs; see `WorkLedger.hold`."""
         url = None if engine.is_gone else engine.url
+        num_cached = self.model.hit(num_cached, prompt.num_tokens)
         return self.ledger.hold(url, kind, prompt.num_tokens, num_cached)
 
     def learn(self, story: Story) -> None:
         """Learn from the measurements of a request that has ended well."""
         model, stages = self.model, story.prefill_stages
         model.learn_output(story.num_output_tokens)
+        ttft_s = story.served_s if story.streamed else None
         entry = story.prompt_entry
         if entry is not None and stages is not None and stages.num_choices == 1:
             own = prompt_work(stages.prompt_tokens, stages.cached_tokens)
-            self.learn_prompt(entry, own, stages.queue_s + stages.prefill_s)
+            computing_s = stages.queue_s + stages.prefill_s
+            self.learn_prompt(entry, own, computing_s)
+            known = story.known.get("prefill") or story.known.get("local")
+            if known is not None:
+                model.learn_hit(known.num_tokens, stages.cached_tokens)
+            if ttft_s is not None:
+                model.learn_hop(ttft_s - stages.kv_wait_s - computing_s)
         gap_s, entry = _gap_s(story), story.stream_entry
         if entry is not None and gap_s is not None:
             self.learn_step(entry, gap_s, story.num_output_tokens)
@@ -204,7 +212,6 @@ class Pairing:
             model.learn_wire(stages.prompt_tokens - known.num_tokens, wire_s)
         record = self.log.of(story.request_id)
         if record is not None and record.decision is story.decision:
-            ttft_s = story.served_s if story.streamed else None
             record.measured = ServedTimes(ttft_s=ttft_s, itl_s=gap_s, wire_s=wire_s)
             record.taken = story.taken
             self._metrics.compare(record)
@@ -217,9 +224,7 @@ class Pairing:
         """
         prompts, times = entry.before.plus(own), self.model.times()
         seconds += min(entry.begun_s, times.computing_s(entry.before))
-        if entry.streams_before:
-            step_s = times.step_s(entry.streams_before, entry.kv_before)
-            seconds -= times.steps_of(prompts.tokens) * step_s
+        seconds -= times.beside_s(prompts, entry.streams_before, entry.kv_before)
         if seconds > 0:
             self.model.learn_prompts(prompts, seconds)
 
@@ -230,9 +235,10 @@ class Pairing:
             self.model.learn_step(entry.streams_before + 1, entry.kv_before, gap_s)
 
     def backlog_s(self, engine: Backend) -> float:
-        """Return seconds until an engine has computed its present prompts."""
+        """Return seconds until an engine has computed its present prompts; a cautious guess."""
         work, begun_s = self.ledger.at(engine.url), self.ledger.begun_s(engine.url)
-        return self.model.times().backlog_s(work, begun_s)
+        times = self.model.times()
+        return times.caution * times.backlog_s(work, begun_s)
 
     def _computing_s(self, prompts: PromptWork) -> float:
         return self.model.times().computing_s(prompts)

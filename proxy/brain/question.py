@@ -187,7 +187,7 @@ class PairDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 def default_ttft_slo_s(times: ServiceTimes, num_tokens: int) -> float:
     """Return the default objective: a second, or three times the prompt's time alone."""
-    return max(MIN_TTFT_SLO_S, _TTFT_RATIO * times.prompt_s(num_tokens, 0))
+    return max(MIN_TTFT_SLO_S, _TTFT_RATIO * times.caution * times.prompt_s(num_tokens, 0))
 
 
 class ServiceObjectives:

@@ -1,9 +1,9 @@
 """Decides whether to reject a request early because it would miss its objectives. Pure.
 
 Before its prompt is computed nothing is lost. The criteria are the time to its first token where it
-would be sent now, already a cautious guess, and the time between tokens when they begin, without
-the streams that will have ended by then. A request that even an idle engine could not serve in time
-is judged by the default objectives: an idle deployment turns no request away.
+would be sent now, in which three in four would have it, and the time between tokens when they
+begin, without the streams that will have ended by then. A request that even an idle engine could
+not serve in time is judged by the default objectives: an idle deployment turns no request away.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         reason: `ttft` or `itl`.
         predicted_s, limit_s: The predicted time, and the limit on it.
-        parts: Parts of the time to the first token, by cause; see `PairCost.ttft`.
+        parts: Parts of the time to the first token, by cause; see `PairCost.ttft`. `caution`: what
+            prompts may take longer than predicted.
         retry_after_s: Seconds until it would be served in time.
     """
 
@@ -63,8 +64,10 @@ def rejection(
         passed_s: Time in which its engine computes prompts that pass it.
     """
     question, chosen = decision.question, decision.chosen
-    parts = {"waiting": waiting_s, "passed": passed_s, **chosen.ttft}
-    alone_s = chosen.ttft["prefill"] + chosen.ttft["hop"]
+    caution, prefill_s = question.times.caution, chosen.ttft["prefill"]
+    caution_s = (caution - 1) * (chosen.ttft["queue"] + prefill_s)
+    parts = {"waiting": waiting_s, "passed": passed_s, **chosen.ttft, "caution": caution_s}
+    alone_s = caution * prefill_s + chosen.ttft["hop"]
     slo_s = question.ttft_slo_s
     if alone_s > slo_s:
         slo_s = max(slo_s, default_ttft_slo_s(question.times, question.num_tokens))

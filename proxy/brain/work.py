@@ -9,6 +9,7 @@ import msgspec
 _CAUTION: Final = 0.67
 """Of the mean relative error that prompts are taken to be longer by: three in four are shorter."""
 _CHUNK_TOKENS: Final = 2048
+_STEP_BEGUN: Final = 0.5
 
 
 class PromptWork(msgspec.Struct, frozen=True):
@@ -44,6 +45,7 @@ class EngineWork(msgspec.Struct):
             are taken here, and their KV.
         since_s: When it began its current prompt, if any, in monotonic seconds: when that arrived
             or the one before it was computed.
+        begun_tokens: Tokens of prompts that were there then.
     """
 
     num_prompts: int = 0
@@ -54,6 +56,7 @@ class EngineWork(msgspec.Struct):
     num_coming: int = 0
     coming_tokens: int = 0
     since_s: float = 0.0
+    begun_tokens: int = 0
 
     @property
     def num_requests(self) -> int:
@@ -76,6 +79,7 @@ class EngineWork(msgspec.Struct):
             num_coming=self.num_coming + more.num_coming,
             coming_tokens=self.coming_tokens + more.coming_tokens,
             since_s=self.since_s,
+            begun_tokens=self.begun_tokens,
         )
 
 
@@ -97,6 +101,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
         prefill: For a prompt: constant, per token, per pair of a token and one before it.
         step: For a step: constant, per stream, per token of KV.
         wire: For a transfer: constant, per token; zeros until one was measured.
+        hop_s: Part of the time to a first token that no engine takes: HTTP, both ways.
         prefill_error, step_error, wire_error: Recent mean relative errors.
         mean_output: Mean output tokens of a request.
         spread: Mean share of a wait after the first token that lengthens the time between a
@@ -111,10 +116,16 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     wire_error: float
     mean_output: float
     spread: float
+    hop_s: float
+
+    @property
+    def caution(self) -> float:
+        """Factor of the time of prompts where decisions must not rely on the mean."""
+        return 1 + _CAUTION * min(1.0, self.prefill_error)
 
     def prompt_s(self, num_tokens: int, num_cached: int) -> float:
-        """Return seconds for a prompt with nothing before it; a cautious guess."""
-        return self._cautious_s(prompt_work(num_tokens, num_cached))
+        """Return seconds for a prompt with nothing before it."""
+        return self.computing_s(prompt_work(num_tokens, num_cached))
 
     def backlog_s(self, work: EngineWork, begun_s: float) -> float:
         """Return seconds until an engine has computed its present prompts.
@@ -124,8 +135,9 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not work.num_prompts:
             return 0.0
-        all_s = self._cautious_s(work.prompts)
-        return all_s - min(begun_s, all_s / work.num_prompts)
+        all_s = self.computing_s(work.prompts)
+        in_step = min(work.begun_tokens, _CHUNK_TOKENS) / max(1, work.prompt_tokens)
+        return all_s - min(begun_s, all_s * max(in_step, 1 / work.num_prompts))
 
     def computing_s(self, prompts: PromptWork) -> float:
         """Return the mean seconds for some prompts."""
@@ -141,10 +153,15 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
         """Return the seconds of a KV transfer; 0 until one was measured."""
         return self.wire[0] + self.wire[1] * num_tokens
 
-    @staticmethod
-    def steps_of(num_tokens: int) -> int:
-        """Return the number of steps that a prompt is spread over."""
-        return -(-num_tokens // _CHUNK_TOKENS)
+    def beside_s(self, prompts: PromptWork, num_streams: int, kv_tokens: int) -> float:
+        """Return the seconds that streams take of the steps in which some prompts are computed.
+
+        A prompt alone waits for the end of a step that has begun, which is half of one on average.
+        """
+        if not num_streams:
+            return 0.0
+        num_steps = -(-prompts.tokens // _CHUNK_TOKENS) + (_STEP_BEGUN if prompts.num == 1 else 0.0)
+        return num_steps * self.step_s(num_streams, kv_tokens)
 
     def off(self) -> tuple[ServiceTimes, ServiceTimes, ServiceTimes]:
         """Return the times with each part in turn lengthened by its error, to test a decision."""
@@ -157,6 +174,3 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
             replace(self, step=(d * factors[1], e * factors[1], f * factors[1])),
             replace(self, wire=(self.wire[0] * factors[2], self.wire[1] * factors[2])),
         )
-
-    def _cautious_s(self, prompts: PromptWork) -> float:
-        return self.computing_s(prompts) * (1 + _CAUTION * min(1.0, self.prefill_error))

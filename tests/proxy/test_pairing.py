@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import ExitStack
 
 import msgspec
 import pytest
@@ -79,9 +80,7 @@ def test_what_engines_take_is_learned_whatever_the_noise(noise, tolerance):
     model = learned(noise)
     for total, cached in ((500, 0), (4000, 2000), (16_000, 0)):
         expected = COSTS.of_prompt(total, cached)
-        times = model.times()
-        predicted = times.prompt_s(total, cached) / (1 + 0.67 * min(1.0, times.prefill_error))
-        assert predicted == pytest.approx(expected, rel=tolerance)
+        assert model.times().prompt_s(total, cached) == pytest.approx(expected, rel=tolerance)
     assert model.times().step_s(20, 60_000) == pytest.approx(0.0118, rel=tolerance)
     assert model.times().wire_s(4000) == pytest.approx(0.033, rel=tolerance)
     assert model.prefill.error == pytest.approx(noise / 2, abs=0.06)
@@ -281,6 +280,42 @@ def test_a_leg_learns_a_step_beside_the_streams_that_were_there_when_its_own_beg
         assert (ledger.at("d").num_streams, ledger.at("d").num_coming) == (1, 0)
 
 
+def test_a_prompt_waits_for_the_rest_of_a_step_that_computes_several():
+    clock, times = ManualClock(0.0), MODEL.times()
+    ledger = WorkLedger(clock.monotonic_s)
+    with ExitStack() as legs:
+        first, *_ = [legs.enter_context(ledger.hold("e", "local", 500, 0)) for _ in range(4)]
+        first.computed()  # the others are in the next step
+        clock.advance(0.05)
+        left_s = times.computing_s(ledger.of("e").prompts) - 0.05
+        assert times.backlog_s(ledger.at("e"), ledger.begun_s("e")) == pytest.approx(left_s)
+
+
+def test_a_prompt_alone_waits_for_a_step_of_streams_that_has_begun():
+    streams = {"num_streams": 20, "kv_tokens": 40_000}
+    step_s = MODEL.times().step_s(**streams)
+    costs = PairCosts(choose(1000, engine("p", "prefill")).question)
+    busy = engine("d", "decode", **streams)
+    assert costs.ttft(busy)["beside"] == pytest.approx(1.5 * step_s)
+    behind = engine("d", "decode", num_prompts=1, prompt_tokens=1000, **streams)
+    assert costs.ttft(behind)["beside"] == pytest.approx(step_s)
+
+
+def test_a_prompt_may_be_later_than_predicted_before_that_counts_as_late():
+    idle, times = engine("p", "prefill"), msgspec.structs.replace(MODEL.times(), prefill_error=0.3)
+    sure, unsure = (choose(20_000, idle, times=each) for each in (MODEL.times(), times))
+    assert unsure.chosen.ttft_s == sure.chosen.ttft_s
+    assert unsure.chosen.terms["ttft"] > sure.chosen.terms["ttft"]
+
+
+def test_what_engines_have_behind_whole_grains_is_learned():
+    model = ServiceModel()
+    for num_known, num_cached in [(512, 600), (0, 64)] * 100:
+        model.learn_hit(num_known, num_cached)
+    assert model.hit(1024, 4000) == pytest.approx(1024 + 88, abs=1)
+    assert (model.hit(1024, 1050), model.hit(0, 4000)) == (1050, 0)
+
+
 def test_what_an_engine_was_busy_with_counts_less_and_less_others_prompts_included():
     clock = ManualClock(0.0)
     ledger = WorkLedger(clock.monotonic_s, seconds_of=lambda prompts: 0.5 * prompts.num)
@@ -355,6 +390,15 @@ async def test_answers_in_one_piece_teach_what_a_step_takes(make_stack):
     async with stack.post({"prompt": list(range(600)), "max_tokens": 9, "seed": 3}) as response:
         assert response.status == 200
     assert stack.proxy.pairing.model.step.num_samples == 1
+
+
+async def test_streams_teach_the_time_that_no_engine_takes(make_stack):
+    prefill, decode = [ScriptedEngine("prefill")], [ScriptedEngine("decode")]
+    stack = await make_stack(prefill, decode, split_policy="predicted")
+    unknown_s = stack.proxy.pairing.model.times().hop_s
+    for _ in range(20):
+        await stack.stream({"prompt": list(range(600)), "max_tokens": 9, "seed": 3})
+    assert stack.proxy.pairing.model.times().hop_s != unknown_s
 
 
 async def test_what_was_decided_is_in_the_line_and_in_debug_decisions(make_stack, caplog):
