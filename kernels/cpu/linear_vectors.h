@@ -2,8 +2,9 @@
 //
 // A band of x lies as [steps][rows][k's of a step], so that a product reads it front to back, as
 // it reads the weights. Few rows take a group of weights as one stream, widened in registers. For
-// many, a slice of weights is widened once and stays in L1 while all bands pass by, and sums lie in
-// memory between slices. Either way the sum of an element takes the same products in one order.
+// many, a slice of weights stays in L1 while all bands pass by, and sums lie in memory between
+// slices. A slice is widened once, but bf16 on AVX2 in registers for each band, by units that are
+// free meanwhile. Either way the sum of an element takes the same products in one order.
 
 #pragma once
 
@@ -20,20 +21,21 @@ namespace pd {
 // of a process, be they built for other CPUs.
 namespace {
 
+// A group of weights is a stream for at most kStreamBands bands of kStreamRows: more read slices.
 #ifdef PD_AVX512
 // Of 32 registers 24 hold sums, 2 weights and 1 an input.
-constexpr int kBandRows = 12, kSliceHalves = 2, kStreamRows = 12;
+constexpr int kBandRows = 12, kSliceHalves = 2, kStreamRows = 12, kStreamBands = 2;
+constexpr bool kAsksForOutput = false;
 #else
 // Of 16 registers (two to a vector) 12 hold sums, 2 weights and 1 an input. A stream is read but
 // once per band, hence with both halves of its columns.
-constexpr int kBandRows = 6, kSliceHalves = 1, kStreamRows = 2;
+constexpr int kBandRows = 6, kSliceHalves = 1, kStreamRows = 2, kStreamBands = 1;
+// Lines of y are asked for before their sums are complete: on Zen 3 stores would wait for them.
+constexpr bool kAsksForOutput = true;
 #endif
 
-// Bands that take a group of weights as a stream: with more it pays to widen them once.
-constexpr int kStreamBands = 2;
-
-// Steps of a slice: 18 KB of weights, beside which a band of x fits L1.
-constexpr int64_t kSliceSteps = 144;
+// Of weights, beside which a band of x fits L1.
+constexpr int64_t kSliceBytes = 18 << 10;
 
 // Bands of nearly equal height for so many rows of x.
 int64_t band_rows(int64_t rows) {
@@ -56,6 +58,8 @@ void pack_row(const T* x, int64_t depth, int64_t padded, typename Format<T>::Inp
     }
     std::fill(to + depth, to + padded, Unit{});
 }
+
+#ifdef PD_AVX512
 
 // A row's elements k to k + count, as 16 words of Unit, zero padded.
 template <class Unit, class T>
@@ -98,6 +102,34 @@ void pack_band(const T* x, int64_t x_stride, int64_t rows, int64_t depth, int64_
     }
 }
 
+#else
+
+// Rows of x as a band, with zeros from `depth` to `padded`.
+template <class T>
+void pack_band(const T* x, int64_t x_stride, int64_t rows, int64_t depth, int64_t padded,
+               float* to) {
+    static_assert(kBandRows <= 8);
+    if (rows == 1) return pack_row(x, depth, padded, to);
+    const float* end = to + padded * rows;
+    for (int64_t k = 0; k < padded; k += 8) {
+        V8 words[8] = {};
+        for (int r = 0; r < rows; r++) {
+            const T* from = x + r * x_stride + k;
+            words[r] = depth - k >= 8 ? load_eight(from)
+                                      : load_eight(from, static_cast<int>(depth - k));
+        }
+        transpose8(words);
+        const auto num_words = static_cast<int>(std::min<int64_t>(8, padded - k));
+        // What a vector has beyond the rows is overwritten by the next one.
+        for (int i = 0; i < num_words; i++, to += rows) {
+            if (to + 8 <= end) store(to, words[i]);
+            else std::memcpy(to, &words[i], rows * sizeof(float));
+        }
+    }
+}
+
+#endif
+
 // What one band and one slice of a group's weights add.
 template <class W>
 struct Part {
@@ -111,11 +143,54 @@ struct Part {
     int64_t coming_bytes;
 };
 
+// sum[r][half] += products of one step of weights and of x.
+template <class W, int kRows, int kHalves>
+inline void take_step(F16 (&sum)[kRows][kHalves], const W* w, const typename Format<W>::Input* x) {
+    constexpr int kDepth = Format<W>::kDepth;
+    constexpr int kUnitDepth = Format<typename Format<W>::Input>::kDepth;
+#ifndef PD_AVX512
+    if constexpr (std::is_same_v<W, Bf16>) {
+        // One k of all rows, then the other: the weights of both do not fit beside the sums.
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+            V8 weights[kHalves][2];
+#pragma GCC unroll 2
+            for (int half = 0; half < kHalves; half++) {
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; i++) {
+                    weights[half][i] = load_of_pairs(w + (2 * half + i) * kLanes, odd);
+                }
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; r++) {
+                const V8 input = splat8(x[odd * kRows + r]);
+#pragma GCC unroll 2
+                for (int half = 0; half < kHalves; half++) {
+#pragma GCC unroll 2
+                    for (int i = 0; i < 2; i++) {
+                        sum[r][half].v[i] = fma(input, weights[half][i], sum[r][half].v[i]);
+                    }
+                }
+            }
+            asm volatile("" : : : "memory");  // else it loads the weights once, for both
+        }
+    } else
+#endif
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 2
+        for (int half = 0; half < kHalves; half++) {
+            sum[r][half] = Format<W>::step(sum[r][half], w + half * kLanes * kDepth,
+                                           x + r * kUnitDepth, kRows);
+        }
+    }
+}
+
 // kStreamed: w comes from memory, what is asked for is its own continuation, and goes to L1.
 template <class W, int kRows, bool kStreamed>
 void multiply_part(const Part<W>& p) {
     using Unit = typename Format<W>::Input;
-    constexpr int kDepth = Format<W>::kDepth, kUnitDepth = Format<Unit>::kDepth;
+    constexpr int kDepth = Format<W>::kDepth;
     constexpr int kHalves = kStreamed ? 2 : kSliceHalves;
     constexpr int kStepBytes = kDepth * kCols * sizeof(W);
     const char* coming = p.coming;
@@ -124,6 +199,7 @@ void multiply_part(const Part<W>& p) {
         float* sums = p.sums + first * kLanes;
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 2
             for (int half = 0; half < kHalves; half++) {
                 sum[r][half] = p.add ? load(sums + r * kCols + half * kLanes) : zero();
             }
@@ -137,19 +213,13 @@ void multiply_part(const Part<W>& p) {
                 prefetch_to_l2(coming);
             }
             coming += p.coming_bytes;
-#pragma GCC unroll 12
-            for (int r = 0; r < kRows; r++) {
-#pragma GCC unroll 2
-                for (int half = 0; half < kHalves; half++) {
-                    sum[r][half] = Format<W>::step(sum[r][half], w + half * kLanes * kDepth,
-                                                   x + r * kUnitDepth, kRows);
-                }
-            }
+            take_step<W>(sum, w, x);
             x += kRows * kDepth;
             w += kCols * kDepth;
         }
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 2
             for (int half = 0; half < kHalves; half++) {
                 store(sums + r * kCols + half * kLanes, sum[r][half]);
             }
@@ -196,30 +266,40 @@ void widen_weights(const T* from, int64_t depth, float* to) {
     }
 }
 
+// Whether a slice of weights is widened in memory: else in registers, or not at all.
+template <class T>
+#ifdef PD_AVX512
+constexpr bool kWidenedInMemory = !std::is_same_v<T, typename Format<T>::Input>;
+#else
+constexpr bool kWidenedInMemory = !std::is_same_v<T, float> && !std::is_same_v<T, Bf16>;
+#endif
+
 template <class T, class Out>
 void multiply_slices(const Product<T, Out>& p) {
     using Unit = typename Format<T>::Input;
+    using W = std::conditional_t<kWidenedInMemory<T>, Unit, T>;
     static constexpr auto kParts =
-        parts_of<Unit, false>(std::make_integer_sequence<int, kBandRows>{});
-    constexpr int kDepth = Format<T>::kDepth, kUnitDepth = Format<Unit>::kDepth;
+        parts_of<W, false>(std::make_integer_sequence<int, kBandRows>{});
+    constexpr int kDepth = Format<T>::kDepth, kStepDepth = Format<W>::kDepth;
+    constexpr int64_t kSliceDepth = kSliceBytes / (kCols * sizeof(W));
     const int64_t num_steps = p.depth / kDepth;
     const int64_t num_slices = std::max<int64_t>(
-        1, (p.depth + kSliceSteps * kUnitDepth - 1) / (kSliceSteps * kUnitDepth));
+        1, (p.depth + kSliceDepth - 1) / kSliceDepth);
     const int64_t num_bands = (p.rows + p.band_rows - 1) / p.band_rows;
     // Behind the last slice lies the next group, which mostly is this thread's too. The bands but
     // the first bring a slice to L2 for the next one, in kPasses over its steps each.
     constexpr int kPasses = 2 / kSliceHalves;
-    const int64_t unit_bytes = kUnitDepth * kCols * int64_t{sizeof(T)};
+    const int64_t step_bytes = kStepDepth * kCols * int64_t{sizeof(T)};
     const int64_t passes = kPasses * std::max<int64_t>(1, num_bands - 1);
-    const int64_t coming_bytes = (unit_bytes + passes - 1) / passes;
+    const int64_t coming_bytes = (step_bytes + passes - 1) / passes;
     auto* sums = static_cast<float*>(
         scratch(Scratch::kSums, p.rows * kCols * static_cast<int64_t>(sizeof(float))));
     for (int64_t slice = 0; slice < num_slices; slice++) {
         const int64_t first = num_steps * slice / num_slices * kDepth;
         const int64_t last = num_steps * (slice + 1) / num_slices * kDepth;
         const T* from = p.w + first * kCols;
-        const Unit* w;
-        if constexpr (std::is_same_v<T, Unit>) {
+        const W* w;
+        if constexpr (!kWidenedInMemory<T>) {
             w = from;
         } else {
             auto* wide = static_cast<float*>(
@@ -227,11 +307,14 @@ void multiply_slices(const Product<T, Out>& p) {
             widen_weights(from, last - first, wide);
             w = wide;
         }
-        const int64_t steps = (last - first) / kUnitDepth;
+        const int64_t steps = (last - first) / kStepDepth;
         const char* coming = reinterpret_cast<const char*>(p.w + last * kCols);
         for (int64_t row = 0; row < p.rows; row += p.band_rows) {
             const int64_t height = std::min(p.band_rows, p.rows - row);
             float* at = sums + row * kCols;
+            for (int64_t r = 0; kAsksForOutput && last == p.depth && r < height; r++) {
+                prefetch_to_write(p.y + (row + r) * p.y_stride);
+            }
             kParts.of_height[height]({p.x + row * p.x_stride + first * height, w, steps, at,
                                       slice > 0, coming, coming_bytes});
             coming += kPasses * steps * coming_bytes;

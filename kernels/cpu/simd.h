@@ -182,12 +182,15 @@ inline F16 max(F16 a, F16 b) {
 // a * b + c, rounded once where the target has FMA. On x86 by intrinsics: GCC, which contracts what is
 // written out (-ffp-contract=fast), leaves out some of a chain for Zen 1 to 3 (-mtune), and so rounds
 // a row in one loop unlike a row in another.
-inline F16 fma(F16 a, F16 b, F16 c) {
+inline V8 fma(V8 a, V8 b, V8 c) {
 #ifdef __FMA__
-    return {{_mm256_fmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fmadd_ps(a.v[1], b.v[1], c.v[1])}};
+    return _mm256_fmadd_ps(a, b, c);
 #else
-    return {{a.v[0] * b.v[0] + c.v[0], a.v[1] * b.v[1] + c.v[1]}};
+    return a * b + c;
 #endif
+}
+inline F16 fma(F16 a, F16 b, F16 c) {
+    return {{fma(a.v[0], b.v[0], c.v[0]), fma(a.v[1], b.v[1], c.v[1])}};
 }
 
 inline float widen_one(float x) { return x; }
@@ -238,23 +241,25 @@ inline F16 load(const float* p) {
     const Unaligned* half = reinterpret_cast<const Unaligned*>(p);
     return {{half[0], half[1]}};
 }
+inline V8 load_eight(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
 // GCC makes vectors of neither conversion of bf16 by itself.
-inline F16 load(const Bf16* p) {
-    F16 a;
-    for (int half = 0; half < 2; half++) {
-        H8 bits;
-        std::memcpy(&bits, p + 8 * half, sizeof bits);
-        a.v[half] = reinterpret_cast<V8>(__builtin_convertvector(bits, U8) << 16);
-    }
+inline V8 load_eight(const Bf16* p) {
+    H8 bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return reinterpret_cast<V8>(__builtin_convertvector(bits, U8) << 16);
+}
+// The first `count`, then zeros.
+template <class T>
+inline V8 load_eight(const T* p, int count = 8) {
+    float wide[8] = {};
+    for (int i = 0; i < count; i++) wide[i] = widen_one(p[i]);
+    V8 a;
+    std::memcpy(&a, wide, sizeof a);
     return a;
 }
 template <class T>
 inline F16 load(const T* p) {
-    float wide[kLanes];
-    for (int i = 0; i < kLanes; i++) wide[i] = widen_one(p[i]);
-    F16 a;
-    std::memcpy(&a, wide, sizeof a);
-    return a;
+    return {{load_eight(p), load_eight(p + 8)}};
 }
 template <class T>
 inline F16 load(const T* p, int count) {
@@ -264,20 +269,20 @@ inline F16 load(const T* p, int count) {
     std::memcpy(&a, wide, sizeof a);
     return a;
 }
+// Of eight pairs the first ones, or the second ones.
+inline V8 load_of_pairs(const Bf16* p, bool odd) {
+    I8 bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return reinterpret_cast<V8>(odd ? bits & static_cast<int32_t>(0xffff0000) : bits << 16);
+}
 // Sixteen pairs, as floats.
 struct Pair {
     F16 even, odd;
 };
 
 inline Pair load_pairs(const Bf16* p) {
-    Pair pair;
-    for (int half = 0; half < 2; half++) {
-        I8 bits;
-        std::memcpy(&bits, p + half * kLanes, sizeof bits);
-        pair.even.v[half] = reinterpret_cast<V8>(bits << 16);
-        pair.odd.v[half] = reinterpret_cast<V8>(bits & static_cast<int32_t>(0xffff0000));
-    }
-    return pair;
+    return {{{load_of_pairs(p, false), load_of_pairs(p + kLanes, false)}},
+            {{load_of_pairs(p, true), load_of_pairs(p + kLanes, true)}}};
 }
 
 template <class T>
@@ -378,5 +383,6 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_to_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 }  // namespace pd

@@ -1,4 +1,4 @@
-// 16 vectors as the columns of a matrix, in place of its rows.
+// Vectors as the columns of a matrix in place of its rows: 16, or where registers are few 8 of 8 lanes.
 
 #pragma once
 
@@ -60,8 +60,7 @@ inline void transpose8(V8 (&rows)[8]) {
     }
 }
 
-// Calls put(w, word w of 8 rows) for 16 words; row(r) is row r. `transpose` takes all 16 rows at once,
-// which do not fit the registers.
+// Calls put(w, word w of 8 rows) for 16 words; row(r) is row r.
 template <class Row, class Put>
 inline void transpose_eight(Row&& row, Put&& put) {
     for (int half = 0; half < 2; half++) {
@@ -69,21 +68,6 @@ inline void transpose_eight(Row&& row, Put&& put) {
         for (int r = 0; r < 8; r++) words[r] = row(r).v[half];
         transpose8(words);
         for (int w = 0; w < 8; w++) put(8 * half + w, words[w]);
-    }
-}
-
-inline void transpose(F16* rows) {
-    V8 quarter[2][2][8];  // [rows / 8][columns / 8], transposed
-    for (int i = 0; i < 2; i++) {
-        for (int j = 0; j < 2; j++) {
-            for (int r = 0; r < 8; r++) quarter[i][j][r] = rows[8 * i + r].v[j];
-            transpose8(quarter[i][j]);
-        }
-    }
-    for (int i = 0; i < 2; i++) {
-        for (int j = 0; j < 2; j++) {
-            for (int c = 0; c < 8; c++) rows[8 * j + c].v[i] = quarter[i][j][c];
-        }
     }
 }
 
