@@ -206,7 +206,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, words, told)
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_ctrl_c_ends_every_process_and_says_130(tmp_path):
     with subprocess.Popen(

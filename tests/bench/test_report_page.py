@@ -66,8 +66,15 @@ async def rest(page, x: float, y: float) -> str:
     )
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("light", 390),
+        pytest.param("light", 1280, marks=pytest.mark.matrix),
+        pytest.param("dark", 390, marks=pytest.mark.matrix),
+        ("dark", 1280),
+    ],
+)
 async def test_a_report_is_drawn_asks_nobody_and_fits(opened, width, scheme):
     page = await opened(
         render(synthetic.comparison(num_runs=2, rates=(2.0, 4.0))), width=width, scheme=scheme

@@ -115,7 +115,7 @@ async def test_the_capacity_of_a_queue_is_found(tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("can_reset", [True, False])
+@pytest.mark.parametrize("can_reset", [pytest.param(True, marks=pytest.mark.matrix), False])
 async def test_no_prompt_of_a_run_is_known_from_the_run_before(tmp_path, can_reset):
     """Either caches are reset, or every run asks other prompts and says so."""
     async with QueueingServer(0.001, reset_status=200 if can_reset else 404) as server:

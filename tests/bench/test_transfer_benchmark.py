@@ -21,7 +21,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_full_garbage_collection_amid_hand_overs_does_not_look_at_torch(tmp_path: Path) -> None:
     program = tmp_path / "program.py"  # a child that is spawned imports it
     program.write_text(_PROGRAM)

@@ -172,7 +172,7 @@ def test_d_dies_in_mid_stream(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["dies", "restarts"])
-@pytest.mark.short_form("shared memory-push-dies", "shared memory-pull-restarts")
+@pytest.mark.short_form("shared memory-push-dies")
 def test_the_only_d(stage: Stage, number: signal.Signals) -> None:
     """Requests come all the time, before it goes, while nobody decodes, and when it is back."""
     prompts = [stage.prompt(100) for _ in range(60)]
@@ -364,7 +364,6 @@ def test_the_proxy_dies_and_a_restart_knows_its_pools_again(stage: Stage) -> Non
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
-@pytest.mark.short_form("shared memory-pull-decode")
 def test_an_engine_gets_sigterm(stage: Stage, name: str) -> None:
     streams, right = many(stage, 6, 60)
     since = time.monotonic()

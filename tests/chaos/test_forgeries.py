@@ -272,7 +272,6 @@ def num_faults(stage: Stage) -> float:
         ),
     ],
 )
-@pytest.mark.short_form("nixl")
 def test_a_bit_flips_in_a_leased_block(
     kv_connector: str, model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

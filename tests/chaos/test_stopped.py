@@ -105,7 +105,7 @@ def test_a_part_of_p_is_stopped_before_the_hand_over(stage: Stage, part: str) ->
 
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.short_form("TCP-pull-core-D", "TCP-pull-rank-P")
+@pytest.mark.short_form("TCP-pull-core-D")
 def test_a_part_is_stopped_in_mid_hand_over(slow_stage: Stage, part: str, side: str) -> None:
     stage = slow_stage
     stream, right, receiver = midway(stage)
@@ -129,7 +129,6 @@ def test_a_part_is_stopped_in_mid_hand_over(slow_stage: Stage, part: str, side: 
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.short_form("TCP-pull-server")
 def test_a_part_of_d_is_stopped_after_the_hand_over(stage: Stage, part: str) -> None:
     streams, right, since = stopped_in_mid_stream(stage, part)
     stage.settle(

@@ -65,16 +65,22 @@ def test_a_run_prints_vllms_block_and_saves_what_it_saw(
     assert body is True
 
 
-def test_a_file_name_is_made_of_what_was_run(server: ScriptedServer, tmp_path: Path) -> None:
+def test_a_file_is_named_after_what_was_run_and_metadata_change_no_figure(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
     done = bench(
         server,
         *("--num-prompts", "2", "--max-concurrency", "1", "--label", "our run"),
+        *("--metadata", "commit=abc", "completed=99"),
         *("--save-result", "--result-dir", str(tmp_path)),
     )
     assert done.returncode == 0, done.stderr
+    assert "Note: --metadata completed" in done.stdout
     [file] = tmp_path.iterdir()
     assert file.name.startswith("our_run-infqps-concurrency1-scripted-20")
-    assert "run" not in json.loads(file.read_text())
+    saved = json.loads(file.read_text())
+    assert "run" not in saved
+    assert (saved["commit"], saved["completed"]) == ("abc", 2)
 
 
 def test_failed_requests_end_in_exit_code_1_with_what_went_wrong(server: ScriptedServer) -> None:
@@ -84,39 +90,19 @@ def test_failed_requests_end_in_exit_code_1_with_what_went_wrong(server: Scripte
     assert "2 x the answer did not end within 0.05 s" in done.stdout
 
 
-def test_chat_is_asked_with_messages(server: ScriptedServer) -> None:
-    done = bench(server, "--num-prompts", "1", "--endpoint", "/v1/chat/completions")
-    assert done.returncode == 0, done.stderr
-    assert "messages" in list(server.bodies().values())[-1]
-
-
-def test_a_backend_is_vllms_word_for_the_endpoint(server: ScriptedServer) -> None:
-    done = bench(server, "--num-prompts", "1", "--backend", "openai-chat")
-    assert done.returncode == 0, done.stderr
-    assert "messages" in list(server.bodies().values())[-1]
-
-
-def test_further_headers_are_sent() -> None:
+def test_a_backend_is_vllms_word_for_the_endpoint_and_further_headers_are_sent() -> None:
     with scripted_server("--api-key", "right", "--first-ms", "5") as guarded:
-        done = bench(guarded, "--num-prompts", "1", "--header", "Authorization=Bearer right")
-    assert done.returncode == 0, done.stderr
-
-
-def test_metadata_stand_in_the_result_and_change_no_figure(
-    server: ScriptedServer, tmp_path: Path
-) -> None:
-    done = bench(
-        server,
-        *("--num-prompts", "1", "--metadata", "commit=abc", "completed=99"),
-        *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"),
-    )
-    saved = json.loads((tmp_path / "r.json").read_text())
-    assert (saved["commit"], saved["completed"]) == ("abc", 1)
-    assert "Note: --metadata completed" in done.stdout
+        done = bench(
+            guarded,
+            *("--num-prompts", "1", "--backend", "openai-chat"),
+            *("--header", "Authorization=Bearer right"),
+        )
+        assert done.returncode == 0, done.stderr
+        assert "messages" in list(guarded.bodies().values())[-1]
 
 
 def test_a_model_that_is_not_served_is_named_with_those_that_are(server: ScriptedServer) -> None:
-    done = bench(server, "--num-prompts", "1", "--model", "other")
+    done = pdserve_here("bench", "serve", "--base-url", server.url, "--model", "other")
     assert done.returncode == 4
     assert "no model 'other': use one of its models (scripted)" in done.stderr
 
@@ -148,7 +134,7 @@ def test_a_setting_that_cannot_be_is_refused_before_anything_is_asked(
 
 
 def test_bench_alone_prints_its_commands() -> None:
-    done = pdserve("bench")
+    done = pdserve_here("bench")
     assert done.returncode == 2
     assert "serve" in done.stdout
 

@@ -192,7 +192,7 @@ def test_the_table_of_vllms_names_is_printed_by_words_of_a_row() -> None:
 
 
 def _refused(*arguments: str, **variables: str) -> str:
-    done = pdserve(*arguments, variables=variables)
+    done = pdserve_here(*arguments, **variables)
     assert (done.returncode, done.stdout) == (3, "")
     assert "Traceback" not in done.stderr
     return done.stderr
@@ -258,7 +258,7 @@ def test_up_refuses_two_processes_on_one_port(tmp_path: Path) -> None:
 
 def test_a_misspelt_variable_is_reported() -> None:
     given = {"PDSERVE_PROT": "3", "PDSERVE_MAX_MODL_LEN": "9"}
-    done = pdserve("proxy", "--port", "70000", variables=given)
+    done = pdserve_here("proxy", "--port", "70000", **given)
     for name, like in (("PROT", "PORT"), ("MAX_MODL_LEN", "MAX_MODEL_LEN")):
         said = (
             f" WARNING pdserve.start PDSERVE_{name} is not a setting: did you mean PDSERVE_{like}?"

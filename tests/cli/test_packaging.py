@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import re
 import sys
@@ -63,13 +64,16 @@ def imported(path: Path) -> Iterator[tuple[str, Path]]:
                     yield top, file
 
 
+_packages_distributions = functools.cache(importlib.metadata.packages_distributions)
+
+
 def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @pytest.mark.parametrize(("paths", "extras"), [(CODE, False), (TOOLS, True)])
 def test_every_package_that_is_imported_is_declared(paths: tuple[str, ...], extras: bool) -> None:
-    owners = importlib.metadata.packages_distributions()
+    owners = _packages_distributions()
     known = declared(extras=extras) | ALONGSIDE
     missing = {
         f"{top} in {file.relative_to(ROOT)}"

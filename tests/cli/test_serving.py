@@ -87,7 +87,12 @@ def test_a_percentage_is_logged_only_of_what_takes_long(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.matrix),
+        (signal.SIGHUP, 0),
+    ],
 )
 @pytest.mark.usefixtures("hears_hang_ups")
 def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, code: int) -> None:
@@ -103,7 +108,7 @@ def test_a_proxy_says_what_it_lacks_and_ends_when_told(number: signal.Signals, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["boxed", "some/model"])
+@pytest.mark.parametrize("name", [pytest.param("boxed", marks=pytest.mark.matrix), "some/model"])
 def test_a_proxy_takes_for_its_tokenizer_the_name_that_engines_take_for_their_model(
     name: str, tmp_path: Path
 ) -> None:

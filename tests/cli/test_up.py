@@ -160,6 +160,7 @@ def test_nothing_outlives_it_when_it_is_killed(model: Path, tmp_path: Path, make
     assert up.end() == -signal.SIGKILL
 
 
+@pytest.mark.matrix
 def test_a_second_ctrl_c_kills_what_does_not_drain(
     model: Path, tmp_path: Path, make: list[Up]
 ) -> None:

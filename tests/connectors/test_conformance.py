@@ -33,7 +33,7 @@ class TestMemory(ConnectorConformance):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.matrix
 class TestMemoryOfTwoRanks(TestMemory):
     prefill_shape = decode_shape = make_shape(tp=2)
 
@@ -72,7 +72,7 @@ class TestNixl(ConnectorConformance):
         return NixlConnector()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 class TestNixlOfTwoRanks(PullConformance):
     prefill_shape = decode_shape = make_shape(tp=2)
 

@@ -88,7 +88,7 @@ def stop_in_mid_push(p: RemotePushEngine, d: PushEngine, end: signal.Signals) ->
     raise AssertionError("every write was over before P could be stopped")
 
 
-@pytest.mark.parametrize("tls", ["tcp", "all"])
+@pytest.mark.parametrize("tls", [pytest.param("tcp", marks=pytest.mark.matrix), "all"])
 def test_a_p_killed_in_mid_push_fails_it_within_a_bound_and_d_serves_on(
     remote: Callable[..., RemotePushEngine],
     local: Callable[..., PushEngine],

@@ -96,6 +96,7 @@ def test_a_skewed_load_is_balanced_while_it_is_served_and_every_token_is_right(
     assert windows[max(windows)] <= 1.1
 
 
+@pytest.mark.matrix
 def test_so_is_every_token_where_both_engines_of_a_pair_balance(
     skewed: Path, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_transformers_one_engine_and_pd_agree_on_greedy_tokens(
         deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
@@ -98,7 +99,6 @@ def test_transformers_one_engine_and_pd_agree_on_greedy_tokens(
         pytest.param(
             "qwen3",
             ["--max-num-batched-tokens", "512", "--distributed-executor-backend", "multiprocess"],
-            marks=pytest.mark.matrix,
         ),
     ],
     ids=["chunks of 16", "chunks of 512, rank in its own process"],

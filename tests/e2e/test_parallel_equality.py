@@ -59,7 +59,6 @@ MATRIX = [
     *((family, shape) for family in MOE for shape in EXPERT_SHAPES),
 ]
 COVERING = {
-    ("mixtral", "ep2 sp"),
     ("qwen3_moe", "dp2 ep2 all_to_all"),
 }
 

@@ -103,6 +103,7 @@ BOUND: dict[str, dict[str, Any]] = {
 """What an answer of some 200 tokens has to be."""
 
 
+@pytest.mark.matrix
 def test_what_an_answer_has_to_be_it_is_although_its_decode_engine_dies_in_it(
     deployment: Deployment,
 ) -> None:

@@ -78,7 +78,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, ...]]]] = {
         },
     ),
 }  # fmt: skip
-COVERING = {"latent", "both"}
+COVERING = {"both"}
 
 
 class Pair:

@@ -24,6 +24,7 @@ TRANSFER = {
 }
 
 
+@pytest.mark.matrix
 def test_two_engines_of_serve_are_prefill_and_decode_behind_a_proxy(
     model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -182,7 +182,9 @@ async def test_a_killed_core_ends_its_requests_with_an_error(tiny_model: Path) -
             await tokens_of(client, request("again", [5], 1))
 
 
-@pytest.mark.parametrize("backend", ["inline", "multiprocess"])
+@pytest.mark.parametrize(
+    "backend", ["inline", pytest.param("multiprocess", marks=pytest.mark.matrix)]
+)
 async def test_a_stopped_core_is_not_ready_at_once_and_ends_its_requests_soon(
     tiny_model: Path, backend: str
 ) -> None:

@@ -66,7 +66,9 @@ async def test_cores_with_unequal_work_write_the_tokens_of_one(tiny_moe: Path) -
         assert client.dead_reason is None, "they left as they should"
 
 
-@pytest.mark.parametrize("backend", ["inline", "multiprocess"])
+@pytest.mark.parametrize(
+    "backend", ["inline", pytest.param("multiprocess", marks=pytest.mark.matrix)]
+)
 async def test_a_killed_core_or_rank_ends_the_requests_of_both(
     tiny_moe: Path, backend: str
 ) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 NUM_EXAMPLES = max(3, hypothesis.settings().max_examples // 20)
+# Bodies of many fields, each of which takes seconds to draw.
+LARGE = ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
 ALIKE = [each.path for each in openapi.COMMON]
 OPERATIONS = {"proxy": openapi.PROXY, "engine": openapi.ENGINE}
 engines_schema = schemathesis.openapi.from_dict(openapi.document("engine", openapi.ENGINE))
@@ -55,9 +57,16 @@ def test_an_engine_does_what_the_proxy_before_it_does(case, served):
     case.call_and_validate(base_url=served.urls["engine"], excluded_checks=EXCLUDED)
 
 
-@proxys_schema.parametrize()
+@proxys_schema.exclude(path=LARGE).parametrize()
 @thorough
 def test_a_proxy_does_what_its_document_says(case, served):
+    case.call_and_validate(base_url=served.urls["proxy"], excluded_checks=EXCLUDED)
+
+
+@pytest.mark.matrix
+@proxys_schema.include(path=LARGE).parametrize()
+@thorough
+def test_a_proxy_does_so_with_large_bodies(case, served):
     case.call_and_validate(base_url=served.urls["proxy"], excluded_checks=EXCLUDED)
 
 

@@ -35,7 +35,7 @@ def tokens(directory: Path, kernels: KernelBackend) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.matrix), "mixtral"])
 def test_a_backend_of_one_operation_drives_a_whole_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str
 ) -> None:

@@ -127,7 +127,7 @@ def _measure(world: World, small: Path, directory: Path, parallel: ParallelConfi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own head", "tied"])
+@pytest.mark.parametrize("name", ["own head", pytest.param("tied", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     "shape", [MeshShape(), MeshShape(tp=2), MeshShape(pp=2)], ids=["one rank", "tp 2", "pp 2"]
 )

@@ -48,7 +48,7 @@ def _check_compiled(world: World, backend: str) -> int:
     return num_graphs
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.matrix)])
 def test_a_function_with_collectives_is_one_graph_for_all_sizes(backend: str) -> None:
     assert run_ranks(MeshShape(tp=2), _check_compiled, backend) == [1, 1]
 
@@ -68,5 +68,6 @@ def _check_operations(world: World) -> None:
             torch.library.opcheck(operation, arguments)
 
 
+@pytest.mark.matrix
 def test_the_operations_pass_torchs_own_checks() -> None:
     run_ranks(MeshShape(tp=2), _check_operations)

@@ -105,6 +105,7 @@ def test_a_turn_repeats_what_was_answered_before_it():
     assert num_found >= len(TURNS) // 2
 
 
+@pytest.mark.matrix
 def test_first_tokens_come_nearly_as_soon_beside_a_tenant_that_sends_ten_times_as_much():
     both = greedy(350, 2.4, times=10.0, seed=8)
     late_s = []

@@ -84,6 +84,7 @@ def test_as_few_engines_are_found_as_hold_the_objectives():
     assert heavy.highest_load < 1
 
 
+@pytest.mark.matrix
 def test_longer_times_make_the_lower_end_of_the_range():
     tight = planner(PROMPTS, slo=("ttft:260", "tpot:30"), off=0.3)
     plan = tight.plan(0, [parse_layout("3P1D")])

@@ -129,7 +129,7 @@ def test_fewer_engines_of_a_role_are_never_better_for_what_it_does(demand, num):
     assert fewer.itl_s <= more.itl_s
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_homes_follow_a_load_that_turns_from_tokens_to_prompts():
     workload = turned(
         Shape(100, 800, per_s=9.0, seconds=36.0), Shape(2000, 20, per_s=15.0, seconds=80.0)

@@ -107,7 +107,7 @@ def test_an_entry_stays_small_whatever_happened_to_its_request() -> None:
     assert len(recent.since(0)[0].story) == MAX_EVENTS
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_full_ring_takes_little_more_than_two_kilobytes_for_each() -> None:
     clock, recent = ManualClock(), FinishedRequests()
     tracemalloc.start()

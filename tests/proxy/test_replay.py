@@ -222,11 +222,20 @@ def _traced_size(num_tokens: int, make: Any) -> int:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda number: event({"index": 0, "delta": {"content": f" word{number}"}}),
-        lambda number: event(chat(0, f" word{number}")),
-        lambda number: event({"index": number % 4, "text": f" word{number}"}),
+        pytest.param(
+            lambda number: event({"index": 0, "delta": {"content": f" word{number}"}}), id="text"
+        ),
+        pytest.param(
+            lambda number: event(chat(0, f" word{number}")),
+            id="log-probabilities",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            lambda number: event({"index": number % 4, "text": f" word{number}"}),
+            id="choices",
+            marks=pytest.mark.matrix,
+        ),
     ],
-    ids=["text", "log-probabilities", "choices"],
 )
 def test_a_transcript_is_small_however_long_its_stream(make):
     short, long = size_of(1000, make), size_of(8000, make)

@@ -44,7 +44,7 @@ class Kit(ConnectorConformance):
     ("defect", "change", "first_seed", "kinds"),
     [
         (defects.digest_check_off, impatient, 0, {Broken.WRONG_TOKEN}),
-        (defects.free_on_abort_while_written, impatient, 6, {Broken.WRONG_TOKEN, Broken.REUSED}),
+        (defects.free_on_abort_while_written, impatient, 35, {Broken.WRONG_TOKEN, Broken.REUSED}),
         (defects.lost_chunks_believed, with_store, 15, {Broken.WRONG_TOKEN}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -203,4 +203,4 @@ SITUATIONS = (
 def test_several_stores_give_only_right_tokens_and_keep_no_block(
     machine: type[StoresMachine],
 ) -> None:
-    run_until_reached(machine, SITUATIONS, max_examples=30)
+    run_until_reached(machine, SITUATIONS, max_examples=15)

@@ -66,7 +66,7 @@ def test_attention_is_that_of_the_reference(case: Case, dtype: torch.dtype) -> N
     )
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "group", [5, *(pytest.param(group, marks=pytest.mark.matrix) for group in (1, 2, 7, 16))]
 )

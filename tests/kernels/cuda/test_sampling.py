@@ -96,7 +96,10 @@ def test_tokens_are_drawn_as_the_reference_draws_them_and_alone_as_in_company() 
     assert drawn(sampling, logits[4:5], one, by_k=True, by_p=True) == found[4:5]
 
 
-@pytest.mark.parametrize(("by_k", "by_p"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("by_k", "by_p"),
+    [(False, False), pytest.param(True, False, marks=pytest.mark.matrix), (False, True)],
+)
 def test_passes_that_no_row_asks_for_are_left_out(by_k: bool, by_p: bool) -> None:
     asked = [each for each in ASKED if (by_k or not each[2]) and (by_p or each[3] == 1.0)][:3]
     logits, draws = logits_of(len(asked)), draws_of(*asked)
@@ -125,7 +128,7 @@ def test_what_is_masked_is_never_drawn() -> None:
     assert drawn(sampling, logits, draws_of(*asked), by_k=True, by_p=True) == [2, 2498, 2498]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_ties_with_the_last_that_is_kept_stay() -> None:
     logits = torch.full((1, VOCAB), -20.0)
     logits[:, [10, 700, 2300]] = 2.0

@@ -73,7 +73,7 @@ def check(architecture: Architecture, *calls: str) -> None:
                 assert kernel.count("ACQBULK") == kernel.count("UTMALDG") == 0, name
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_product_compiles_where_shared_memory_is_least() -> None:
     check(Architecture.SM_89, "linear 1x4096")
 
