@@ -370,7 +370,11 @@ class KVConnectorWorker:
         return None
 
     def post(self, metadata: ConnectorMetadata) -> None:
-        """Take instructions that belong to no step. Never blocks."""
+        """Take instructions that belong to no step. Never blocks.
+
+        They may come before steps that were planned earlier: a hold must not settle until the
+        saves of these have been made.
+        """
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> bool:
         """Take the instructions of the step that is about to run. Never blocks.

@@ -100,11 +100,12 @@ class Load(msgspec.Struct, array_like=True):
 
 
 class Save(msgspec.Struct, array_like=True):
-    """Blocks to save, and then the hold to end, if one is named."""
+    """Blocks to save; or a hold to end behind so many saves of steps, which it may overtake."""
 
     request_id: RequestId
     blocks: list[tuple[BlockHash, BlockId]]
     hold_id: str = ""
+    num_before: int = 0
 
 
 class Orders(msgspec.Struct):
@@ -163,6 +164,7 @@ class ToyStoreScheduler(KVConnectorScheduler):
         self._inside: dict[RequestId, Load] = {}
         self._unknown: set[RequestId] = set()
         self._num_saved: dict[RequestId, int] = {}
+        self._num_saves = 0
 
     def request_arrived(self, request: RequestView) -> KVSource:
         self._raise_perhaps()
@@ -225,6 +227,7 @@ class ToyStoreScheduler(KVConnectorScheduler):
             todo = list(zip(view.prompt_block_hashes[full], blocks[full], strict=False))
             if todo:
                 orders.saves.append(Save(request_id, todo))
+                self._num_saves += 1
             self._num_saved[request_id] = max(first, end // size)
         orders.loads = [self._inside.pop(each) for each in step if each in self._inside]
         return orders.drain()
@@ -252,7 +255,8 @@ class ToyStoreScheduler(KVConnectorScheduler):
         if not block_ids or not self._num_saved.get(request.request_id):
             return None
         hold = Hold(f"hold {next(self._hold_ids)}")
-        self._orders.saves.append(Save(request.request_id, [], hold.hold_id))
+        end = Save(request.request_id, [], hold.hold_id, self._num_saves)
+        self._orders.saves.append(end)
         self._num_saved[request.request_id] = 0
         return hold
 
@@ -277,17 +281,30 @@ class ToyStoreWorker(KVConnectorWorker):
         self._failed: list[Failed] = []
         self._valid: list[int] = []
         self._todo: deque[tuple[int, Load | Save | RequestId]] = deque()
+        self._num_saves = 0
+        self._early: list[Save] = []
 
     def register_kv_caches(self, kv: torch.Tensor, layout: KVLayout) -> None:
         self._kv = kv
 
     def post(self, metadata: ConnectorMetadata) -> None:
         orders = msgspec.msgpack.decode(metadata.payload, type=Orders)
-        for each in (*orders.loads, *orders.saves):
+        for each in orders.loads:
             self._later(each)
+        self._early += orders.saves
+        self._end_holds()
         if self._rank == 0:
             for request_id in orders.lookups:
                 self._later(request_id)
+
+    def _end_holds(self) -> None:
+        """Put the ends of holds behind the saves of steps that they wait for."""
+        early, self._early = self._early, []
+        for each in early:
+            if each.num_before > self._num_saves:
+                self._early.append(each)
+            else:
+                self._later(each)
 
     def _later(self, what: Load | Save | RequestId) -> None:
         self._todo.append((self._num_polls + self._trouble.polls(), what))
@@ -311,6 +328,8 @@ class ToyStoreWorker(KVConnectorWorker):
         failed, self._failed = self._failed, []
         for each in step.saves:
             self._later(each)
+        self._num_saves += len(step.saves)
+        self._end_holds()
         return failed
 
     def get_finished(self) -> ConnectorReport:
