@@ -187,6 +187,7 @@ async def test_a_killed_core_ends_every_request_at_once(tiny_model: Path) -> Non
             await tokens_of(client, request("late", [5], 1))
 
 
+@pytest.mark.matrix
 async def test_a_killed_coordinator_ends_the_engine(tiny_model: Path) -> None:
     async with launched(dp_config(tiny_model)) as client:
         await client.wait_ready()

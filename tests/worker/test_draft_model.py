@@ -272,7 +272,7 @@ def requests_of(num: int, **fields: Any) -> Requests:
 @pytest.mark.parametrize(
     ("num_blocks", "shape"),
     [
-        (200, MeshShape()),
+        pytest.param(200, MeshShape(), marks=pytest.mark.matrix),
         (40, MeshShape()),
         pytest.param(200, MeshShape(tp=2), marks=pytest.mark.matrix),
         pytest.param(40, MeshShape(tp=2), marks=pytest.mark.matrix),

@@ -254,7 +254,13 @@ def _beside_nan(world: World, config: EngineConfig) -> tuple[list[list[str]], li
 
 
 @pytest.mark.parametrize(
-    "shape", [MeshShape(tp=2), MeshShape(pp=2), TP2_PP2], ids=["tp 2", "pp 2", "tp 2, pp 2"]
+    "shape",
+    [
+        MeshShape(tp=2),
+        pytest.param(MeshShape(pp=2), marks=pytest.mark.matrix),
+        pytest.param(TP2_PP2, marks=pytest.mark.matrix),
+    ],
+    ids=["tp 2", "pp 2", "tp 2, pp 2"],
 )
 def test_ranks_name_a_request_that_becomes_nan_and_go_on_with_the_others(
     directory: Path, shape: MeshShape
