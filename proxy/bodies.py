@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import BadRequestError
+from pdserve.http.parsing import encoding_remedy
 from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.relay import SseParser
 from pdserve.wire.hop import (
@@ -93,7 +94,8 @@ class ClientBody:
             raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
         except UNREADABLE as error:
             raise BadRequestError(
-                f"the body is not a JSON object: {error}", code="invalid_json"
+                f"the body is not a JSON object: {error}{encoding_remedy(raw)}",
+                code="invalid_json",
             ) from None
         self._cached_tokens: list[int] | None = None
         self.num_bytes = len(raw)

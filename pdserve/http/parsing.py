@@ -6,6 +6,7 @@ unless its value has no effect. Knows no tokenizer and no model.
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -153,7 +154,7 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
         raise _named(error, kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequestError(
-            f"the body is not valid JSON: {error}", code="invalid_json"
+            f"the body is not valid JSON: {error}{encoding_remedy(data)}", code="invalid_json"
         ) from error
     except RecursionError as error:
         raise BadRequestError("the body is nested too deeply", code="invalid_json") from error
@@ -178,8 +179,14 @@ def top_level(data: bytes) -> Mapping[str, msgspec.Raw]:
         return _TOP_LEVEL.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(
-            f"the body is not valid JSON: {error}", code="invalid_json"
+            f"the body is not valid JSON: {error}{encoding_remedy(data)}", code="invalid_json"
         ) from error
+
+
+def encoding_remedy(data: bytes) -> str:
+    """Return what to do about a body that is not JSON; empty if its encoding is not the reason."""
+    marks = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "; send it in UTF-8, without a byte order mark" if data.startswith(marks) else ""
 
 
 def _named(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> BadRequestError:

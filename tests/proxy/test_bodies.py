@@ -34,6 +34,12 @@ def test_a_value_that_cannot_be_read_is_the_clients_mistake(name, value):
     assert refusal.value.error_code == "invalid_json"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_body_in_another_encoding_is_refused_with_the_remedy(encoding):
+    with pytest.raises(BadRequestError, match="send it in UTF-8, without a byte order mark"):
+        body('{"prompt": "a"}'.encode(encoding))
+
+
 ODD = [
     b"\xff",
     b'{"\xff":1}',

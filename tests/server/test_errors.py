@@ -444,3 +444,11 @@ async def test_what_the_engine_gives_up_is_an_error(text, reason, deadline, stat
         got, error = await server.refused(COMPLETIONS, PROMPT, **headers)
     assert (got, error["code"]) == (status, code)
     assert deadline is not None or error["message"] == "it said why"
+
+
+async def test_a_body_with_a_byte_order_mark_is_refused_with_the_remedy(server):
+    body = '{"prompt": "a", "max_tokens": 1}'.encode("utf-8-sig")
+    async with server.session.post(server.url + COMPLETIONS, data=body) as response:
+        assert response.status == 400
+        said = (await response.json())["error"]["message"]
+        assert said.endswith("send it in UTF-8, without a byte order mark")
