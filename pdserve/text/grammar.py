@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -33,6 +33,7 @@ MAX_RULES: Final = 1000
 _MAX_MESSAGE_CHARS: Final = 400
 _STACK_BYTES: Final = 256 << 20
 _JOIN_S: Final = 1.0
+_LINGER_S: Final = 1.0
 # Defaults are 2,000 items, 250,000 states and 1,000,000 of fuel: the first refuses objects of some
 # hundred optional properties, the second allows a grammar half a gigabyte, the third a second.
 _LIMITS: Final = LLParserLimits(
@@ -108,30 +109,34 @@ class DeepThreads:
 
     Args:
         is_last: Whether they run only while no other thread wants the core, if the system allows
-            it.
+            it. They start with a task and end a second after the last one: a process that is
+            killed is not gone before each of its threads has had a core once more.
     """
 
+    _starting = threading.Lock()
+    """The stack's size is the process's."""
+
     def __init__(self, name: str, *, num_threads: int, is_last: bool = False) -> None:
+        self._name = name
+        self._num_threads = num_threads
         self._is_last = is_last
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            self._threads = [
-                threading.Thread(target=self._run, name=name, daemon=True)
-                for _ in range(num_threads)
-            ]
-            for thread in self._threads:
-                thread.start()
-        finally:
-            threading.stack_size(before)
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        if not is_last:
+            for _ in range(num_threads):
+                self._start()
 
     def submit(self, work: Callable[[], None]) -> None:
         """Submit a task; with one thread, tasks run in order."""
         self._work.put(work)
+        with self._lock:
+            if len(self._threads) < self._num_threads:
+                self._start()
 
     def close(self) -> None:
         """End the threads after all submitted tasks. May be called twice."""
-        for _ in self._threads:
+        for _ in range(self._num_threads):
             self._work.put(None)
 
     def join(self) -> None:
@@ -140,15 +145,37 @@ class DeepThreads:
         An interpreter that exits while llguidance computes in one of them crashes.
         """
         deadline_s = time.monotonic() + _JOIN_S
-        for thread in self._threads:
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._threads.append(thread)
+        with self._starting:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for the next task; None if the thread is to end."""
+        while True:
+            with contextlib.suppress(Empty):
+                return self._work.get(timeout=_LINGER_S if self._is_last else None)
+            with self._lock:
+                if self._work.empty():
+                    self._threads.remove(threading.current_thread())
+                    return None
 
     def _run(self) -> None:
         if self._is_last and sys.platform == "linux":
             # A thread that is only nice keeps its core for some ms when another one wakes.
             with contextlib.suppress(OSError):  # a sandbox may forbid it
                 os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-        while (work := self._work.get()) is not None:
+        while (work := self._next()) is not None:
             try:
                 work()
             except Exception:  # noqa: BLE001 (the top of a thread: other grammars go on)

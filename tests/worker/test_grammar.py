@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -460,6 +461,26 @@ def test_threads_come_last_where_they_are_to(is_last: bool) -> None:
     threads.submit(lambda: found.put(os.sched_getscheduler(threading.get_native_id())))
     expected = os.SCHED_IDLE if is_last else os.sched_getscheduler(0)
     assert found.get(timeout=30.0) == expected
+    threads.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such threads")
+def test_threads_that_come_last_are_there_for_their_work_alone() -> None:
+    """On a busy machine one that waits would hold up the end of a killed engine."""
+
+    def number_of_last() -> int:
+        number = 0
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                number += os.sched_getscheduler(int(task)) == os.SCHED_IDLE
+        return number
+
+    found: SimpleQueue[int] = SimpleQueue()
+    threads = DeepThreads("deep", num_threads=2, is_last=True)
+    for _ in range(2):  # they end, and are made anew
+        wait_until(lambda: number_of_last() == 0)
+        threads.submit(lambda: found.put(number_of_last()))
+        assert found.get(timeout=30.0) == 1
     threads.close()
 
 
