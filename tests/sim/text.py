@@ -11,6 +11,7 @@ from pdserve.text.answer.formats import CallFormat
 from pdserve.text.answer.pieces import (
     CallArguments,
     CallBegins,
+    CallEnds,
     CallPiece,
     Content,
     MalformedCallError,
@@ -88,8 +89,8 @@ def answer_of(text: str, *, is_cut: bool) -> tuple[str, list[str], int]:
                 calls.append("")
             case CallArguments(more):
                 calls[-1] += more
-            case _:
-                num_whole = len(calls) if getattr(piece, "is_whole", False) else num_whole
+            case CallEnds(num_lost):
+                num_whole = len(calls) - num_lost
     return content, calls, num_whole
 
 
