@@ -183,7 +183,7 @@ class PairCosts:
             slowed_s = itl_s + times.caution * ttft["prefill"] * times.spread
             harm = num_streams * (_missed(slowed_s / slo_s) - _missed(itl_s / slo_s))
         bias = 0.0 if engine.is_prefill else BIAS
-        late_s = sum(ttft.values()) + (times.caution - 1) * (ttft["queue"] + ttft["prefill"])
+        late_s = sum(ttft.values()) + times.caution_s(ttft)
         missed = _missed(late_s / self._ttft_slo_s)
         return {"ttft": missed, "harm": harm, "bias": bias}, ttft
 

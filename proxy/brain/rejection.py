@@ -64,13 +64,13 @@ def rejection(
         passed_s: Time in which its engine computes prompts that pass it.
     """
     question, chosen = decision.question, decision.chosen
-    caution, prefill_s = question.times.caution, chosen.ttft["prefill"]
-    caution_s = (caution - 1) * (chosen.ttft["queue"] + prefill_s)
-    parts = {"waiting": waiting_s, "passed": passed_s, **chosen.ttft, "caution": caution_s}
-    alone_s = caution * prefill_s + chosen.ttft["hop"]
+    times = question.times
+    parts = {"waiting": waiting_s, "passed": passed_s, **chosen.ttft}
+    parts["caution"] = times.caution_s(chosen.ttft)
+    alone_s = times.caution * chosen.ttft["prefill"] + chosen.ttft["hop"]
     slo_s = question.ttft_slo_s
     if alone_s > slo_s:
-        slo_s = max(slo_s, default_ttft_slo_s(question.times, question.num_tokens))
+        slo_s = max(slo_s, default_ttft_slo_s(times, question.num_tokens))
     ttft_s, limit_s = sum(parts.values()), max(alone_s, slo_s)
     if ttft_s > limit_s:
         return Rejection(

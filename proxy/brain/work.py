@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _CAUTION: Final = 0.67
 """Of the mean relative error that prompts are taken to be longer by: three in four are shorter."""
@@ -122,6 +125,10 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     def caution(self) -> float:
         """Factor of the time of prompts where decisions must not rely on the mean."""
         return 1 + _CAUTION * min(1.0, self.prefill_error)
+
+    def caution_s(self, ttft: Mapping[str, float]) -> float:
+        """Return what prompts may add to a predicted time to the first token, see `PairCost`."""
+        return (self.caution - 1) * (ttft["queue"] + ttft["prefill"])
 
     def prompt_s(self, num_tokens: int, num_cached: int) -> float:
         """Return seconds for a prompt with nothing before it."""

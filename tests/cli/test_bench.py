@@ -90,6 +90,13 @@ def test_failed_requests_end_in_exit_code_1_with_what_went_wrong(server: Scripte
     assert "2 x the answer did not end within 0.05 s" in done.stdout
 
 
+@pytest.mark.matrix
+def test_chat_is_asked_with_messages(server: ScriptedServer) -> None:
+    done = bench(server, "--num-prompts", "1", "--endpoint", "/v1/chat/completions")
+    assert done.returncode == 0, done.stderr
+    assert "messages" in list(server.bodies().values())[-1]
+
+
 def test_a_backend_is_vllms_word_for_the_endpoint_and_further_headers_are_sent() -> None:
     with scripted_server("--api-key", "right", "--first-ms", "5") as guarded:
         done = bench(
