@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.http.parsing import top_level
-from pdserve.http.protocol import StreamOptions
+from pdserve.http.protocol import Prediction, ResponseFormat, StreamOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 IGNORED_HEADER: Final = "X-Pdserve-Ignored-Fields"
 MAX_NAMED: Final = 16
 MAX_NAME_CHARS: Final = 64
-_OPTIONS: Final = "stream_options"
+_NESTED: Final[dict[str, type[msgspec.Struct]]] = {
+    "prediction": Prediction,
+    "response_format": ResponseFormat,
+    "stream_options": StreamOptions,
+}
 _IGNORED: web.RequestKey[list[str]] = web.RequestKey("ignored_fields", list)
 
 
@@ -43,10 +47,11 @@ def note_ignored(
         BadRequestError: A name is not valid text.
     """
     ignored = [name for name in fields if name not in kind.__struct_encode_fields__]
-    options = bytes(fields.get(_OPTIONS, b""))
-    if _OPTIONS not in ignored and options.startswith(b"{"):
-        known = StreamOptions.__struct_encode_fields__
-        ignored += [f"{_OPTIONS}.{name}" for name in top_level(options) if name not in known]
+    for outer, inner_kind in _NESTED.items():
+        inner = bytes(fields.get(outer, b""))
+        if outer not in ignored and inner.startswith(b"{"):
+            known = inner_kind.__struct_encode_fields__
+            ignored += [f"{outer}.{name}" for name in top_level(inner) if name not in known]
     ignored += also
     request[_IGNORED] = ignored
     return ignored

@@ -25,7 +25,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class Objectives(msgspec.Struct, frozen=True, kw_only=True):
+class Objectives(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How soon a client wants its tokens. Predicting proxies use it; engines do not.
 
     Attributes:

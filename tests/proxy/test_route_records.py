@@ -165,7 +165,9 @@ def test_what_is_no_objective_of_a_model_is_refused_by_its_flag(word):
         ProxyConfig(model_slo=(word,))
 
 
-@pytest.mark.parametrize("slo", [{"ttft_ms": 0}, {"itl_ms": "soon"}, 5, {"ttft_ms": 1e9}])
+@pytest.mark.parametrize(
+    "slo", [{"ttft_ms": 0}, {"itl_ms": "soon"}, 5, {"ttft_ms": 1e9}, {"ttft": 300}]
+)
 async def test_an_objective_that_is_none_is_refused_by_name(make_stack, slo):
     stack = await make_stack([ScriptedEngine("prefill")], [ScriptedEngine("decode")])
     async with stack.post({"prompt": "x", "slo": slo}) as response:

@@ -230,6 +230,16 @@ async def test_what_means_something_is_not_named(server):
     assert await ignored(server, TOKENIZE, {"prompt": "The", "truncate": 3}) == "truncate"
 
 
+async def test_what_means_nothing_in_a_nested_field_is_named_too(server):
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 2,
+        "prediction": {"type": "content", "content": "The", "weight": 2},
+        "response_format": {"type": "text", "schema": {}},
+    }
+    assert await ignored(server, CHAT, body) == "prediction.weight, response_format.schema"
+
+
 async def test_many_names_are_cut_short(server):
     body = {"prompt": "The", "max_tokens": 2} | {f"{'x' * 100}{i}": 0 for i in range(40)}
     named = (await ignored(server, COMPLETIONS, body)).split(", ")
