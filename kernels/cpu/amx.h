@@ -29,6 +29,46 @@ constexpr int kStepLines = 2 * kTileRows;
 
 #ifdef PD_AMX
 
+// What LDTILECFG reads.
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+#ifndef PD_TILE_REGISTERS  // tests bring their own to CPUs that have none
+
+// The eight registers, which belong to a thread.
+struct TileRegisters {
+    // Asks the operating system to let this process use them.
+    static bool request();
+
+    static void configure(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
+    static void release() { asm volatile("tilerelease"); }
+
+    template <int kTile>
+    static void clear() {
+        asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+    }
+    template <int kTile>
+    static void load(const void* from, int64_t stride) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile)
+                     : "memory");
+    }
+    template <int kTile>
+    static void store(void* to, int64_t stride) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile)
+                     : "memory");
+    }
+    template <int kSums, int kInput, int kWeight>
+    static void add() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kInput),
+                     "i"(kWeight));
+    }
+};
+
+#endif
+
 // Whether this process multiplies with tiles: the operating system must let it. The answer stays
 // the same as long as the process lives, and in its forked children.
 bool have_tiles();
@@ -49,22 +89,18 @@ struct TileProduct {
 };
 
 // This thread's tile registers, for as long as the object lives. One at a time.
-class Tiles {
+class Tiles : TileRegisters {
    public:
     // Products will have runs of `rows` rows, at most 16.
     explicit Tiles(int rows) {
-        struct alignas(64) {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {};
-            uint8_t rows[16] = {};
-        } config;
+        TileConfig config;
         for (int tile = 0; tile < 8; tile++) {
             config.row_bytes[tile] = 64;
             config.rows[tile] = static_cast<uint8_t>(tile < kWeights ? rows : kTileRows);
         }
-        asm volatile("ldtilecfg %0" ::"m"(config));
+        configure(config);
     }
-    ~Tiles() { asm volatile("tilerelease"); }
+    ~Tiles() { release(); }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
 
@@ -115,26 +151,6 @@ class Tiles {
    private:
     // Registers 0 to 3 hold sums.
     static constexpr int kInputs = 4, kWeights = 6;
-
-    template <int kTile>
-    static void clear() {
-        asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
-    }
-    template <int kTile>
-    static void load(const void* from, int64_t stride) {
-        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile)
-                     : "memory");
-    }
-    template <int kTile>
-    static void store(void* to, int64_t stride) {
-        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile)
-                     : "memory");
-    }
-    template <int kSums, int kInput, int kWeight>
-    static void add() {
-        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kInput),
-                     "i"(kWeight));
-    }
 };
 
 // Denormals count as zero, in the results of this thread's vectors and in what they read, for as

@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -46,7 +47,8 @@ def library(target: str | None = None, cache_dir: Path | None = None) -> Path:
     """Return the shared library, compiling it if the cache has none.
 
     Args:
-        target: The ``-march=`` flag; None uses ``PD_CPU_TARGET``, or else this CPU.
+        target: The ``-march=`` flag, or several flags as in a shell; None uses
+            ``PD_CPU_TARGET``, or else this CPU.
         cache_dir: Folder for the result; None uses ``pdserve`` in ``$XDG_CACHE_HOME`` or
             ``~/.cache``.
 
@@ -117,7 +119,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _compile(compiler: str, target: str, path: Path) -> None:
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        scratch, flags = Path(folder), [*_FLAGS, target]
+        scratch, flags = Path(folder), [*_FLAGS, *shlex.split(target)]
         if target == NATIVE and _is_faster_without_pairs(compiler, scratch):
             flags.append(_WITHOUT_PAIRS)
         objects = [scratch / f"{source.stem}.o" for source in sources]

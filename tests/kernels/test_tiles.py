@@ -6,14 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.builds import KERNELS
+from pdserve.kernels.backend import KernelBackend
+from tests.kernels.builds import KERNELS, TILES, kernels_for, marks_of
 from tests.python import run_python
 
-pytestmark = pytest.mark.skipif("AMX" not in KERNELS.description, reason="no AMX, or no compiler")
+# The first waits for a compiler.
+pytestmark = [*marks_of(TILES), pytest.mark.timeout(300)]
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return KERNELS.linear_of(weight, out_dtype=torch.float32)(x)
+@pytest.fixture(scope="module")
+def kernels() -> KernelBackend:
+    """This CPU's with its matrix unit, or with one that is emulated."""
+    found = kernels_for(TILES)
+    assert "AMX" in found.description
+    return found
+
+
+def _product(kernels: KernelBackend, x: Tensor, weight: Tensor) -> Tensor:
+    return kernels.linear_of(weight, out_dtype=torch.float32)(x)
 
 
 def _sum_as_tiles_do(x: Tensor, weight: Tensor) -> Tensor:
@@ -29,10 +39,10 @@ def _sum_as_tiles_do(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 31, 70])
-def test_sums_are_in_the_documented_order(rows: int) -> None:
+def test_sums_are_in_the_documented_order(kernels: KernelBackend, rows: int) -> None:
     x, weight = torch.randn(rows, 640).bfloat16(), torch.randn(48, 640).bfloat16()
 
-    assert torch.equal(_product(x, weight), _sum_as_tiles_do(x, weight))
+    assert torch.equal(_product(kernels, x, weight), _sum_as_tiles_do(x, weight))
 
 
 def _bf16_at_the_edges(*shape: int) -> Tensor:
@@ -45,34 +55,39 @@ def _bf16_at_the_edges(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [2, 3, 16, 17, 40])
-def test_a_row_at_the_edges_of_fp32_is_the_same_in_any_batch(rows: int) -> None:
+def test_a_row_at_the_edges_of_fp32_is_the_same_in_any_batch(
+    kernels: KernelBackend, rows: int
+) -> None:
     x, weight = _bf16_at_the_edges(rows, 128), _bf16_at_the_edges(64, 128)
     weight[:20, 64:] = 0  # so that some sums stay denormal
     x[:, :64] = _bf16_at_the_edges(rows, 64) * 1e-30
-    alone = torch.cat([_product(row, weight) for row in x.split(1)])
+    alone = torch.cat([_product(kernels, row, weight) for row in x.split(1)])
 
-    assert torch.equal(_product(x, weight).view(torch.int32), alone.view(torch.int32))
+    assert torch.equal(_product(kernels, x, weight).view(torch.int32), alone.view(torch.int32))
 
 
 @pytest.mark.parametrize("rows", [2, 3, 16, 40])
-def test_infinities_and_nans_reach_the_same_elements_in_any_batch(rows: int) -> None:
+def test_infinities_and_nans_reach_the_same_elements_in_any_batch(
+    kernels: KernelBackend, rows: int
+) -> None:
     x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(40, 96).bfloat16()
     x[rows // 2, 5] = float("inf")
     weight[7, 5], weight[8, 6], weight[9, 5] = 0, float("nan"), float("-inf")
-    alone = torch.cat([_product(row, weight) for row in x.split(1)])
+    alone = torch.cat([_product(kernels, row, weight) for row in x.split(1)])
 
-    torch.testing.assert_close(_product(x, weight), alone, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(_product(kernels, x, weight), alone, rtol=0, atol=0, equal_nan=True)
 
 
-def test_denormals_are_flushed_in_products_alone() -> None:
+def test_denormals_are_flushed_in_products_alone(kernels: KernelBackend) -> None:
     smallest = torch.tensor([[1e-40]])
-    layer = KERNELS.linear_of(torch.eye(32).bfloat16(), out_dtype=torch.float32)
+    layer = kernels.linear_of(torch.eye(32).bfloat16(), out_dtype=torch.float32)
     layer(torch.ones(1, 32).bfloat16())
 
     assert smallest.item() > 0
     assert (smallest * 1.0).item() > 0
 
 
+@pytest.mark.skipif("AMX" not in KERNELS.description, reason="no AMX, or no compiler")
 def test_a_process_that_is_refused_tiles_computes_without_and_stays_invariant() -> None:
     # Linux refuses them where a signal stack has no room for their contents.
     code = (
