@@ -13,6 +13,7 @@ from pdserve.server.form import (
     completion_logprobs,
     echoed_logprobs,
     joined,
+    likeliest,
     prompt_logprobs,
     stream_answer,
     whole_choices,
@@ -47,8 +48,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             token_ids, body, max_tokens=max_tokens, max_model_len=info.max_model_len
         )
     wanted = body.prompt_logprobs
-    if wanted is None and body.echo:
-        wanted = body.logprobs
+    if body.echo and body.logprobs is not None:
+        wanted = max(wanted or 0, body.logprobs)
     job = await make_job(
         request,
         body,
@@ -123,7 +124,8 @@ class _Form(AnswerForm):
             logprobs = completion_logprobs(tokens, entries, offsets)
             if first and echo and delta.prompt_logprobs is not None:
                 prompt = self._job.prompts[prompt_index]
-                echoed = echoed_logprobs(tokens, prompt, delta.prompt_logprobs, echo)
+                scores = likeliest(delta.prompt_logprobs, body.logprobs or 0)
+                echoed = echoed_logprobs(tokens, prompt, scores, echo)
                 logprobs = joined(echoed, logprobs)
         choice: dict[str, Any] = {
             "index": delta.index,
@@ -133,7 +135,8 @@ class _Form(AnswerForm):
             "stop_reason": delta.stop_reason,
         }
         if not streaming and body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(tokens, delta.prompt_logprobs)
+            scores = likeliest(delta.prompt_logprobs, body.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(tokens, scores)
         if body.return_token_ids:
             if first:
                 choice["prompt_token_ids"] = self._job.prompts[prompt_index]

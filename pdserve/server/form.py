@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
+
 from pdserve.server.reply import EventStream, hop_events
 
 if TYPE_CHECKING:
@@ -199,6 +201,14 @@ def echoed_logprobs(
                 num_chars += sum(byte & 0xC0 != 0x80 for byte in found)
                 break
     return columns
+
+
+def likeliest(entries: PromptLogprobs, num_top: int) -> PromptLogprobs:
+    """Return `entries` with at most `num_top` alternatives each."""
+    return [
+        None if entry is None else msgspec.structs.replace(entry, top=entry.top[:num_top])
+        for entry in entries
+    ]
 
 
 def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -174,6 +174,21 @@ async def test_echo_puts_the_prompt_first_in_text_and_logprobs(text):
     assert stream[0]["choices"][0]["logprobs"]["token_logprobs"][0] is None
 
 
+@pytest.mark.parametrize(("of_echo", "of_prompt"), [(0, 3), (3, 1)])
+async def test_an_echo_and_prompt_logprobs_have_as_many_alternatives_as_each_asks_for(
+    server, of_echo, of_prompt
+):
+    body = {"prompt": [90, 61, 70], "max_tokens": 1, "echo": True, "logprobs": of_echo}
+    alone = (await server.ok(PATH, body))["choices"][0]
+    both = (await server.ok(PATH, body | {"prompt_logprobs": of_prompt}))["choices"][0]
+    assert both["logprobs"]["top_logprobs"][:3] == alone["logprobs"]["top_logprobs"][:3]
+    _, *scored = both["prompt_logprobs"]
+    for entry in scored:
+        ranks = sorted(each["rank"] for each in entry.values())
+        assert ranks[:of_prompt] == list(range(1, of_prompt + 1))
+        assert len(ranks) <= of_prompt + 1
+
+
 @pytest.mark.parametrize(
     ("kind", "offsets"),
     [
