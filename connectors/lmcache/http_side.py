@@ -5,12 +5,13 @@ Engines do not depend on it: a failed request counts as if there were no HTTP si
 
 from __future__ import annotations
 
-import http.client
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from pdserve.http.plain_client import fetched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,11 +58,9 @@ class StoreHttpSide:
         headers = {} if body is None else {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}/{path}", body, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                answer: bytes = response.read()
+            return fetched(request, self._timeout_s)
         except urllib.error.HTTPError as error:
             error.close()
             return b""
-        except (OSError, http.client.HTTPException):
+        except OSError:
             return b""
-        return answer

@@ -8,6 +8,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Final
 
 from pdserve.errors import ConfigError, PeerError
+from pdserve.http.plain_client import fetched, reason_and_remedy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,10 +32,7 @@ def asked(base_url: str, path: str, api_keys: Sequence[str]) -> bytes:
     if api_keys:
         request.add_header("Authorization", f"Bearer {api_keys[0]}")
     try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_TIMEOUT_S) as response:
-            body: bytes = response.read()
-            return body
+        return fetched(request, _TIMEOUT_S)
     except urllib.error.HTTPError as error:
         message = error_message(error.read()) or f"status {error.code}"
         if error.code in {401, 403}:
@@ -44,12 +42,11 @@ def asked(base_url: str, path: str, api_keys: Sequence[str]) -> bytes:
                 param="api-key",
             ) from error
         raise PeerError(f"{url}: {message}") from error
-    except (urllib.error.URLError, OSError) as error:
-        reason = getattr(error, "reason", error)
-        raise PeerError(
-            f"{base_url} cannot be reached ({reason}): give the base URL of the proxy or of an "
-            "engine with --url"
-        ) from error
+    except OSError as error:
+        reason, remedy = reason_and_remedy(
+            error, "give the base URL of the proxy or of an engine with --url"
+        )
+        raise PeerError(f"{base_url} cannot be reached ({reason}): {remedy}") from error
 
 
 def error_message(body: bytes) -> str:

@@ -16,7 +16,6 @@ import shutil
 import socket
 import sys
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +33,7 @@ from pdserve.config.doctor import DoctorConfig
 from pdserve.config.load import Resolved, Table, build
 from pdserve.config.tiers import parse_tiers
 from pdserve.errors import ConfigError
+from pdserve.http.plain_client import fetched, reason_and_remedy
 from pdserve.wire.hop import INFO_PATH
 
 _DEFAULT_PORTS: Final = (("proxy", 8000), ("prefill", 8100), ("decode", 8200))
@@ -316,8 +316,8 @@ def peers(
             )
             addresses = [(each["host"], each["port"]) for each in engine["endpoints"]]
         except OSError as error:
-            reason = getattr(error, "reason", error)
-            yield Finding("peer", Grade.FAIL, f"{url} cannot be reached: {reason}")
+            reason, remedy = reason_and_remedy(error, "give the base URL of a running engine")
+            yield Finding("peer", Grade.FAIL, f"{url} cannot be reached: {reason}", remedy)
             continue
         except (ValueError, KeyError, TypeError):
             yield Finding(
@@ -386,10 +386,9 @@ def _model(peer: RunningEngine) -> str:
 
 
 def _fetch(url: str) -> Mapping[str, Any]:
-    request = urllib.request.Request(f"{url.rstrip('/')}{INFO_PATH}")
     try:
-        with urllib.request.urlopen(request, timeout=_PEER_TIMEOUT_S) as response:
-            content: Mapping[str, Any] = json.load(response)
+        answer = fetched(f"{url.rstrip('/')}{INFO_PATH}", _PEER_TIMEOUT_S)
+        content: Mapping[str, Any] = json.loads(answer)
     except urllib.error.HTTPError as error:  # an OSError, but the server was there
         raise ValueError(f"HTTP {error.code}") from None
     return content

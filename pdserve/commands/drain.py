@@ -18,6 +18,7 @@ from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
 from pdserve.config.drain import DrainConfig
 from pdserve.config.load import build
 from pdserve.errors import ConfigError, PeerError
+from pdserve.http.plain_client import fetched, reason_and_remedy
 from pdserve.wire.drain import PATH, DrainReport, DrainRequest
 
 if TYPE_CHECKING:
@@ -67,9 +68,7 @@ def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
     if config.api_keys:
         request.add_header("Authorization", f"Bearer {config.api_keys[0]}")
     try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=config.deadline_s + _SLACK_S) as response:
-            return bytes(response.read())
+        return fetched(request, config.deadline_s + _SLACK_S)
     except urllib.error.HTTPError as error:
         message = error_message(error.read()) or f"status {error.code}"
         if error.code in {401, 403}:
@@ -81,10 +80,8 @@ def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
             raise ConfigError(f"{proxy}: {message}", param="engines") from error
         raise PeerError(f"{url}: {message}") from error
     except OSError as error:
-        reason = getattr(error, "reason", error)
-        raise PeerError(
-            f"{proxy} cannot be reached ({reason}): give the proxy's base URL with --proxy"
-        ) from error
+        reason, remedy = reason_and_remedy(error, "give the proxy's base URL with --proxy")
+        raise PeerError(f"{proxy} cannot be reached ({reason}): {remedy}") from error
 
 
 def described(report: DrainReport, proxy: str) -> str:

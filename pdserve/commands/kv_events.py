@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,6 +16,7 @@ from pdserve.commands.exit_codes import EXIT_DONE
 from pdserve.config.kv_events import KVEventsReaderConfig
 from pdserve.config.load import build
 from pdserve.errors import ConfigError, PeerError
+from pdserve.http.plain_client import fetched, reason_and_remedy
 from pdserve.proxy.brain.feed import CoreSubscription
 from pdserve.wire.event_reader import GrainSet, ReaderState
 from pdserve.wire.events import HASH_VERSION, EventEndpoint
@@ -60,14 +59,11 @@ def fetch(url: str) -> Sequence[EventEndpoint]:
         ConfigError: It publishes no events, or hashes prefixes differently from this version.
     """
     try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{url.rstrip('/')}{INFO_PATH}", timeout=_TIMEOUT_S) as response:
-            engine = msgspec.json.decode(response.read(), type=EngineReport).engine
+        answer = fetched(f"{url.rstrip('/')}{INFO_PATH}", _TIMEOUT_S)
+        engine = msgspec.json.decode(answer, type=EngineReport).engine
     except (OSError, *UNREADABLE, json.JSONDecodeError) as error:
-        reason = getattr(error, "reason", error)
-        raise PeerError(
-            f"{url} does not answer as an engine does ({reason}): give an engine's URL with --url"
-        ) from error
+        reason, remedy = reason_and_remedy(error, "give an engine's URL with --url")
+        raise PeerError(f"{url} does not answer as an engine does ({reason}): {remedy}") from error
     if engine is None or not engine.kv_events:
         raise ConfigError(
             f"{url} publishes no KV events: start it with "

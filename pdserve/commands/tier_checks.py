@@ -10,7 +10,6 @@ import socket
 import sys
 import tempfile
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +24,7 @@ from pdserve.config.tiers import (
     RedisTier,
     Tiers,
 )
+from pdserve.http.plain_client import fetched
 
 _LEAST_DISK_BYTES: Final = 64 << 20
 _REDIS_TIMEOUT_S: Final = 2.0
@@ -63,15 +63,18 @@ def installed() -> Finding:
 
 def shared_memory(num_bytes: int, folder: Path) -> Finding:
     """Is there room for the cpu tier?"""
-    free = shutil.disk_usage(folder).free
+    usage = shutil.disk_usage(folder)
+    free = usage.free
     text = f"the cpu tier takes {_mib(num_bytes)} of {folder}, which has {_mib(free)} free"
     if free < num_bytes:
+        enough_gib = (usage.used + num_bytes >> 30) + 1
         return Finding(
             "cpu tier",
             Grade.FAIL,
             text,
-            "make the tier smaller, or the folder larger: mount -o remount,size=8G /dev/shm; in "
-            "a container docker run --shm-size=8g, or an emptyDir of medium Memory",
+            f"make the tier smaller, or the folder larger: mount -o remount,size={enough_gib}G "
+            f"{folder}; in a container docker run --shm-size={enough_gib}g, or an emptyDir of "
+            "medium Memory",
         )
     return Finding("cpu tier", Grade.OK, text)
 
@@ -180,8 +183,7 @@ def server(http_url: str, block_size: int) -> Finding:
 
 
 def _ask(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=_ANSWER_TIMEOUT_S) as response:
-        return json.load(response)
+    return json.loads(fetched(url, _ANSWER_TIMEOUT_S))
 
 
 def _is_writable(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import contextlib
 import itertools
 import json
@@ -73,7 +74,9 @@ def test_shared_memory_has_to_hold_the_whole_tier(tmp_path: Path) -> None:
     finding = tier_checks.shared_memory(1 << 60, tmp_path)
     assert finding.verdict is Grade.FAIL
     assert f"of {tmp_path}, which has" in finding.text
-    assert "--shm-size" in finding.remedy
+    [size_gib] = re.findall(r"--shm-size=(\d+)g", finding.remedy)
+    assert int(size_gib) << 30 > 1 << 60
+    assert f"size={size_gib}G {tmp_path};" in finding.remedy
 
 
 def test_a_folder_that_will_be_made_is_a_disk_tier(tmp_path: Path) -> None:
