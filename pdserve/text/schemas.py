@@ -8,6 +8,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _MAX_DEPTH = 8
+_UNIONS: Final = ("anyOf", "oneOf")
+_CONDITIONS: Final = ("not", "if")
+_ANNOTATIONS: Final = {"title", "description", "default", "examples", "deprecated", "$comment"}
+_NAMES: Final = {
+    bool: "boolean",
+    dict: "object",
+    float: "number",
+    int: "integer",
+    list: "array",
+    str: "string",
+    type(None): "null",
+}
 _TYPES = ("object", "array", "number", "boolean", "null")
 _SPACES: Final = r" |\r?\n[ \t]{0,64}"
 
@@ -19,11 +31,47 @@ def types_of(schema: object, depth: int = 0) -> set[str]:
     given = schema.get("type")
     found = {given} if isinstance(given, str) else set()
     found |= {each for each in given if isinstance(each, str)} if isinstance(given, list) else set()
-    for key in ("anyOf", "oneOf", "allOf"):
+    found |= {_NAMES[type(each)] for each in values_of(schema) or ()} if given is None else set()
+    for key in (*_UNIONS, "allOf"):
         branches = schema.get(key)
         for branch in branches if isinstance(branches, list) else ():
             found |= types_of(branch, depth + 1)
     return found
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values that a schema lists; None if it lists none."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else None
+
+
+def branches_of(schema: Mapping[str, Any], depth: int = 0) -> list[dict[str, Any]]:
+    """Return the alternatives of a schema, each of one type at most.
+
+    Raises:
+        ValueError: It combines schemas in another way than by listing them.
+    """
+    parts = [key for key in (*_UNIONS, "allOf", *_CONDITIONS) if key in schema]
+    if parts:
+        [key] = parts if len(parts) == 1 else [""]
+        branches = schema.get(key)
+        is_listed = key in _UNIONS or (key == "allOf" and len(schema[key]) == 1)
+        others = schema.keys() - _ANNOTATIONS - {key}
+        if not is_listed or others or not isinstance(branches, list) or depth > _MAX_DEPTH:
+            raise ValueError(f"strings cannot be limited by {', '.join(parts)} beside other keys")
+        listed = (each for each in branches if isinstance(each, dict))
+        return [each for branch in listed for each in branches_of(branch, depth + 1)]
+    values, found = values_of(schema), []
+    for name in sorted(types_of(schema)):
+        fitting = [
+            each for each in values or () if name in {_NAMES[type(each)], schema.get("type")}
+        ]
+        if values is None:
+            found.append({**schema, "type": name})
+        elif fitting:
+            rest = {key: value for key, value in schema.items() if key != "const"}
+            found.append({**rest, "type": name, "enum": fitting})
+    return found or [dict(schema)]
 
 
 def type_of(schema: object) -> str:
@@ -39,7 +87,8 @@ def is_text(schema: object) -> bool:
     Without a type they are strings, unless the schema describes them in another way.
     """
     types = types_of(schema)
-    return "string" in types or (not types and not (isinstance(schema, dict) and "$ref" in schema))
+    is_described = isinstance(schema, dict) and schema.keys() & {"$ref", "allOf", *_UNIONS}
+    return "string" in types or (not types and not is_described)
 
 
 def with_bounded_spaces(schema: Mapping[str, Any], **options: Any) -> dict[str, Any]:

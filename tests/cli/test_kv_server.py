@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys

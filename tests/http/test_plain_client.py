@@ -53,7 +53,7 @@ def test_a_server_is_asked_directly_whatever_the_environment_says(
 
 @pytest.mark.parametrize("url", [Ssh], indirect=True)
 def test_a_server_that_does_not_speak_http_is_one_that_cannot_be_reached(url: str) -> None:
-    with pytest.raises(OSError, match="no HTTP server answers there: .*SSH-2.0"):
+    with pytest.raises(OSError, match=r"no HTTP server answers there: .*SSH-2\.0"):
         fetched(url, 5.0)
 
 

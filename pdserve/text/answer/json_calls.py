@@ -14,7 +14,12 @@ import msgspec
 
 from pdserve.text.answer.following import ObjectFollower
 from pdserve.text.answer.formats import CallFormat, Writing
-from pdserve.text.answer.pieces import MalformedCallError, ToolCall, UnfinishedCallError
+from pdserve.text.answer.pieces import (
+    MalformedCallError,
+    ToolCall,
+    UnfinishedCallError,
+    value_in,
+)
 
 if TYPE_CHECKING:
     from pdserve.text.answer.pieces import Tools
@@ -56,7 +61,6 @@ class _Call(msgspec.Struct):
 
 _call_in = msgspec.json.Decoder(_Call).decode
 _calls_in = msgspec.json.Decoder(list[_Call]).decode
-_value_in = msgspec.json.Decoder().decode
 _skip_value = JSONDecoder(strict=False).raw_decode
 
 _BAD_JSON = (msgspec.MsgspecError, RecursionError, UnicodeEncodeError)
@@ -82,9 +86,9 @@ def _object(raw: msgspec.Raw) -> str:
     """
     text = bytes(raw).decode() or "{}"
     if text.startswith('"'):
-        text = _value_in(text)
+        text = value_in(text)
     try:
-        value = _value_in(text)
+        value = value_in(text)
     except _BAD_JSON as error:
         raise MalformedCallError from error
     if value is None:

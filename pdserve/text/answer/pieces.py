@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     """The JSON Schema of each offered tool's parameters, by the tool's name."""
 
 
+value_in = msgspec.json.Decoder(float_hook=float).decode
+"""Decode a JSON text; a number that no float can hold is infinite, and not an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """Which tools an answer may call, and how.

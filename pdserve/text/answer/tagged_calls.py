@@ -18,6 +18,7 @@ from pdserve.text.answer.pieces import (
     UnfinishedCallError,
     object_of,
     quoted,
+    value_in,
 )
 from pdserve.text.answer.tag_following import TagFollower, Tags, after_space, beginnings_of
 from pdserve.text.schemas import is_text, types_of
@@ -48,8 +49,6 @@ _GLM_FOLLOWED_HEAD = re.compile(r"\s*+([^\s<]++)\s*+(?=<arg_key>)")
 _GLM_PARTIAL = re.compile(rf"\n?(?:{beginnings_of('</arg_value>')})?\Z")
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 _NAMES = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-
-_value_in = msgspec.json.Decoder().decode
 
 
 def _values(
@@ -90,7 +89,7 @@ def _typed(text: str, schema: object) -> str:
         return quoted(text)
     literal = _PYTHON_LITERALS.get(text.strip(), text.strip())
     try:
-        value = _value_in(literal)
+        value = value_in(literal)
     except (msgspec.MsgspecError, RecursionError):
         return quoted(text)
     name = "number" if type(value) in (int, float) else _NAMES[type(value)]
@@ -118,7 +117,7 @@ def _dsml(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[ToolC
 
 def _checked(text: str) -> str:
     try:
-        _value_in(text)
+        value_in(text)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise MalformedCallError from error
     return text

@@ -12,7 +12,13 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdserve.text.schemas import is_text, type_of, with_bounded_spaces
+from pdserve.text.schemas import (
+    branches_of,
+    is_text,
+    type_of,
+    values_of,
+    with_bounded_spaces,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,6 +31,25 @@ _BLANK = r"/[ \n]{1,4}/"
 _NAME = re.compile(r"[\w.-]+")
 _KEY = re.compile(r'[^<>"{}\x00-\x1f]+')
 _DEFINITIONS = ("$defs", "definitions")
+_LAST_ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
+_ESCAPE_OR_CLASS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]")
+_GROUP = re.compile(r"\([^()]*\)")
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+_DAY = "0[1-9]|1[0-9]|2[0-9]"
+_DATE = f"[0-9]{{4}}-((0[1-9]|1[0-2])-({_DAY})|(0[13-9]|1[0-2])-30|(0[13578]|1[02])-31)"
+_MINUTE = r"([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_MINUTE}:[0-5][0-9](\.[0-9]{{1,9}})?([Zz]|[+\-]{_MINUTE})"
+_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_FORMATS = {
+    "date": _DATE,
+    "date-time": f"{_DATE}[Tt]{_TIME}",
+    "email": r"[A-Za-z0-9._%+\-]+@([A-Za-z0-9\-]+\.)+[A-Za-z]{2,}",
+    "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
+    "time": _TIME,
+    "uri": r"[A-Za-z][A-Za-z0-9+.\-]*:[A-Za-z0-9\-._~:\/?#@!$&'()*+,;=%]+",
+    "uuid": r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+}
+"""Expressions of the formats that a text without quotes can be limited to."""
 
 
 @dataclass(slots=True)
@@ -59,10 +84,14 @@ class GrammarWriter:
             if part
         )
 
-    def free(self, name: str, excluded: Iterable[str]) -> str:
-        """Add a terminal for any text that contains none of some texts; return its name."""
-        without = "".join(f" & ~/{_ANY}{_regex(each)}{_ANY}/" for each in excluded)
-        return self.rule(name, f"/{_ANY}/{without}")
+    def free(self, name: str, excluded: Iterable[str], limits: Iterable[str] = ()) -> str:
+        """Add a terminal for any text that contains none of some texts; return its name.
+
+        Args:
+            limits: Terminals that the text must match, too.
+        """
+        without = [f"~/{_ANY}{_regex(each)}{_ANY}/" for each in excluded]
+        return self.rule(name, " & ".join((f"/{_ANY}/", *limits, *without)))
 
     def calls(self, writing: Writing, use: ToolUse, *, prefix: str = "call") -> str:
         """Add rules for one call or, in parallel, some of them; return the name of the first.
@@ -71,8 +100,7 @@ class GrammarWriter:
             prefix: Prefix of the rules' names.
         """
         for index, (name, schema) in enumerate(use.tools.items()):
-            is_loose = name in use.loose and writing.parameter is None
-            self._call(f"{prefix}_{index}", writing, name, {} if is_loose else schema)
+            self._call(f"{prefix}_{index}", writing, name, schema, is_loose=name in use.loose)
         call = self.rule(prefix, *(f"{prefix}_{index}" for index in range(len(use.tools))))
         more = ""
         if use.is_parallel and writing.between is not None:
@@ -80,21 +108,27 @@ class GrammarWriter:
         parts = self.literal(writing.opening), call, more, self.literal(writing.closing)
         return self.rule(f"{prefix}s", " ".join(part for part in parts if part))
 
-    def _call(self, rule: str, writing: Writing, name: str, schema: Mapping[str, Any]) -> None:
+    def _call(
+        self, rule: str, writing: Writing, name: str, schema: Mapping[str, Any], *, is_loose: bool
+    ) -> None:
         begin, number, rest = writing.begin.replace("{name}", name).partition("{index}")
         head = f"{self.literal(begin)} /[0-9]{{1,4}}/ {self.literal(rest)}" if number else ""
         arguments = (
-            f"%json {_json(with_bounded_spaces(_object(schema)))}"
+            f"%json {_json(with_bounded_spaces(_object({} if is_loose else schema)))}"
             if writing.parameter is None
-            else self._parameters(rule, writing, schema)
+            else self._parameters(rule, writing, schema, is_loose=is_loose)
         )
         parts = head or self.literal(begin), arguments, self.literal(writing.end)
         self.rule(rule, " ".join(part for part in parts if part))
 
-    def _parameters(self, rule: str, writing: Writing, schema: Mapping[str, Any]) -> str:
-        """Add rules for the parameters of a tool, in order; return a reference to them."""
-        assert writing.parameter is not None
-        begin, end = writing.parameter
+    def _parameters(
+        self, rule: str, writing: Writing, schema: Mapping[str, Any], *, is_loose: bool
+    ) -> str:
+        """Add rules for the parameters of a tool, in order; return a reference to them.
+
+        Raises:
+            ValueError: Strings are limited in a way that a text without quotes cannot follow.
+        """
         required = schema.get("required")
         required = required if isinstance(required, list) else []
         shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
@@ -102,25 +136,70 @@ class GrammarWriter:
         properties = schema.get("properties")
         properties = properties if isinstance(properties, dict) else {}
         for index, (key, value) in enumerate(properties.items()):
-            is_string = is_text(value)
             described = value if isinstance(value, dict) else {}
-            opening = begin.replace("{key}", key).replace("{is_string}", _json(is_string))
-            opening = opening.replace("{type}", "string" if is_string else type_of(value))
-            content = (
-                self._texts(f"TEXT_{rule}_{index}".upper(), writing, described)
-                if is_string
-                else f"%json {_json(with_bounded_spaces({**shared, **described}))}"
-            )
-            parts = self.literal(opening), content, self.literal(end)
-            name = self.rule(f"{rule}_{index}", " ".join(part for part in parts if part))
+            is_split = is_text(described) and not is_loose
+            try:
+                branches = branches_of(described) if is_split else [described]
+                parameters = [
+                    self._parameter(
+                        f"{rule}_{index}_{position}",
+                        writing,
+                        key,
+                        branch,
+                        shared,
+                        is_loose=is_loose,
+                    )
+                    for position, branch in enumerate(branches)
+                ]
+            except ValueError as error:
+                raise ValueError(f"parameter {key!r}: {error}") from error
+            name = self.rule(f"{rule}_{index}", *parameters)
             found.append(name if key in required else f"{name}?")
         return " ".join(found)
 
+    def _parameter(
+        self,
+        rule: str,
+        writing: Writing,
+        key: str,
+        schema: Mapping[str, Any],
+        shared: Mapping[str, Any],
+        *,
+        is_loose: bool,
+    ) -> str:
+        """Return the grammar of a parameter with a value of one type.
+
+        Raises:
+            ValueError: See `_parameters`.
+        """
+        assert writing.parameter is not None
+        begin, end = writing.parameter
+        is_string = is_text(schema)
+        opening = begin.replace("{key}", key).replace("{is_string}", _json(is_string))
+        opening = opening.replace("{type}", "string" if is_string else type_of(schema))
+        content = (
+            self._texts(f"TEXT_{rule}".upper(), writing, {} if is_loose else schema)
+            if is_string
+            else f"%json {_json(with_bounded_spaces({**shared, **schema}))}"
+        )
+        parts = self.literal(opening), content, self.literal(end)
+        return " ".join(part for part in parts if part)
+
     def _texts(self, name: str, writing: Writing, schema: Mapping[str, Any]) -> str:
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(values, list) and values and all(isinstance(each, str) for each in values):
+        values = values_of(schema)
+        if values:
             return "(" + " | ".join(map(json.dumps, values)) + ")"
-        return self.free(name, writing.excluded)
+        lengths = schema.get("minLength", 0), schema.get("maxLength", "")
+        limits = [f"/(.|\\n){{{lengths[0]},{lengths[1]}}}/"] if lengths != (0, "") else []
+        if "pattern" in schema:
+            limits.append(f"/{_containing(schema['pattern'])}/")
+        if "format" in schema:
+            if schema["format"] not in _FORMATS:
+                raise ValueError(
+                    f"the format {schema['format']!r} is not one of {', '.join(_FORMATS)}"
+                )
+            limits.append(f"/{_FORMATS[schema['format']]}/")
+        return self.free(name, writing.excluded, limits)
 
     def thought(self, reasoning: ReasoningFormat, *, is_open: bool) -> str:
         """Add rules for reasoning; return a reference to it.
@@ -214,6 +293,27 @@ def check_tools(tools: Tools, *, with_keys: bool) -> None:
         for key in properties if with_keys and isinstance(properties, dict) else ():
             if not _KEY.fullmatch(key):
                 raise ValueError(f"the tool {name!r} has a parameter {key!r}: rename it")
+
+
+def _containing(pattern: object) -> str:
+    """Return an expression, for between slashes, of whole texts in which `pattern` is found.
+
+    Raises:
+        ValueError: It is no text, or has anchors in only some of its alternatives.
+    """
+    if not isinstance(pattern, str):
+        raise ValueError("pattern is not a text")
+    inner = pattern.removeprefix("^")
+    before = "" if inner != pattern else _ANY
+    found = _LAST_ANCHOR.search(inner)
+    inner, after = (inner[: found.end() - 1], "") if found else (inner, _ANY)
+    bare = _ESCAPE_OR_CLASS.sub("", inner)
+    while bare != (bare := _GROUP.sub("", bare)):
+        pass
+    if "|" in bare and not (before and after):
+        raise ValueError(f"pattern {pattern!r}: put its alternatives into a group, as in ^(a|b)$")
+    inner = _SLASH.sub(lambda each: each[1] or r"\/", inner).replace("\n", r"\n")
+    return f"{before}({inner}){after}"
 
 
 def _regex(text: str) -> str:

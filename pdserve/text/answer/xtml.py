@@ -25,6 +25,7 @@ from pdserve.text.answer.pieces import (
     ToolUse,
     object_of,
     quoted,
+    value_in,
 )
 from pdserve.text.answer.writing import GrammarWriter, check_tools
 
@@ -45,8 +46,6 @@ _WRITING = Writing(
     closing=f"{_CLOSE}tools{_SEP}",
 )
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
-
-_value_in = msgspec.json.Decoder().decode
 
 
 class XtmlMachine:
@@ -242,7 +241,7 @@ def _unescaped(text: str) -> str:
 
 def _is_json(text: str) -> bool:
     try:
-        _value_in(text)
+        value_in(text)
     except (msgspec.MsgspecError, RecursionError):
         return False
     return True

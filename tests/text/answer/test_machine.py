@@ -327,3 +327,29 @@ def test_a_template_names_the_parser_only_where_that_is_sure():
     assert tool_parser_of("{{ message.content }}") == ""
     assert reasoning_parser_of("{{ '<think>\\n\\n</think>\\n\\n' }}") == "deepseek_r1"
     assert reasoning_parser_of("{{ message.content }}") == ""
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": -9e999}}\n</tool_call>'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": -9e999}'),
+        ("qwen3_coder", "<function=f>\n<parameter=x>\n-9e999\n</parameter>\n</function>\n"),
+        (
+            "glm45",
+            "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>-9e999</arg_value>\n</tool_call>",
+        ),
+        (
+            "deepseek_v32",
+            (
+                '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="x" string="false">-9e999'
+                "</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
+            ),
+        ),
+    ],
+)
+def test_a_number_that_no_float_can_hold_makes_a_call_none_the_less(parser, text):
+    for texts in ([text], list(text)):
+        content, _, calls = read(make_machine(parser, reasoning=None), *texts)
+        assert not content.strip()
+        assert calls == [ToolCall("f", '{"x": -9e999}')]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import numpy as np
@@ -23,6 +24,9 @@ from pdserve.text.output import OutputProcessor, TextDelta
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.request import FinishReason
 from tests.text.tiny import byte_level_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 TOKEN_MACHINES = {"openai": HarmonyMachine, "kimi_k3": XtmlMachine}
 K3_PROMPT = '<|open|>message role="assistant"<|sep|>'
@@ -109,10 +113,11 @@ def answers(
     has_tokens: bool = True,
     begun: str = "",
     prompt: str = "</think>",
+    tools: Mapping[str, Any] = TOOLS,
 ) -> list[TextDelta]:
     """Some whole answers."""
     style, tokenizer, matching = style_with(name, has_tokens=has_tokens)
-    use = ToolUse(TOOLS, is_forced=is_forced)
+    use = ToolUse(tools, is_forced=is_forced, is_parallel=tools is TOOLS)
     grammar = style.grammar(prompt, use)
     found = []
     for seed in range(40):
@@ -128,7 +133,9 @@ def answers(
         for call in delta.calls:
             assert call.begins is not None
             assert call.is_whole
-            jsonschema.validate(json.loads(call.arguments), TOOLS[call.begins.name])
+            checker = jsonschema.FormatChecker()
+            schema = tools[call.begins.name]
+            jsonschema.validate(json.loads(call.arguments), schema, format_checker=checker)
     return found
 
 
@@ -136,6 +143,52 @@ def answers(
 def test_a_forced_answer_is_calls_that_its_own_parser_reads(name):
     found = answers(name, is_forced=True, num=3)
     assert all(delta.calls and not delta.text.strip() for delta in found)
+
+
+LIMITED = [
+    {"type": "string", "minLength": 2, "maxLength": 3},
+    {"type": "string", "maxLength": 2083, "pattern": "^b/[a-c]+$"},
+    {"type": "string", "pattern": "(fox|dog)$", "maxLength": 9},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "uuid"},
+    {"type": ["null", "string"], "maxLength": 2},
+    {"anyOf": [{"type": "string", "enum": ["a b", "12"]}, {"type": "null"}], "default": None},
+    {"allOf": [{"$ref": "#/$defs/colour"}], "description": "a colour"},
+    {"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}]},
+    {"enum": [1, "one", None]},
+    {"const": 5},
+]
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *TOKEN_MACHINES])
+@pytest.mark.parametrize("limited", LIMITED)
+def test_a_string_is_limited_as_its_schema_says_in_every_format(name, limited):
+    schema = {
+        "type": "object",
+        "properties": {"s": limited},
+        "required": ["s"],
+        "$defs": {"colour": {"type": "string", "enum": ["red", "blue"]}},
+        "additionalProperties": False,
+    }
+    found = answers(name, is_forced=True, num=4, tools={"see": schema})
+    assert all(delta.calls for delta in found)
+
+
+@pytest.mark.parametrize(
+    ("limited", "said"),
+    [
+        ({"type": "string", "format": "hostname"}, "parameter 's': the format 'hostname'"),
+        ({"type": "string", "pattern": "^a|b$"}, "put its alternatives into a group"),
+        ({"type": "string", "not": {"const": "a"}}, "cannot be limited by not"),
+        ({"allOf": [{"type": "string"}, {"maxLength": 2}]}, "cannot be limited by allOf"),
+    ],
+)
+def test_what_a_string_without_quotes_cannot_be_limited_to_is_refused_if_it_must_be(limited, said):
+    style, _, _ = style_with("qwen3_coder", has_tokens=True)
+    tools = {"f": {"properties": {"s": limited}}, "g": {}}
+    with pytest.raises(BadRequestError, match=said):
+        style.grammar("", ToolUse(tools, is_forced=True))
+    assert style.grammar("", ToolUse(tools, loose=frozenset({"f"})))
 
 
 @pytest.mark.parametrize("name", [*FORMATS])
