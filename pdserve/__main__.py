@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> int:
     """Run one command and return its exit code; Ctrl-C while it starts ends it in one line."""
+    _open_closed_streams()
     try:
         from pdserve.cli import main as run
 
@@ -14,6 +16,18 @@ def main() -> int:
     except KeyboardInterrupt:
         print("pdserve: interrupted", file=sys.stderr)
         return 130
+
+
+def _open_closed_streams() -> None:
+    """Open `/dev/null` for standard streams that are closed, as after `2>&-`.
+
+    Otherwise a socket gets that descriptor, and libraries that write to stderr write to a peer.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest one that is free: its own
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
 
 
 if __name__ == "__main__":

@@ -424,3 +424,27 @@ def test_an_output_for_which_there_is_no_room_ends_a_command_in_one_line() -> No
         )
     told = "pdserve vllm-flags: the output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_no_socket_gets_the_descriptor_of_a_standard_stream_that_is_closed(tmp_path: Path) -> None:
+    """What a library writes to stderr would go to a peer."""
+    found = tmp_path / "found"
+    program = (
+        "import contextlib, os, socket, sys\n"
+        "from pdserve.__main__ import main\n"
+        "with contextlib.suppress(SystemExit):\n"
+        "    main()\n"
+        "opened = socket.socket().fileno()\n"
+        "passed_on = [os.get_inheritable(each) for each in range(3)]\n"
+        "said = f'{opened > 2} {sys.stdout.isatty()} {passed_on}'\n"
+        f"open({str(found)!r}, 'w').write(said)\n"
+    )
+    closed = 'exec "$@" <&- >&- 2>&-'
+    subprocess.run(
+        ["sh", "-c", closed, "sh", sys.executable, "-c", program, "--version"],
+        check=True,
+        timeout=60,
+        cwd=ROOT,
+        env=environment(),
+    )
+    assert found.read_text() == "True False [True, True, True]"
