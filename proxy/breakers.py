@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Breaker, BreakerState
-from pdserve.proxy.errors import DrainedError, KvFailedError, WorkerError
+from pdserve.proxy.errors import DrainedError, KvFailedError, MovedError, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,10 @@ class Breakers:
         trial_s = breaker.begin()
         try:
             yield breaker
-        except (KvFailedError, DrainedError):
+        except (KvFailedError, MovedError):
+            raise
+        except DrainedError:
+            self._metrics.migrations.labels("drain", "replayed").inc()
             raise
         except WorkerError as failure:
             if failure.blames_engine:

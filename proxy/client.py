@@ -19,6 +19,7 @@ import msgspec
 from pdserve.errors import DeadlineError
 from pdserve.http.control import proof_headers
 from pdserve.observe.log import log_event
+from pdserve.proxy.background import BackgroundTasks
 from pdserve.proxy.connections import on_connected, open_session
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
@@ -33,14 +34,11 @@ from pdserve.wire.hop import (
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-    from typing import Any, TypeVar
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from aiohttp.connector import Connection
 
     from pdserve.proxy.relay import Event
-
-    T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -60,35 +58,6 @@ _OUT_OF_REACH = frozenset(
     {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT}
 )
 """The host did not refuse the connection: open ones may hang without ever saying so."""
-
-
-class BackgroundTasks:
-    """Tasks that outlive the request that started them; awaited when the proxy ends."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work`; an exception it ends with is logged."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log_event(log, "background task failed", level=logging.ERROR, exc_info=error)
-
-    async def join(self, timeout_s: float) -> None:
-        """Wait for all tasks; cancel those that are still running then."""
-        while self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
-            for task in late:
-                task.cancel()
 
 
 class EngineHttp:
@@ -289,7 +258,7 @@ class Leg:
                 raise self._lost from None
             raise
         except _FAILURES as error:
-            raise _failure(self.url, error) from error
+            raise self._lost or _failure(self.url, error) from error
         if response.status == 200:
             headers = response.headers
             self.layout, self.has_kv = headers.get(LAYOUT_HEADER), KV_MODE_HEADER in headers
@@ -355,6 +324,18 @@ class Leg:
         """Fail the request that waits for this leg, as its engine will send no more."""
         self._lost = why
         self.close()
+
+    def take_away(self, why: WorkerError) -> None:
+        """Fail the request that waits for this leg, unless its engine has just handed over.
+
+        Only our direction is closed first, as in `abandon`: the reader gets what is on its way, a
+        handoff perhaps, and `why` once the engine has noticed.
+        """
+        self._lost = why
+        if self._close_our_side():
+            asyncio.get_running_loop().call_later(HANG_UP_TIMEOUT_S, self.close)
+        else:
+            self.close()
 
     def drain(self, on_event: Callable[[Event], None] | None = None) -> None:
         """Read the rest in the background, so that the connection can be used again."""

@@ -159,8 +159,7 @@ class _Drain:
         """Make requests still running there continue elsewhere."""
         for leg in [each for each in self._backend.legs if each not in self._taken]:
             self._taken.add(leg)
-            self._metrics.migrations.labels("drain", "replayed").inc()
-            leg.lose(DrainedError(self._backend.url))
+            leg.take_away(DrainedError(self._backend.url))
 
     async def _is_empty(self) -> bool:
         backend, now_s = self._backend, self._clock.monotonic_s()

@@ -7,12 +7,13 @@ import time
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.transfer import HANDOFFS
 from tests.proxy.conftest import until
 from tests.proxy.hooks import answers, ask, decodes, drops, hangs, kv_failed, legs, prefills
-from tests.proxy.scripted import ScriptedEngine, text_in, text_of
+from tests.proxy.scripted import Call, ScriptedEngine, text_in, text_of
 from tests.proxy.test_registration import is_ready, register, send
 
 DEADLINE_S = 5.0
@@ -275,6 +276,36 @@ async def test_streams_are_moved_with_their_kv_in_the_second_half_of_the_time(
 
 def handoff_of(engine: ScriptedEngine) -> str:
     return engine.calls[-1].params["pdserve"]["handoffs"][0]
+
+
+async def test_a_handoff_is_used_that_is_on_its_way_when_its_stream_is_taken_away(make_stack):
+    """Its lease is held by nobody else."""
+    leaving, staying = decodes(2)
+    free(leaving)
+    pause(leaving)
+    leaving.hook = is_too_busy_to_notice
+    clock = ManualClock()
+    stack = await make_stack([], [leaving, staying], clock, decode_policy="round_robin")
+    answer = asyncio.create_task(stack.stream({"max_tokens": 9}))
+    await until(lambda: len(leaving.calls) == 1)
+    draining = asyncio.create_task(drain(stack, leaving))
+    await until(lambda: not is_ready(stack, leaving))
+    clock.advance(DEADLINE_S / 2)
+    await until(lambda: leaving.given_away)
+    clock.advance(DEADLINE_S / 2)
+    assert (await draining)["num_moved"] == 1
+    leaving.gate.set()
+    assert text_in(await answer) == text_of(3, 9)
+    assert legs([staying]) == ["decode"]
+    assert not leaving.leased
+    metrics = await stack.metrics()
+    assert metrics['pdserve_migrations_total{outcome="moved",why="drain"}'] == 1
+    assert metrics['pdserve_migrations_total{outcome="replayed",why="drain"}'] == 0
+
+
+async def is_too_busy_to_notice(call: Call, request: web.Request) -> None:
+    """That its client leaves."""
+    request.transport.pause_reading()
 
 
 async def test_a_stream_may_be_moved_twice(make_stack):
