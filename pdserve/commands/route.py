@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _PATH: Final = "/debug/decisions"
 _TERMS: Final = ("ttft", "itl", "wire", "harm", "bias")
 _NUM_SHOWN: Final = 10
+_MIN_WIDTH: Final = 10
 
 
 def run_explain(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -98,27 +99,31 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
     chosen, other = decision.chosen, decision.other
     costs = [chosen] if other is None else [chosen, other]
     kind = "one engine" if chosen.is_local else "split"
+    terms: list[Sequence[str]] = [
+        ("", *["chosen", "else"][: len(costs)]),
+        ("", *[each.way for each in costs]),
+        ("first token, ms", *[_ms(each.ttft_s) for each in costs]),
+        *((f"  {name}", *[_ms(each.ttft[name]) for each in costs]) for name in chosen.ttft),
+        ("between tokens, ms", *[_ms(each.itl_s) for each in costs]),
+        ("wire, ms", *[_ms(each.wire_s) for each in costs]),
+        ("cost, objectives", *[f"{each.total:.4f}" for each in costs]),
+        *((f"  {name}", *[f"{each.terms[name]:.4f}" for each in costs]) for name in _TERMS),
+    ]
     lines = [
         (
             f"request {record.request_id}, {question.num_tokens} prompt tokens, "
             f"{max(0.0, now_s - record.at_s):.0f} s ago: {kind}, because {decision.reason}"
         ),
         "",
-        _row("", ["chosen", "else"][: len(costs)]),
-        _row("", [each.way for each in costs]),
+        *_table(terms),
     ]
-    lines.append(_row("first token, ms", [_ms(each.ttft_s) for each in costs]))
-    lines += [_row(f"  {name}", [_ms(each.ttft[name]) for each in costs]) for name in chosen.ttft]
-    lines.append(_row("between tokens, ms", [_ms(each.itl_s) for each in costs]))
-    lines.append(_row("wire, ms", [_ms(each.wire_s) for each in costs]))
-    lines.append(_row("cost, objectives", [f"{each.total:.4f}" for each in costs]))
-    lines += [_row(f"  {name}", [f"{each.terms[name]:.4f}" for each in costs]) for name in _TERMS]
     slo = f"{question.ttft_slo_s * 1e3:.0f} ms, then {question.itl_slo_s * 1e3:.0f} ms"
     lines += ["", f"objectives {slo}; a split must be better by {decision.margin:.4f}"]
     if question.was_split is not None:
         lines.append(f"its session's last request was {'' if question.was_split else 'not '}split")
-    titles = ["role", "has", "prompts", "to compute", "streams", "their KV", "of others"]
-    lines += ["", _row("engine", titles)]
+    engines: list[Sequence[str]] = [
+        ("engine", "role", "has", "prompts", "to compute", "streams", "their KV", "of others")
+    ]
     for each in question.candidates:
         role = {(True, False): "prefill", (False, True): "decode"}.get(
             (each.is_prefill, each.is_decode), "both"
@@ -126,8 +131,8 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
         work = each.work
         numbers = (work.num_prompts, work.prompt_tokens, work.num_streams, work.kv_tokens)
         cells = map(str, (role, each.hit_tokens, *numbers, each.num_others))
-        lines.append(_row(each.url, list(cells)))
-    lines += ["", *_outcome(record)]
+        engines.append((each.url, *cells))
+    lines += ["", *_table(engines), "", *_outcome(record)]
     same = (
         "identical, bit for bit"
         if is_equal
@@ -149,18 +154,20 @@ def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
             "(predicted from what was known when each came)"
         ),
         "",
-        _row("", ["as decided", policy]),
+        *_table(
+            [
+                ("", "as decided", policy),
+                *((title, of(ours), of(theirs)) for title, of in _FIGURES.items()),
+            ]
+        ),
     ]
-    for title, of in _FIGURES.items():
-        lines.append(_row(title, [of(ours), of(theirs)]))
     worst = sorted(differing, key=lambda pair: pair[1].total - pair[0].decision.chosen.total)
-    if worst:
-        lines += ["", _row("largest differences", ["as decided", policy, "cost"])]
+    largest: list[Sequence[str]] = [("largest differences", "as decided", policy, "cost")]
     for record, cost in reversed(worst[-_NUM_SHOWN:]):
         chosen = record.decision.chosen
         change = f"{cost.total - chosen.total:+.4f}"
-        lines.append(_row(record.request_id, [chosen.way, cost.way, change]))
-    return lines
+        largest.append((record.request_id, chosen.way, cost.way, change))
+    return [*lines, "", *_table(largest)] if worst else lines
 
 
 def _outcome(record: DecisionRecord) -> list[str]:
@@ -194,8 +201,15 @@ _FIGURES: Final[Mapping[str, Callable[[Sequence[PairCost]], str]]] = {
 }
 
 
-def _row(title: str, cells: Sequence[str]) -> str:
-    return f"{title:<24}" + "".join(f"  {cell:>14}" for cell in cells)
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of equally many cells with their columns aligned, the first to the left."""
+    first, *others = ([len(cell) for cell in column] for column in zip(*rows, strict=True))
+    widths = [max(_MIN_WIDTH, *lengths) for lengths in others]
+    return [
+        f"{title:<{max(first)}}"
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for title, *cells in rows
+    ]
 
 
 def _ms(seconds: float) -> str:

@@ -122,6 +122,18 @@ def test_an_explanation_has_every_engine_and_says_whether_the_record_is_right():
     assert table.startswith("round_robin/never would have sent")
 
 
+def test_columns_are_aligned_however_long_the_names_of_engines_are():
+    names = [f"http://10.0.0.{100 + i}:8100" for i in range(2)]
+    log = DecisionLog()
+    log.add("r1", choose(4000, engine(names[0], "prefill"), engine(names[1], "decode")), 5.0)
+    _, told, _, engines, *_ = "\n".join(explained(log.newest()[0], is_equal=True, now_s=8.0)).split(
+        "\n\n"
+    )
+    _, figures, largest = "\n".join(compared(log.newest(), "round_robin/never")).split("\n\n")
+    for table in (told, engines, figures, largest):
+        assert len({len(line) for line in table.splitlines()}) == 1, table
+
+
 async def test_the_command_line_explains_a_request_and_compares_policies(make_stack, capsys):
     prefill, decode = [ScriptedEngine("prefill")], [ScriptedEngine("decode") for _ in range(2)]
     stack = await make_stack(prefill, decode, split_policy="predicted")
