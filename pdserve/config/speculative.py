@@ -74,6 +74,15 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.method,
             f"it is not supported: use {' or '.join(METHODS)}",
         )
+        fields = msgspec.structs.fields(self)
+        given = [each.name for each in fields if getattr(self, each.name) != each.default]
+        require(
+            bool(self.method) or not given,
+            "speculative-config.method",
+            self.method,
+            f"nothing is drafted without one, so {', '.join(given)} would have no effect: use "
+            f"{' or '.join(METHODS)}",
+        )
         require(
             bool(self.model) == (self.method in WITH_MODEL),
             "speculative-config.model",

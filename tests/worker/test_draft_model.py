@@ -248,9 +248,16 @@ def test_a_draft_model_that_cannot_be_used_is_refused_at_the_start_and_named(
 
 
 def test_a_draft_model_needs_its_directory() -> None:
-    for fields in ({"method": "draft_model"}, {"model": "/m"}, {"method": "ngram", "model": "/m"}):
+    for fields in ({"method": "draft_model"}, {"method": "ngram", "model": "/m"}):
         with pytest.raises(ConfigError, match="need a directory"):
             SpeculativeConfig(**fields)
+
+
+@pytest.mark.parametrize("field", ["model", "num_speculative_tokens", "prompt_lookup_max"])
+def test_a_field_that_has_no_effect_without_a_method_is_refused_with_the_methods(field):
+    with pytest.raises(ConfigError, match=f"so {field} would have no effect: use ngram") as raised:
+        msgspec.convert({field: "/m" if field == "model" else 9}, SpeculativeConfig)
+    assert raised.value.param == "speculative-config.method"
 
 
 # Whole engines, whose scheduler gives rows to drafts as they pay. -----------------------
