@@ -94,7 +94,8 @@ def disk(tier: DiskTier) -> Finding:
     free = shutil.disk_usage(there).free
     text = f"the disk tier may use {_mib(tier.num_bytes)} in {folder}, where {_mib(free)} are free"
     if free < _LEAST_DISK_BYTES:
-        return Finding("disk tier", Grade.FAIL, text, "make room, or choose another folder")
+        room = f"make room for at least {_mib(_LEAST_DISK_BYTES)}, or choose another folder"
+        return Finding("disk tier", Grade.FAIL, text, room)
     if free + sum(each.stat().st_size for each in files_of(folder)) < tier.num_bytes:
         return Finding(
             "disk tier",

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -95,6 +96,17 @@ def test_a_folder_that_cannot_be_written_is_no_disk_tier() -> None:
     finding = tier_checks.disk(DiskTier("/proc/kv", MIB))  # also for root
     assert (finding.verdict, finding.text) == (Grade.FAIL, "/proc is not writable")
     assert str(os.getuid()) in finding.remedy
+
+
+def test_a_disk_that_is_nearly_full_is_told_how_much_room_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The room may be more than the tier, whose size is its folder's limit."""
+    usage = SimpleNamespace(free=48 * MIB)
+    monkeypatch.setattr(tier_checks.shutil, "disk_usage", lambda folder: usage)
+    finding = tier_checks.disk(DiskTier(str(tmp_path), 40 * MIB))
+    assert finding.verdict is Grade.FAIL
+    assert "for at least 64 MiB" in finding.remedy
 
 
 def test_a_disk_that_is_too_small_is_a_warning(tmp_path: Path) -> None:
