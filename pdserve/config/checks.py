@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import sys
 from typing import Final
 
 from pdserve.errors import ConfigError
@@ -41,6 +42,14 @@ def require_positive(flag: str, value: float | None) -> None:
 def require_not_negative(flag: str, value: float | None) -> None:
     """Refuse a negative number; None passes."""
     require(value is None or value >= 0, flag, value, "it must not be negative")
+
+
+def require_text(flag: str, value: str) -> None:
+    """Refuse text with bytes that Python could not decode, which no JSON can carry."""
+    is_text = not any("\ud800" <= each <= "\udfff" for each in value)
+    require(
+        is_text, flag, value, f"write it in {sys.getfilesystemencoding()}, or set LC_ALL=C.UTF-8"
+    )
 
 
 def require_one_of(flag: str, value: str, *choices: str) -> None:

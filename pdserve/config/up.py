@@ -6,7 +6,13 @@ from typing import Final
 
 import msgspec
 
-from pdserve.config.checks import POSITIVE, require, require_not_negative, require_positive
+from pdserve.config.checks import (
+    POSITIVE,
+    require,
+    require_not_negative,
+    require_positive,
+    require_text,
+)
 from pdserve.config.setting import declare
 from pdserve.config.tiers import KV_PORT, parse_tiers, require_chunk_size
 
@@ -64,6 +70,7 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
             require_not_negative(flag, count)
             has_one = count + self.both_replicas > 0
             require(has_one, flag, count, f"{POSITIVE}, or --both-replicas must be")
+        require_text("prompt", self.prompt)
         require_positive("max-tokens", self.max_tokens)
         require_positive("start-timeout", self.start_timeout_s)
 

@@ -320,3 +320,9 @@ def test_whoever_is_reached_from_elsewhere_and_hands_kv_over_needs_a_secret(host
 def test_a_lease_that_no_peer_would_believe_is_refused(lease_s: float) -> None:
     with pytest.raises(ConfigError, match=r"--kv-transfer-config\.lease_s is"):
         TransferConfig(lease_s=lease_s)
+
+
+def test_a_prompt_with_bytes_that_were_not_decoded_is_refused() -> None:
+    """As under LC_ALL=C without UTF-8 mode: no JSON can carry it."""
+    with pytest.raises(ConfigError, match=r"--prompt is 'a\\udcff': .* LC_ALL=C.UTF-8"):
+        UpConfig(prompt="a\udcff")
