@@ -134,9 +134,9 @@ def _config(model: Path, load_format: str, drafted: int, num_threads: int) -> En
         model=ModelConfig(model=str(model), load_format=load_format, max_model_len=2048),
         cache=CacheConfig(kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False),
         parallel=ParallelConfig(num_threads=num_threads),
-        speculative=SpeculativeConfig(
-            method="ngram" if drafted else "", num_speculative_tokens=drafted or 1
-        ),
+        speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
+        if drafted
+        else SpeculativeConfig(),
     )
 
 
