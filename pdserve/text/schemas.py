@@ -53,19 +53,17 @@ def branches_of(schema: Mapping[str, Any], depth: int = 0) -> list[dict[str, Any
     """
     parts = [key for key in (*_UNIONS, "allOf", *_CONDITIONS) if key in schema]
     if parts:
-        [key] = parts if len(parts) == 1 else [""]
-        branches = schema.get(key)
-        is_listed = key in _UNIONS or (key == "allOf" and len(schema[key]) == 1)
-        others = schema.keys() - _ANNOTATIONS - {key}
-        if not is_listed or others or not isinstance(branches, list) or depth > _MAX_DEPTH:
+        key, *others = [*parts, *(schema.keys() - _ANNOTATIONS - {*parts})]
+        branches = schema[key] if isinstance(schema[key], list) else []
+        is_listed = key in _UNIONS or (key == "allOf" and len(branches) == 1)
+        if not is_listed or others or depth > _MAX_DEPTH:
             raise ValueError(f"strings cannot be limited by {', '.join(parts)} beside other keys")
         listed = (each for each in branches if isinstance(each, dict))
         return [each for branch in listed for each in branches_of(branch, depth + 1)]
     values, found = values_of(schema), []
     for name in sorted(types_of(schema)):
-        fitting = [
-            each for each in values or () if name in {_NAMES[type(each)], schema.get("type")}
-        ]
+        names = {name, "integer"} if name == "number" else {name}
+        fitting = [each for each in values or () if _NAMES[type(each)] in names]
         if values is None:
             found.append({**schema, "type": name})
         elif fitting:

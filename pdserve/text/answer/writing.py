@@ -189,16 +189,19 @@ class GrammarWriter:
         values = values_of(schema)
         if values:
             return "(" + " | ".join(map(json.dumps, values)) + ")"
-        lengths = schema.get("minLength", 0), schema.get("maxLength", "")
-        limits = [f"/(.|\\n){{{lengths[0]},{lengths[1]}}}/"] if lengths != (0, "") else []
+        limits = []
+        if schema.keys() & {"minLength", "maxLength"}:
+            least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+            if type(least) is not int or (type(most) is not int and most != ""):
+                raise ValueError("minLength and maxLength must be whole numbers")
+            limits.append(f"/(.|\\n){{{least},{most}}}/")
         if "pattern" in schema:
             limits.append(f"/{_containing(schema['pattern'])}/")
         if "format" in schema:
-            if schema["format"] not in _FORMATS:
-                raise ValueError(
-                    f"the format {schema['format']!r} is not one of {', '.join(_FORMATS)}"
-                )
-            limits.append(f"/{_FORMATS[schema['format']]}/")
+            name_of_format = str(schema["format"])
+            if name_of_format not in _FORMATS:
+                raise ValueError(f"the format {name_of_format!r} is not {', '.join(_FORMATS)}")
+            limits.append(f"/{_FORMATS[name_of_format]}/")
         return self.free(name, writing.excluded, limits)
 
     def thought(self, reasoning: ReasoningFormat, *, is_open: bool) -> str:

@@ -156,6 +156,7 @@ LIMITED = [
     {"allOf": [{"$ref": "#/$defs/colour"}], "description": "a colour"},
     {"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}]},
     {"enum": [1, "one", None]},
+    {"type": ["string", "null", "number"], "enum": ["a b", None, 1]},
     {"const": 5},
 ]
 
@@ -178,6 +179,10 @@ def test_a_string_is_limited_as_its_schema_says_in_every_format(name, limited):
     ("limited", "said"),
     [
         ({"type": "string", "format": "hostname"}, "parameter 's': the format 'hostname'"),
+        ({"type": "string", "format": ["date"]}, "the format"),
+        ({"type": "string", "pattern": 3}, "pattern is not a text"),
+        ({"type": "string", "maxLength": "3"}, "must be whole numbers"),
+        ({"type": "string", "allOf": 3}, "cannot be limited by allOf"),
         ({"type": "string", "pattern": "^a|b$"}, "put its alternatives into a group"),
         ({"type": "string", "not": {"const": "a"}}, "cannot be limited by not"),
         ({"allOf": [{"type": "string"}, {"maxLength": 2}]}, "cannot be limited by allOf"),
