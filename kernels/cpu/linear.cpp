@@ -6,6 +6,8 @@
 // the two for all products of bf16: tiles, where the CPU and the operating system have them. One or
 // two rows are then multiplied by vectors that do what tiles do, bit for bit.
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <type_traits>
 
@@ -37,8 +39,17 @@ struct Cut {
     }
 };
 
-// Bytes of x that stay in L2 while the weights pass by, and rows that their sums fit beside them.
-constexpr int64_t kPanelBytes = 768 << 10, kPanelRows = 512;
+// Of x, which stays in L2 while the weights pass by, and rows that their sums fit beside them.
+constexpr int64_t kMostPanelBytes = 768 << 10, kPanelRows = 512;
+
+int64_t panel_bytes() {
+    static const int64_t bytes = [] {
+        const int64_t l2 = sysconf(_SC_LEVEL2_CACHE_SIZE);
+        return l2 > 0 ? std::min(kMostPanelBytes, l2 / 4 * 3) : kMostPanelBytes;
+    }();
+    return bytes;
+}
+
 // Fewer rows do not use a group of weights often enough to bring it from L2.
 constexpr int64_t kFewRows = 64;
 
@@ -47,7 +58,7 @@ template <class T>
 Cut cut(int64_t rows, int64_t band, int64_t depth, int64_t num_groups, int num_threads) {
     const int64_t row_bytes =
         std::max<int64_t>(depth * int64_t{sizeof(typename Format<T>::Input)}, 1);
-    const int64_t at_once = std::min(kPanelRows, std::max(kFewRows, kPanelBytes / row_bytes));
+    const int64_t at_once = std::min(kPanelRows, std::max(kFewRows, panel_bytes() / row_bytes));
     int64_t num_panels = (rows + at_once - 1) / at_once;
     while (num_threads > 1 && num_groups * num_panels < 4 * num_threads &&
            rows / num_panels >= 2 * kFewRows) {

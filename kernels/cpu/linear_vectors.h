@@ -26,16 +26,15 @@ namespace {
 // Of 32 registers 24 hold sums, 2 weights and 1 an input.
 constexpr int kBandRows = 12, kSliceHalves = 2, kStreamRows = 12, kStreamBands = 2;
 constexpr bool kAsksForOutput = false;
+constexpr int64_t kSliceBytes = 18 << 10;  // of weights, beside which a band of x fits L1
 #else
 // Of 16 registers (two to a vector) 12 hold sums, 2 weights and 1 an input. A stream is read but
 // once per band, hence with both halves of its columns.
 constexpr int kBandRows = 6, kSliceHalves = 1, kStreamRows = 2, kStreamBands = 1;
 // Lines of y are asked for before their sums are complete: on Zen 3 stores would wait for them.
 constexpr bool kAsksForOutput = true;
+constexpr int64_t kSliceBytes = 12 << 10;
 #endif
-
-// Of weights, beside which a band of x fits L1.
-constexpr int64_t kSliceBytes = 18 << 10;
 
 // Bands of nearly equal height for so many rows of x.
 int64_t band_rows(int64_t rows) {
