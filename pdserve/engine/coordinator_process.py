@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from pdserve.engine.coordinator import Addresses, CoordinatorLaunch, Counts
 from pdserve.engine.local_socket import LocalKeys, connect_local, local_name
+from pdserve.lifeline import how_it_ended
 from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
 from pdserve.observe.log import log_config
 
@@ -106,4 +107,4 @@ class CoordinatorProcess:
         code = self._process.wait()
         self._exited.set()
         if not self._is_closing:
-            self._on_end(f"the coordinator ended with code {code}")
+            self._on_end(f"the coordinator {how_it_ended(code)}")

@@ -30,6 +30,7 @@ from pdserve.errors import (
     ShuttingDownError,
     StartingError,
 )
+from pdserve.lifeline import how_it_ended
 from pdserve.observe.liveness import ProcessWatch
 from pdserve.observe.log import log_config
 from pdserve.parallel.place import CorePlace
@@ -418,7 +419,7 @@ class CoreClient:
         code = self._process.wait()
         while self._pipe.fileno() >= 0 and self._read():  # its last messages are all there
             pass
-        self._die(f"the engine core ended with code {code}", is_config=False)
+        self._die(f"the engine core {how_it_ended(code)}", is_config=False)
         self._exited.set()
         if code:
             self._on_dead()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from pdserve.executor.channel import SPIN_S
 from pdserve.executor.messages import WORKER, Launch
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.rings import RingEnds, RingHub
+from pdserve.lifeline import how_it_ended
 from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
 from pdserve.observe.log import log_config
 from pdserve.parallel.place import rank_places
@@ -200,7 +200,4 @@ def _inherited(launch: Launch) -> list[int]:
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:
-    code = process.returncode
-    if code >= 0:
-        return f"pid {process.pid} exited with code {code}"
-    return f"pid {process.pid} was killed by {signal.Signals(-code).name}"
+    return f"pid {process.pid} {how_it_ended(process.returncode)}"

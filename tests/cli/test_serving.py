@@ -184,7 +184,7 @@ def test_an_engine_core_that_dies_is_one_error_and_code_1(model: Path) -> None:
         assert engine.stdout is not None
         said = engine.stdout.read()
         assert engine.wait(60) == 1
-    errors = [line for line in said.splitlines() if "ended with code -9" in line]
+    errors = [line for line in said.splitlines() if "the engine core was killed by SIGKILL" in line]
     assert len(errors) == 1, said
     assert " ERROR pdserve.start pdserve serve: the engine has ended: " in errors[0]
 
