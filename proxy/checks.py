@@ -264,10 +264,11 @@ class HealthChecks:
         if abs(ahead_s - backend.ahead_s) < _MAX_SKEW_S:
             return
         backend.ahead_s = ahead_s
+        differs = abs(ahead_s) >= _MAX_SKEW_S
         log_event(
             log,
-            "its wall clock differs from this host's",
-            level=logging.WARNING,
+            f"its wall clock {'differs from' if differs else 'agrees again with'} this host's",
+            level=logging.WARNING if differs else logging.INFO,
             engine=backend.url,
             ahead_s=round(ahead_s, 1),
         )
