@@ -31,6 +31,7 @@ MAX_GRAMMAR_BYTES: Final = 1 << 18
 MAX_RULES: Final = 1000
 """Limit for the rules of a Lark grammar, one per line, because long chains of them are costly."""
 _MAX_MESSAGE_CHARS: Final = 400
+_OPTION: Final = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 _STACK_BYTES: Final = 256 << 20
 _JOIN_S: Final = 1.0
 _LINGER_S: Final = 1.0
@@ -96,7 +97,11 @@ class GrammarCompiler:
 
 
 def in_short(said: str) -> str:
-    """Return llguidance's error message without the grammar that it repeats."""
+    """Return llguidance's error message without the grammar that it repeats.
+
+    The option that it recommends against overlaps in oneOf is one that pdserve refuses.
+    """
+    said = said.replace(_OPTION, "Its schemas must exclude each other; otherwise use anyOf")
     line = " ".join(part for part in said.splitlines() if part and " | " not in part)
     return line.strip(" ^")[:_MAX_MESSAGE_CHARS]
 

@@ -134,6 +134,11 @@ async def test_a_format_of_text_constrains_nothing(server):
             "guided_json",
             "contains",
         ),
+        (
+            {"guided_json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+            "guided_json",
+            "otherwise use anyOf",
+        ),
         ({"guided_json": "{"}, "guided_json", "not valid JSON"),
         ({"guided_json": {"enum": []}}, "guided_json", "Unsatisfiable"),
         ({"guided_json": {"allOf": [{"$ref": "#"}]}}, "guided_json", "guided_json"),
