@@ -265,7 +265,9 @@ class HandoverScheduler(KVConnectorScheduler):
         if outgoing.stage is PushStage.WITHDRAWN and not outgoing.was_live:
             del self._by_nonce[outgoing.nonce]
         else:
-            self._stop(outgoing, "aborted at its owner")
+            is_answered = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            answered = "the request ended with its first token"
+            self._stop(outgoing, answered if is_answered else "aborted at its owner")
         return Hold(outgoing.nonce) if outgoing.was_live else None
 
     def _hand_over(

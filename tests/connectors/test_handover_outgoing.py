@@ -19,6 +19,7 @@ from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.errors import InternalError
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId, RequestId
+from pdserve.wire.request import FinishReason
 from pdserve.wire.transfer import (
     TICKET_S,
     ConnectorReport,
@@ -261,6 +262,24 @@ def test_an_abort_during_a_push_holds_the_blocks_until_it_has_settled() -> None:
     assert p.faults["report_unknown"] == 0
     p.update_connector_output(ConnectorReport(settled=[settled]))
     assert p.faults["report_unknown"] == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        (FinishReason.STOP, "the request ended with its first token"),
+        (FinishReason.LENGTH, "the request ended with its first token"),
+        (FinishReason.ERROR, "aborted at its owner"),
+    ],
+)
+def test_d_is_told_whether_a_pushed_request_needs_it_no_more(
+    reason: FinishReason, told: str
+) -> None:
+    p = scheduler()
+    request = registered(p)
+    request.finish_reason = reason
+    assert p.request_finished(request, (), ()) is not None
+    assert [stop.reason for stop in staged(p).stops] == [told]
 
 
 def test_an_abort_before_d_has_registered_holds_nothing_and_stops_the_push() -> None:
