@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pdserve.planner.work import FleetOutcome, Work
 
 _TPOT_S = 0.030
-_WITHIN = 2.06
 _SELECTORS = {"selection_service": True, "selection_service_tokens": False}
 """Policies of Dynamo's selector, and whether it counts blocks."""
 
@@ -169,20 +168,20 @@ def off_by(outcomes: Sequence[FleetOutcome]) -> float | None:
 
 
 def covered(outcomes: Sequence[FleetOutcome]) -> float | None:
-    """Percent of the same within what 90 % should be in: 2.06 mean errors, if they are normal."""
+    """Percent of the same within the band around each that 90 % should be in."""
     are_within = [
-        abs(predicted_s - served_s) <= _WITHIN * error * predicted_s
-        for error, predicted_s, served_s in _predicted(outcomes)
+        abs(predicted_s - served_s) <= band * predicted_s
+        for band, predicted_s, served_s in _predicted(outcomes)
     ]
     return round(100 * statistics.mean(are_within), 1) if are_within else None
 
 
 def _predicted(outcomes: Sequence[FleetOutcome]) -> list[tuple[float, float, float]]:
-    """Of each after the first 200 the fit's error, the predicted and the real first token."""
+    """Of each after the first 200 the band, the predicted and the real first token."""
     return [
-        (each.error, each.predicted_s, each.ttft_s - each.sent_s)
+        (each.times.first_band, each.predicted_s, each.ttft_s - each.sent_s)
         for each in outcomes[200:]
-        if each.predicted_s is not None and each.ttft_s is not None
+        if each.predicted_s is not None and each.times is not None and each.ttft_s is not None
     ]
 
 

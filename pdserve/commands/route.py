@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pdserve.config.load import Resolved, Table
     from pdserve.proxy.brain.question import PairCost
     from pdserve.proxy.brain.record import DecisionRecord
+    from pdserve.proxy.brain.work import ServiceTimes
 
 _PATH: Final = "/debug/decisions"
 _TERMS: Final = ("ttft", "itl", "wire", "harm", "bias")
@@ -104,6 +105,7 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
         ("", *[each.way for each in costs]),
         ("first token, ms", *[_ms(each.ttft_s) for each in costs]),
         *((f"  {name}", *[_ms(each.ttft[name]) for each in costs]) for name in chosen.ttft),
+        ("  nine in ten within", *[_around(each, question.times) for each in costs]),
         ("between tokens, ms", *[_ms(each.itl_s) for each in costs]),
         ("wire, ms", *[_ms(each.wire_s) for each in costs]),
         ("cost, objectives", *[f"{each.total:.4f}" for each in costs]),
@@ -210,6 +212,12 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
         + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         for title, *cells in rows
     ]
+
+
+def _around(cost: PairCost, times: ServiceTimes) -> str:
+    """Return the times between which nine in ten first tokens came, predicted like this one."""
+    apart_s = cost.ttft_s * times.first_band
+    return f"{_ms(max(0.0, cost.ttft_s - apart_s))} to {_ms(cost.ttft_s + apart_s)}"
 
 
 def _ms(seconds: float) -> str:

@@ -45,6 +45,8 @@ def splits(
         prefill_error=0.0,
         step_error=0.0,
         wire_error=0.0,
+        first_factor=1.0,
+        first_band=0.0,
         mean_output=1.0,
         spread=0.0,
         hop_s=costs.hop,

@@ -228,6 +228,10 @@ class VirtualProxy:
         def first(output: EngineOutput) -> None:
             outcome.num_cached = output.num_cached_tokens
             outcome.ttft_s = self._time.clock.monotonic_s() - at_s + self._time.costs.hop
+            predicted_s, times = outcome.predicted_s, outcome.times
+            if self.pairing is not None and predicted_s is not None and times is not None:
+                served_s = outcome.ttft_s - outcome.sent_s
+                self.pairing.model.learn_first(predicted_s, served_s, times)
 
         def end() -> None:
             outcome.end_s = self._time.clock.monotonic_s() - at_s + self._time.costs.hop
@@ -257,7 +261,7 @@ class VirtualProxy:
         times = outcome.token_s
         if plan.decision is not None:
             outcome.predicted_s = plan.decision.chosen.ttft_s
-            outcome.error = plan.decision.question.times.prefill_error
+            outcome.times = plan.decision.question.times
         if not isinstance(plan, Disaggregate):
             request = asked(f"{number}", work.prompt, work.num_output)
             self._send("local", plan.engine, prompt, FleetLeg(request, first, end, times))

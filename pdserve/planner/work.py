@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.bench.records import Planned
+    from pdserve.proxy.brain.work import ServiceTimes
     from pdserve.text.tokenizer import Tokenizer
 
 VOCAB_SIZE: Final = 50_000
@@ -142,7 +143,7 @@ class FleetOutcome:
         is_rejected: Whether it was rejected on arrival.
         predicted_s: Predicted time to its first token from its dispatch, which was `sent_s` after
             its arrival.
-        error: Recent mean relative error of the model that predicted it.
+        times: What it was predicted by.
     """
 
     num_prompt: int
@@ -156,7 +157,7 @@ class FleetOutcome:
     was_split: bool = False
     is_rejected: bool = False
     predicted_s: float | None = None
-    error: float = 0.0
+    times: ServiceTimes | None = None
     sent_s: float = 0.0
 
     @property

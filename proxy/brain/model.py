@@ -11,6 +11,7 @@ all proxies' requests: they are known before this proxy has sent any, and count 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 from pdserve.observe.linear_fit import LinearFit
@@ -29,8 +30,38 @@ _HIT_DECAY: Final = 0.05
 _FIRST_OUTPUTS: Final = (150.0 * 20, 20.0)
 """Output tokens of requests before any was seen, and how many such requests."""
 _FIRST_HOP_S: Final = 0.002
+_CENTRE_STEP: Final = 0.004
+_BAND_STEP: Final = 0.2
+_IN_BAND: Final = 0.9
+_FIRST_BAND: Final = 0.5
+_MAX_FACTOR: Final = 4.0
 _POOLED: Final = 4
 """What engines say is put together anew once one in so many has said something else."""
+
+
+class FirstTokens:
+    """How predicted times to first tokens compare with what they became.
+
+    The fits know what engines take for prompts; what a first token waits for besides is known less
+    well. Each step is by a small factor, whatever the distance, so that a stall counts as one.
+
+    Attributes:
+        factor: What prompts take longer than the fits say, so that half of the first tokens come
+            later than predicted.
+        band: Relative distance from the prediction in which nine in ten came of late.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self.band = _FIRST_BAND
+
+    def learn(self, predicted_s: float, seconds: float, times: ServiceTimes) -> None:
+        """Take one, and the times that it was predicted by."""
+        is_late = seconds > predicted_s / times.first_factor * self.factor
+        factor = self.factor * math.exp(_CENTRE_STEP if is_late else -_CENTRE_STEP)
+        self.factor = min(_MAX_FACTOR, max(1 / _MAX_FACTOR, factor))
+        is_within = abs(seconds - predicted_s) <= times.first_band * predicted_s
+        self.band *= math.exp(_BAND_STEP * (_IN_BAND - 1 if is_within else _IN_BAND))
 
 
 class ServiceModel:
@@ -44,6 +75,7 @@ class ServiceModel:
         self.prefill = LinearFit(3)
         self.step = LinearFit(3)
         self.wire = LinearFit(2)
+        self.first = FirstTokens()
         self._hop = LinearFit(1)
         self._behind_grains = 0.0
         self._num_output, self._num_requests = _FIRST_OUTPUTS
@@ -113,6 +145,11 @@ class ServiceModel:
         self._hop.learn((1.0,), seconds)
         self._times = None
 
+    def learn_first(self, predicted_s: float, seconds: float, times: ServiceTimes) -> None:
+        """Record a time to the first token, and what was predicted; see `FirstTokens`."""
+        self.first.learn(predicted_s, seconds, times)
+        self._times = None
+
     def learn_output(self, num_tokens: int) -> None:
         """Record the length of an answer."""
         self._num_output += num_tokens
@@ -123,7 +160,7 @@ class ServiceModel:
     def times(self) -> ServiceTimes:
         """Return the current estimates."""
         if self._times is None:
-            a, b, c = self.prefill.weights
+            a, b, c = (self.first.factor * each for each in self.prefill.weights)
             d, e, f = self.step.weights
             r, t = self.wire.weights if self.wire.is_known else (0.0, 0.0)
             self._times = ServiceTimes(
@@ -133,6 +170,8 @@ class ServiceModel:
                 prefill_error=self.prefill.error,
                 step_error=self.step.error,
                 wire_error=self.wire.error if self.wire.is_known else 0.0,
+                first_factor=self.first.factor,
+                first_band=self.first.band,
                 mean_output=self.mean_output,
                 spread=self._spread,
                 hop_s=self._hop.weights[0] if self._hop.is_known else _FIRST_HOP_S,

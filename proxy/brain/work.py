@@ -106,6 +106,8 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
         wire: For a transfer: constant, per token; zeros until one was measured.
         hop_s: Part of the time to a first token that no engine takes: HTTP, both ways.
         prefill_error, step_error, wire_error: Recent mean relative errors.
+        first_factor: What `prefill` was multiplied by, see `FirstTokens`.
+        first_band: Relative distance from a predicted first token in which nine in ten come.
         mean_output: Mean output tokens of a request.
         spread: Mean share of a wait after the first token that lengthens the time between a
             request's tokens; short answers are affected most.
@@ -117,6 +119,8 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     prefill_error: float
     step_error: float
     wire_error: float
+    first_factor: float
+    first_band: float
     mean_output: float
     spread: float
     hop_s: float

@@ -86,6 +86,21 @@ def test_what_engines_take_is_learned_whatever_the_noise(noise, tolerance):
     assert model.prefill.error == pytest.approx(noise / 2, abs=0.06)
 
 
+def test_half_of_first_tokens_come_later_than_predicted_and_nine_in_ten_within_the_band():
+    rng, model = random.Random(1), learned()
+    is_late, is_within = [], []
+    for _ in range(1500):
+        times = model.times()
+        predicted_s = times.prompt_s(1000, 0)
+        seconds = COSTS.of_prompt(1000, 0) * 1.4 * math.exp(rng.gauss(0.0, 0.2))
+        model.learn_first(predicted_s, seconds, times)
+        is_late.append(seconds > predicted_s)
+        is_within.append(abs(seconds - predicted_s) <= times.first_band * predicted_s)
+    assert sum(is_late[500:]) == pytest.approx(500, abs=60)
+    assert sum(is_within[500:]) == pytest.approx(900, abs=25)
+    assert model.first.factor == pytest.approx(1.4, rel=0.05)
+
+
 @given(st.data())
 def test_whatever_becomes_of_legs_the_ledger_is_empty_at_their_end(data):
     ledger, open_legs = WorkLedger(lambda: 0.0), []

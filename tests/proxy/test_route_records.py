@@ -114,7 +114,15 @@ def test_an_explanation_has_every_engine_and_says_whether_the_record_is_right():
     log.add("r1", choose(4000, busy, engine("d", "decode", hit=1024)), 5.0)
     told = "\n".join(explained(log.newest()[0], is_equal=True, now_s=8.0))
     assert told.startswith("request r1, 4000 prompt tokens, 3 s ago: one engine, because ")
-    for part in ("  queue", "  harm", "20000", "1024", "bit for bit", "is unknown"):
+    for part in (
+        "  queue",
+        "  nine in ten within",
+        "  harm",
+        "20000",
+        "1024",
+        "bit for bit",
+        "is unknown",
+    ):
         assert part in told
     assert told.count("objectives 1000 ms") == 1
     assert "DIFFERENT" in explained(log.newest()[0], is_equal=False, now_s=8.0)[-1]
