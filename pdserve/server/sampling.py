@@ -122,11 +122,16 @@ def output_limit(
     room = max_model_len - num_prompt_tokens
     wanted_tokens = asked.max_tokens
     if room < 1 or (wanted_tokens or 0) > room:
-        wanted = f" and asks for {wanted_tokens} output tokens" if wanted_tokens is not None else ""
+        if room < 1:
+            why = f"; shorten the prompt to at most {max_model_len - 1}: one is left for output."
+        else:
+            why = (
+                f" and asks for {wanted_tokens} output tokens; shorten the prompt or ask for at "
+                f"most {room}."
+            )
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens, but the request has "
-            f"{num_prompt_tokens} prompt tokens{wanted}; shorten the prompt or ask for fewer "
-            "tokens.",
+            f"{num_prompt_tokens} prompt tokens{why}",
             param=asked.prompt_field if room < 1 else asked.max_tokens_field,
         )
     limit = min(room, asked.default_max_tokens or room) if wanted_tokens is None else wanted_tokens

@@ -246,12 +246,20 @@ async def test_too_many_tokens_are_named_as_they_were_asked_for(server, field):
     assert (status, error["param"]) == (400, field)
 
 
-@pytest.mark.parametrize("body", [{"prompt": [60] * 64}, {"prompt": [60] * 60, "max_tokens": 5}])
-async def test_too_long_a_request_names_the_models_context(text, body):
+@pytest.mark.parametrize(
+    ("body", "remedy"),
+    [
+        ({"prompt": [60] * 64}, "shorten the prompt to at most 63"),
+        ({"prompt": [60] * 64, "max_tokens": 0, "echo": True}, "shorten the prompt to at most 63"),
+        ({"prompt": [60] * 60, "max_tokens": 5}, "ask for at most 4"),
+    ],
+)
+async def test_too_long_a_request_names_the_models_context(text, body, remedy):
     async with serving(text, make_engine(text, max_model_len=64)) as server:
         status, error = await server.refused(COMPLETIONS, body)
     assert (status, error["code"]) == (400, "context_length_exceeded")
     assert "maximum context length is 64 tokens" in error["message"]
+    assert remedy in error["message"]
 
 
 @pytest.mark.parametrize(
