@@ -71,9 +71,9 @@ def toy_config(
         ),
         scheduler=SchedulerConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, **scheduler}),
         parallel=ParallelConfig(pipeline_parallel_size=num_stages),
-        speculative=SpeculativeConfig(
-            method="ngram" if max_drafted else "", num_speculative_tokens=max_drafted or 1
-        ),
+        speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=max_drafted)
+        if max_drafted
+        else SpeculativeConfig(),
     )
 
 
