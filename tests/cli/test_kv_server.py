@@ -40,8 +40,8 @@ while True:
 
 HAS_NO_MEMORY = """
 import socket, sys
+print("serves", flush=True)
 with socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1]))) as listener:
-    print("serves", flush=True)
     while True:
         listener.accept()
 """
