@@ -39,9 +39,10 @@ struct Cut {
     }
 };
 
-// Of x, which stays in L2 while the weights pass by, and rows that their sums fit beside them.
+// At most so many bytes of x stay in L2 while the weights pass by, and the sums of so many rows.
 constexpr int64_t kMostPanelBytes = 768 << 10, kPanelRows = 512;
 
+// What this CPU's L2 holds of them beside the weights.
 int64_t panel_bytes() {
     static const int64_t bytes = [] {
         const int64_t l2 = sysconf(_SC_LEVEL2_CACHE_SIZE);

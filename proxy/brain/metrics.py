@@ -176,14 +176,14 @@ class RouteMetrics:
 
         In shadow, the prediction for the engines actually used is compared.
         """
-        decision, measured, taken = record.decision, record.measured, record.taken
+        decision, measured, done = record.decision, record.measured, record.used
         assert measured is not None
-        done, spurned = decision.chosen, decision.other
+        if done is None:
+            return
+        spurned = decision.other
         if decision.question.is_shadow:
-            if taken is None:
-                return
-            done, spurned = taken, None if taken.way == decision.chosen.way else decision.chosen
-            self._shadow.labels(_difference(taken, decision.chosen)).inc()
+            spurned = None if done.way == decision.chosen.way else decision.chosen
+            self._shadow.labels(_difference(done, decision.chosen)).inc()
         predicted = {"ttft": done.ttft_s, "itl": done.itl_s, "wire": done.wire_s}
         found = {"ttft": measured.ttft_s, "itl": measured.itl_s, "wire": measured.wire_s}
         for name, seconds in found.items():

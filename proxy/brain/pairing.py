@@ -215,9 +215,8 @@ class Pairing:
             record.measured = ServedTimes(ttft_s=ttft_s, itl_s=gap_s, wire_s=wire_s)
             record.taken = story.taken
             self._metrics.compare(record)
-            done = record.taken if record.decision.question.is_shadow else record.decision.chosen
-            if done is not None and ttft_s is not None:
-                model.learn_first(done.ttft_s, ttft_s, record.decision.question.times)
+            if record.used is not None and ttft_s is not None:
+                model.learn_first(record.used.ttft_s, ttft_s, record.decision.question.times)
 
     def learn_prompt(self, entry: LedgerEntry, own: PromptWork, seconds: float) -> None:
         """Learn from a prompt's time since it reached its engine.

@@ -55,6 +55,11 @@ class DecisionRecord(msgspec.Struct, kw_only=True):
     measured: ServedTimes | None = None
     taken: PairCost | None = None
 
+    @property
+    def used(self) -> PairCost | None:
+        """The prediction for the engines actually used; None: in shadow, none of the candidates."""
+        return self.taken if self.decision.question.is_shadow else self.decision.chosen
+
 
 class FitShown(msgspec.Struct, frozen=True, kw_only=True):
     """The fit for prompts, steps or transfers; see `LinearFit`.

@@ -12,7 +12,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #define __AVX512F__ 1
 #define __AVX512BW__ 1
@@ -33,7 +32,6 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Shorts __attribute__((vector_size(64)));
-typedef double Doubles __attribute__((vector_size(64)));
 typedef uint16_t HalfShorts __attribute__((vector_size(32)));
 
 // Calls make(i) for each lane.

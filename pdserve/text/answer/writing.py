@@ -311,8 +311,8 @@ def _containing(pattern: object) -> str:
     found = _LAST_ANCHOR.search(inner)
     inner, after = (inner[: found.end() - 1], "") if found else (inner, _ANY)
     bare = _ESCAPE_OR_CLASS.sub("", inner)
-    while bare != (bare := _GROUP.sub("", bare)):
-        pass
+    while _GROUP.search(bare):
+        bare = _GROUP.sub("", bare)
     if "|" in bare and not (before and after):
         raise ValueError(f"pattern {pattern!r}: put its alternatives into a group, as in ^(a|b)$")
     inner = _SLASH.sub(lambda each: each[1] or r"\/", inner).replace("\n", r"\n")
