@@ -116,11 +116,15 @@ class Stop(msgspec.Struct, frozen=True, array_like=True):
 
     Ends in `Settled` once nothing reads from the blocks any more, even if nothing ever did. A step
     that was planned earlier may still bring a `Chunk` of it, which is ignored.
+
+    Attributes:
+        is_answered: Whether nobody needs D any more, as the request ended well without it.
     """
 
     nonce: str
     request_id: RequestId
     reason: str
+    is_answered: bool = False
 
 
 class Instructions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

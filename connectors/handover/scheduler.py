@@ -139,11 +139,12 @@ class HandoverScheduler(KVConnectorScheduler):
         self._by_nonce[nonce] = outgoing
         self._staged.expects.append(Expect(nonce, request_id, ticket.decode))
 
-    def _stop(self, outgoing: Outgoing, why: str) -> None:
+    def _stop(self, outgoing: Outgoing, why: str, *, is_answered: bool = False) -> None:
         """At P: end a push; it settles afterwards."""
         outgoing.stage = PushStage.STOPPED
         self._by_nonce[outgoing.nonce] = outgoing
-        self._staged.stops.append(Stop(outgoing.nonce, outgoing.request_id, why))
+        stop = Stop(outgoing.nonce, outgoing.request_id, why, is_answered)
+        self._staged.stops.append(stop)
 
     def _refusal_of(self, request: RequestView) -> str | None:
         ticket = request.kv_transfer_params.ticket
@@ -266,8 +267,10 @@ class HandoverScheduler(KVConnectorScheduler):
             del self._by_nonce[outgoing.nonce]
         else:
             is_answered = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-            answered = "the request ended with its first token"
-            self._stop(outgoing, answered if is_answered else "aborted at its owner")
+            why = (
+                "the request ended with its first token" if is_answered else "aborted at its owner"
+            )
+            self._stop(outgoing, why, is_answered=is_answered)
         return Hold(outgoing.nonce) if outgoing.was_live else None
 
     def _hand_over(

@@ -312,8 +312,9 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
     """P writes nothing (more) for this registration; nothing is in flight.
 
     Attributes:
-        aborted: Whether a rank of D asked for it by `Abort`. Another rank of D may learn this from
-            P before it does from its own engine.
+        aborted: Whether nobody wants the KV: the request ended well with its first token, or a rank
+            of D asked for it by `Abort`. Another rank of D may learn this from P before it does
+            from its own engine.
     """
 
     load_id: int

@@ -169,11 +169,11 @@ class Pushing:
         """Stop a push; `Settled` follows once nothing is reading from its blocks."""
         push = self._pushes.get(stop.nonce)
         if push is None:
-            self._keep(self._over, stop.nonce, Ending(stop.reason))
+            self._keep(self._over, stop.nonce, Ending(stop.reason, stop.is_answered))
             self._leases.stop(stop.nonce, stop.request_id, self._clock.monotonic_s())
             return
         push.stop = stop
-        push.end(stop.reason)
+        push.end(stop.reason, aborted=stop.is_answered)
 
     def end_all(self, reason: str) -> None:
         """End all pushes."""

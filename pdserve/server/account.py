@@ -11,7 +11,7 @@ import statistics
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.errors import PdserveError
+from pdserve.errors import KvTransferError, PdserveError
 from pdserve.http.answers import IS_LOGGED
 from pdserve.observe.request_log import (
     CLIENT_LEFT,
@@ -30,7 +30,7 @@ from pdserve.server.text_request import PARTS_OF_STAGES
 from pdserve.wire.finished import Finished
 from pdserve.wire.request import FinishReason
 from pdserve.wire.trace import FrontRequest, Term, Window
-from pdserve.wire.transfer import KVMode
+from pdserve.wire.transfer import KVMode, LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from pdserve.server.service import Service
     from pdserve.server.text_request import TextRequest
     from pdserve.wire.request import EngineStats
+
+_ANSWERED = (LoadFailure.ABORTED.value,)
+"""The first token of a pushed request was its last. The proxy leaves too, sooner or later."""
 
 
 @asynccontextmanager
@@ -138,6 +141,9 @@ def _ending(
     is_failed = isinstance(failure, Exception) and not isinstance(failure, ConnectionError)
     num_cut = job.end_unfinished(FinishReason.ERROR if is_failed else FinishReason.ABORT)
     if isinstance(failure, PdserveError):
+        if isinstance(failure, KvTransferError) and failure.load_failures == _ANSWERED:
+            service.metrics.disconnected("queue")
+            return _Ending("disconnected", CLIENT_LEFT, "client_left")
         if has_begun:
             return _Ending("error", reason=failure.error_code)
         return _Ending(outcome_of(failure.status), failure.status, failure.error_code)

@@ -17,6 +17,7 @@ from pdserve.connectors.memory.rank import POLLS_ON_THE_WIRE
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId
+from pdserve.wire.request import FinishReason
 from pdserve.wire.transfer import (
     KVHandoff,
     KVMode,
@@ -280,6 +281,20 @@ def test_what_one_rank_of_d_has_aborted_is_aborted_to_another_that_hears_of_it_f
         world.p.step()
         failed += other.get_finished().failed
     assert [each.reason for each in failed] == [LoadFailure.ABORTED]
+
+
+def test_a_request_that_ends_with_its_first_token_leaves_d_without_a_warning_or_a_fault(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.reserve()
+    world.compute(40)
+    world.at_p.finish_reason = FinishReason.STOP
+    assert world.p.scheduler.request_finished(world.at_p, (), ()) is not None
+    world.poll(2 * POLLS_ON_THE_WIRE)
+    assert [each.reason for each in world.d.failed] == [LoadFailure.ABORTED]
+    assert not world.p.faults
+    assert not world.d.faults
+    assert not caplog.records
 
 
 def rotten(*numbers: int) -> World:

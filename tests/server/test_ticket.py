@@ -216,6 +216,35 @@ def test_an_engines_error_code_decides_the_status(code, status, retry_after):
 # --- what is told and counted
 
 
+@pytest.mark.parametrize(
+    ("failures", "ending"),
+    [
+        (["aborted"], ("disconnected", 499, logging.INFO)),
+        (["digest"], ("shed", 503, logging.WARNING)),
+    ],
+)
+async def test_a_push_that_its_prefill_engine_has_answered_is_no_failure(
+    text, failures, ending, caplog
+):
+    async def outputs(request, siblings):
+        yield EngineOutput(
+            request_id=request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error_code="kv_transfer_failed",
+            load_failures=failures,
+        )
+
+    caplog.set_level(logging.INFO, logger="pdserve.requests")
+    engine = make_engine(text)
+    engine.generate = outputs
+    async with serving(text, engine) as server:
+        async with server.session.post(server.url + COMPLETIONS, json={"prompt": "x"}) as response:
+            assert response.status == 503
+    [record] = [r for r in caplog.records if r.name == "pdserve.requests"]
+    fields = record.msg.fields
+    assert (fields["outcome"], fields["status"], record.levelno) == ending
+
+
 def with_stages(engine, stages: RequestStages, **more: Any) -> None:
     """Let an engine account for its requests like this."""
 
