@@ -201,7 +201,8 @@ class Leg:
         has_kv: Whether the answer's start says that KV came from another engine.
         load_failures: Labels of earlier failed KV loads, as given at the answer's start.
         request_id: ID of the request it is part of.
-        is_moved: Whether the engine has ended its stream with a handoff.
+        may_move: Whether the engine was asked to end its stream with a handoff.
+        moved: Data of the event with that handoff, once it has come.
         ended: Set when the engine has ended its side, or is not waited for any more.
         num_reads: Number of reads that returned data.
     """
@@ -223,7 +224,8 @@ class Leg:
         self.connection: Connection | None = None
         self.layout: str | None = None
         self.request_id = headers.get(REQUEST_ID_HEADER, "")
-        self.is_moved = False
+        self.may_move = False
+        self.moved: bytes | None = None
         self.has_kv = False
         self.load_failures: tuple[str, ...] = ()
         self.ended = asyncio.Event()

@@ -147,6 +147,7 @@ class _Drain:
         left = [each for each in self._backend.legs if each not in self._asked]
         for leg in left[:_MOVED_AT_ONCE]:
             self._asked.add(leg)
+            leg.may_move = True
             self._http.background.start(self._give_away(leg.request_id))
 
     async def _give_away(self, request_id: str) -> None:
@@ -177,7 +178,7 @@ class _Drain:
         return False
 
     def _reported(self, seconds: float, *, is_empty: bool) -> drain.DrainReport:
-        moved = self._taken | {leg for leg in self._known if leg.is_moved}
+        moved = self._taken | {leg for leg in self._known if leg.moved}
         report = drain.DrainReport(
             url=self._backend.url,
             is_empty=is_empty,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.client import EngineHttp, Leg
     from pdserve.proxy.metrics import Metrics
+    from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story
 
 _NAMES = tuple(f'"{name}"'.encode() for name in (HANDOFF, PARAMS))
@@ -132,3 +133,15 @@ class Handoff:
             self._metrics.releases.inc()
             self._story.tell("handoff given back")
             self._http.release(self.prefill.url, nonces, after=self.reader)
+
+
+def leave(leg: Leg, engine: Backend, services: Services, story: Story) -> None:
+    """Hang up on a stream, and give back the handoff that its engine may have been asked for."""
+    if not leg.may_move:
+        leg.hang_up()
+        return
+    with Handoff(engine, services.http, services.metrics, story) as late:
+        pass
+    if leg.moved is not None:
+        late.read(leg.moved)
+    leg.abandon(late.read)

@@ -21,6 +21,7 @@ from pdserve.proxy.errors import (
     WorkerError,
     failure_in_stream,
 )
+from pdserve.proxy.handoff import leave
 from pdserve.proxy.relay import Relay
 from pdserve.proxy.setbacks import LegFailure
 from pdserve.proxy.story import Mode, Stage
@@ -116,7 +117,7 @@ class Legs:
                 except MovedError:  # it has ended well
                     raise
                 except BaseException:
-                    leg.close()
+                    leave(leg, backend, self.services, self.story)
                     raise
         except (WorkerError, RefusedError) as error:
             return LegFailure("local", backend, error)
@@ -207,8 +208,7 @@ class Legs:
             if visible and visible[-1].is_done:
                 leg.drain(self._note_prefill_stages)
                 return await self.delivery.end()
-        message = f"{handoff.prefill.url} ended its stream before the handoff"
-        raise WorkerError(message, reason="dropped")
+        raise WorkerError(f"{handoff.prefill.url} ended before its handoff", reason="dropped")
 
     # --- decode
 
@@ -259,7 +259,7 @@ class Legs:
             leg.close()
             raise
         except BaseException:
-            leg.hang_up()
+            leave(leg, backend, self.services, self.story)
             raise
 
     async def _pass_on(
@@ -277,6 +277,7 @@ class Legs:
         previous = b""
         async for chunk in leg.chunks():
             data = relay.feed(chunk)
+            leg.moved = relay.handoff
             if data:
                 if not previous:
                     breaker.succeed()
@@ -295,7 +296,6 @@ class Legs:
                 leg.drain()
                 stages = next(filter(None, map(stages_in, relay.internal)), None)
                 if relay.handoff is not None:
-                    leg.is_moved = True
                     self.story.moved_from(stages)
                     raise MovedError(backend.url, relay.handoff)
                 self._count_tokens(usage_at_end(previous + data))

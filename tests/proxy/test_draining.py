@@ -363,6 +363,29 @@ async def test_the_client_of_a_stream_that_moves_may_leave(make_stack):
     assert (await draining)["is_empty"]
 
 
+@pytest.mark.parametrize("way", ["local", "pull"])
+async def test_the_client_may_leave_before_the_handoff_of_a_stream_that_moves(make_stack, way):
+    """Its lease is held by nobody else."""
+    leaving = decodes(1)[0]
+    free(leaving)
+    pause(leaving)
+    leaving.hook = is_too_busy_to_notice
+    clock = ManualClock()
+    stack = await make_stack([] if way == "local" else prefills(), [leaving], clock)
+    answer = asyncio.create_task(stack.stream({"max_tokens": 9}))
+    await until(lambda: len(leaving.calls) == 1)
+    draining = asyncio.create_task(drain(stack, leaving))
+    await until(lambda: not is_ready(stack, leaving))
+    clock.advance(DEADLINE_S / 2)
+    await until(lambda: leaving.given_away)
+    answer.cancel()
+    await until(lambda: not any(each.legs for each in stack.proxy.backends))
+    leaving.gate.set()
+    await until(lambda: leaving.leased or leaving.released)
+    await until(lambda: not leaving.leased)
+    assert (await draining)["is_empty"]
+
+
 async def test_answers_in_one_piece_and_of_several_choices_are_not_moved(make_stack):
     leaving, staying = decodes(2)
     leaving.gate.clear()
