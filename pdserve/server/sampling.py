@@ -244,8 +244,21 @@ def constraint_in(fields: SamplingFields, tools_grammar: str | None) -> Wanted |
         *_in_guided(fields),
         *([Wanted("tools", "grammar", tools_grammar)] if tools_grammar is not None else []),
     ]
+    given = fields.structured_outputs
+    if given is not None and not found:
+        raise BadRequestError(
+            "structured_outputs is empty: give json, regex, choice, grammar or json_object",
+            param="structured_outputs",
+        )
     if not found:
         return None
+    spacing = _spacing(given)
+    if spacing and not any(wanted.kind == "json" for wanted in found):
+        raise BadRequestError(
+            "structured_outputs sets how JSON is spaced, but nothing asks for JSON: give json, "
+            "json_object or a response_format",
+            param="structured_outputs",
+        )
     if len(found) > 1:
         names = " and ".join(wanted.param for wanted in found)
         raise BadRequestError(
@@ -257,7 +270,7 @@ def constraint_in(fields: SamplingFields, tools_grammar: str | None) -> Wanted |
             "leave one out",
             param="ignore_eos",
         )
-    return found[0]
+    return msgspec.structs.replace(found[0], options=spacing)
 
 
 def _in_response_format(given: ResponseFormat | None) -> Iterator[Wanted]:
@@ -293,28 +306,21 @@ def _in_structured_outputs(given: StructuredOutputs | None) -> Iterator[Wanted]:
                 param=param,
                 code="unsupported_parameter",
             )
-    found = [name for name in _GUIDED if getattr(given, name) is not None]
-    options: dict[str, Any] = {}
-    if given.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    if given.whitespace_pattern is not None:
-        options["whitespace_pattern"] = given.whitespace_pattern
-    if not found and not given.json_object:
-        raise BadRequestError(
-            "structured_outputs is empty: give json, regex, choice, grammar or json_object",
-            param=param,
-        )
-    if options and not (given.json_object or "json" in found):
-        raise BadRequestError(
-            "structured_outputs sets how JSON is spaced, but asks for no JSON: give json or "
-            "json_object",
-            param=param,
-        )
-    for name in found:
-        own = options if name == "json" else {}
-        yield Wanted(f"{param}.{name}", name, getattr(given, name), own)
+    for name in _GUIDED:
+        if (value := getattr(given, name)) is not None:
+            yield Wanted(f"{param}.{name}", name, value)
     if given.json_object:
-        yield Wanted(f"{param}.json_object", "json", _ANY_OBJECT, options)
+        yield Wanted(f"{param}.json_object", "json", _ANY_OBJECT)
+
+
+def _spacing(given: StructuredOutputs | None) -> dict[str, Any]:
+    """Return the options of JSON's white space, whatever asks for the JSON; as in vLLM."""
+    options: dict[str, Any] = {}
+    if given is not None and given.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    if given is not None and given.whitespace_pattern is not None:
+        options["whitespace_pattern"] = given.whitespace_pattern
+    return options
 
 
 def _in_guided(fields: SamplingFields) -> Iterator[Wanted]:

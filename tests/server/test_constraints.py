@@ -58,7 +58,13 @@ SAME = {
     "tight JSON": (
         '{"a":12}',
         '{"a": 12}',
-        [{"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}],
+        [
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            {
+                "response_format": schema_format(SCHEMA),
+                "structured_outputs": {"disable_any_whitespace": True},
+            },
+        ],
     ),
     "JSON with spaces": (
         '{"a":  12}',
