@@ -35,7 +35,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_speculative_tokens: Tokens of a draft, at most; a request gets fewer where they do not
             pay (`scheduler.drafts`).
         prompt_lookup_max, prompt_lookup_min: Of ngram: how many tokens must be alike before a
-            draft; the most alike wins.
+            draft; the most alike wins. If only one is given, it is the other as well, as in vLLM;
+            see `lookup`.
         suffix_decoding_max_tree_depth: Of suffix: tokens that are compared, at most.
         suffix_decoding_max_cached_requests: Former answers of a salt that are kept, at most.
         suffix_decoding_max_spec_factor: Tokens of a draft for each that is alike, at most.
@@ -45,8 +46,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     method: str = ""
     model: str = ""
     num_speculative_tokens: int = 7
-    prompt_lookup_max: int = 5
-    prompt_lookup_min: int = 3
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_spec_factor: float = 1.0
@@ -56,6 +57,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def max_drafted(self) -> int:
         """Tokens of a draft, at most; 0 if nothing is drafted."""
         return self.num_speculative_tokens if self.method else 0
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """The most and the fewest tokens that ngram compares."""
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        if longest is None:
+            return (5, 3) if shortest is None else (shortest, shortest)
+        return longest, longest if shortest is None else shortest
 
     @property
     def is_by_model(self) -> bool:
@@ -97,12 +106,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             num,
             f"it must be from 1 to {MAX_DRAFTED}",
         )
-        require_positive("speculative-config.prompt-lookup-min", self.prompt_lookup_min)
+        longest, shortest = self.lookup
+        for name, length in (("max", self.prompt_lookup_max), ("min", self.prompt_lookup_min)):
+            require_positive(f"speculative-config.prompt-lookup-{name}", length)
         require(
-            self.prompt_lookup_max >= self.prompt_lookup_min,
+            longest >= shortest,
             "speculative-config.prompt-lookup-max",
-            self.prompt_lookup_max,
-            f"it must be at least prompt_lookup_min ({self.prompt_lookup_min})",
+            longest,
+            f"it must be at least prompt_lookup_min ({shortest})",
         )
         depth = self.suffix_decoding_max_tree_depth
         require(depth > 1, _SUFFIX + "max-tree-depth", depth, "it must be at least 2")

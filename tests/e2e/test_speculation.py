@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
 
 BY_HEADS = {"method": "medusa", "model": "boxed", "num_speculative_tokens": 4}
-DRAFTING = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}
+DRAFTING = {
+    "method": "ngram",
+    "num_speculative_tokens": 6,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 5,
+}
 
 
 def start_drafting(

@@ -48,7 +48,11 @@ def start(tmp_path: Path) -> Iterator[Callable[[str, bool], Driver]]:
             if method:
                 model = str(paths.get(method, ""))
                 speculative = SpeculativeConfig(
-                    method=method, model=model, num_speculative_tokens=NUM_ROWS, prompt_lookup_min=1
+                    method=method,
+                    model=model,
+                    num_speculative_tokens=NUM_ROWS,
+                    prompt_lookup_min=1,
+                    prompt_lookup_max=5,
                 )
             return begin(
                 EngineConfig(

@@ -28,7 +28,12 @@ from tests.tiny_models import write_tiny_model
 
 MAX_TOKENS = 160
 AT_ONCE = 12
-DRAFTING = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
+DRAFTING = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 5,
+}
 
 
 def main() -> int:

@@ -36,8 +36,10 @@ VOCAB = TINY["vocab_size"]
 AT_ONCE = 100
 EOS = 7
 DRAFTERS = {
-    "ngram 1": SpeculativeConfig(method="ngram", num_speculative_tokens=1, prompt_lookup_min=1),
-    "ngram 7": SpeculativeConfig(method="ngram", prompt_lookup_min=1),
+    "ngram 1": SpeculativeConfig(
+        method="ngram", num_speculative_tokens=1, prompt_lookup_min=1, prompt_lookup_max=5
+    ),
+    "ngram 7": SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=5),
     "ngram 15": SpeculativeConfig(method="ngram", num_speculative_tokens=15),
     "suffix": SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0),
 }

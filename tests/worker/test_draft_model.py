@@ -253,6 +253,21 @@ def test_a_draft_model_needs_its_directory() -> None:
             SpeculativeConfig(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "lookup"),
+    [
+        ({}, (5, 3)),
+        ({"prompt_lookup_max": 2}, (2, 2)),
+        ({"prompt_lookup_min": 6}, (6, 6)),
+        ({"prompt_lookup_min": 1, "prompt_lookup_max": 4}, (4, 1)),
+    ],
+)
+def test_one_limit_of_what_ngram_compares_is_the_other_as_well(
+    fields: dict[str, int], lookup: tuple[int, int]
+) -> None:
+    assert SpeculativeConfig(method="ngram", **fields).lookup == lookup
+
+
 @pytest.mark.parametrize("field", ["model", "num_speculative_tokens", "prompt_lookup_max"])
 def test_a_field_that_has_no_effect_without_a_method_is_refused_with_the_methods(field):
     with pytest.raises(ConfigError, match=f"so {field} would have no effect: use ngram") as raised:

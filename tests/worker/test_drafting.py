@@ -172,7 +172,9 @@ def test_drafts_of_looked_up_tokens_change_nothing(
     make_driver: Callable[..., Driver], method: str
 ) -> None:
     wanted, described, num_steps = run(make_driver(), rows=0)
-    drafting = msgspec.structs.replace(DRAFTING, method=method, prompt_lookup_min=1)
+    drafting = msgspec.structs.replace(
+        DRAFTING, method=method, prompt_lookup_min=1, prompt_lookup_max=5
+    )
     driver = make_driver(speculative=drafting)
     taken = []
     for _ in range(2):

@@ -57,7 +57,9 @@ def test_two_ranks_put_forced_tokens_out_in_few_steps(tmp_path: Path) -> None:
     requests: Requests = {"r": ([4, 5, 6], sampling)}
     alone = serve(World.alone(), config_of(tmp_path, MeshShape()), requests)
     tp = MeshShape(tp=2)
-    drafting = SpeculativeConfig(method="ngram", num_speculative_tokens=7, prompt_lookup_min=4)
+    drafting = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=7, prompt_lookup_min=4, prompt_lookup_max=5
+    )
     first, _ = run_ranks(tp, serve, config_of(tmp_path, tp, speculative=drafting), requests)
     assert first.tokens == alone.tokens
     assert first.num_accepted > 0

@@ -287,7 +287,9 @@ def most(max_num_seqs: int, max_num_batched_tokens: int, **fields: Any) -> Sched
 
 
 BY_ONE = most(3, 7, long_prefill_token_threshold=1)
-NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+NGRAM = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=5
+)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,9 @@ def test_so_they_do_with_drafts(
     directory: Path, expected: Outcome, shape: MeshShape, tight: bool
 ) -> None:
     scheduler, cache = (TIGHT, TIGHT_CACHE) if tight else (ROOMY, None)
-    drafting = SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_min=1)
+    drafting = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=5, prompt_lookup_min=1, prompt_lookup_max=5
+    )
     config = config_of(directory, shape, scheduler=scheduler, cache=cache, speculative=drafting)
     # Right but for every eleventh token.
     predictions = {

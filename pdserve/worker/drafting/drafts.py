@@ -306,7 +306,8 @@ def drafts_of(
     if config.method == "suffix":
         drafter = SuffixDrafter(config)
     else:
-        drafter = NgramDrafter(longest=config.prompt_lookup_max, shortest=config.prompt_lookup_min)
+        longest, shortest = config.lookup
+        drafter = NgramDrafter(longest=longest, shortest=shortest)
     stages = pp if config.is_by_model and pp.size > 1 else None
     return Drafts(
         drafter,
