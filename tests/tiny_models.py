@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 2
 
-_CLASSES = {
+CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
@@ -26,6 +27,7 @@ _CLASSES = {
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
+"""Of transformers: a family's configuration and its model."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -76,11 +78,11 @@ FIELDS_OF: dict[str, dict[str, Any]] = {
 
 
 def write_tiny_model(directory: Path, family: str = "llama", **fields: Any) -> Path:
-    """Save a random model of `family` (a key of `_CLASSES`) and a byte tokenizer."""
+    """Save a random model of `family` (a key of `CLASSES`) and a byte tokenizer."""
     import torch
     import transformers
 
-    config_name, model_name = _CLASSES[family]
+    config_name, model_name = CLASSES[family]
     torch.manual_seed(11)
     config = getattr(transformers, config_name)(**{**_SHAPE, **FIELDS_OF.get(family, {}), **fields})
     model = getattr(transformers, model_name)(config).eval()

@@ -83,7 +83,7 @@ class NixlAgent:
         is_on_gpu: Whether it moves GPU memory; this also applies to the whole process.
 
     Raises:
-        ConfigError: NIXL or one of the backends is not installed.
+        ConfigError: NIXL or one of the backends is not installed, or cannot be loaded.
         AgentError: NIXL cannot create it (now).
     """
 
@@ -260,7 +260,14 @@ class NixlAgent:
 
     def _create_backend(self, backend: str) -> int:
         with self._typed(f"create_backend({backend})"):
-            handle: int = self._agent.createBackend(backend, {})
+            try:
+                handle: int = self._agent.createBackend(backend, {})
+            except self._nixl.nixlNotFoundError:  # its plugin is there, and cannot be loaded
+                raise ConfigError(
+                    f"--kv-transfer-config.nixl.backends contains {backend!r}, which NIXL cannot "
+                    "load here: install the libraries that its plugin needs, or leave it out",
+                    param="kv-transfer-config.nixl.backends",
+                ) from None
         return handle
 
     def _post(self, handle: int) -> tuple[Transfer, TransferState]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +19,7 @@ from pdserve.connectors.transfer.seams import Direction
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -86,3 +89,18 @@ def _ports() -> set[int]:
 
 def _region(memory: npt.NDArray[np.uint8]) -> Region:
     return Region(memory.ctypes.data, _UNIT_BYTES, memory.nbytes // _UNIT_BYTES, "DRAM", 0)
+
+
+@pytest.mark.slow
+def test_a_backend_whose_plugin_cannot_be_loaded_is_a_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "libplugin_ODD.so").write_text("not a library")
+    # NIXL looks for plugins once in a process.
+    code = "from pdserve.connectors.nixl.agent import NixlAgent; NixlAgent('odd', ['ODD'])"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NIXL_PLUGIN_DIR": str(tmp_path)},
+        check=False,
+    )
+    assert "ConfigError: --kv-transfer-config.nixl.backends contains 'ODD'" in found.stderr

@@ -7,16 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.tiny_models import CLASSES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-SAVE: dict[str, Any] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "mistral": ("MistralConfig", "MistralForCausalLM"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-}
 
 TINY: dict[str, Any] = {
     "vocab_size": 211,
@@ -39,7 +34,7 @@ def save_model(tmp_path: Path) -> Callable[..., Any]:
     def save(family: str = "llama", *, max_shard_size: str = "1GB", **fields: Any) -> Any:
         import transformers
 
-        config_name, model_name = SAVE[family]
+        config_name, model_name = CLASSES[family]
         torch.manual_seed(3)
         config = getattr(transformers, config_name)(**{**TINY, **fields})
         config._attn_implementation = "eager"

@@ -160,7 +160,7 @@ def test_cache_aware_follows_the_longest_match_while_the_load_is_balanced():
 
 
 def test_an_unknown_policy_is_refused_with_the_names_there_are():
-    with pytest.raises(ConfigError, match="cache_aware, dynamo_cost, least_loaded"):
+    with pytest.raises(ConfigError, match=", ".join(sorted(POLICIES))):
         policy_named("best", flag="decode-policy")
 
 
@@ -184,7 +184,7 @@ async def test_a_policy_is_a_function_and_its_line(make_stack, monkeypatch):
         async with stack.post() as response:
             assert (await response.json())["choices"][0]["text"] == text_of(3, 4)
     assert [len(engine.calls) for engine in engines] == [0, 0, 3]
-    with pytest.raises(ConfigError, match="use one of cache_aware, dynamo_cost, last"):
+    with pytest.raises(ConfigError, match=r"use one of .*, last, "):
         policy_named("first", flag="decode-policy")
 
 
