@@ -185,18 +185,21 @@ class GatewayExchange:
         self._metrics.refused(error)
         headers = {} if self._begun is None else self._begun.headers
         path = headers.get(":path", "").partition("?")[0]
+        request_id = headers.get(REQUEST_ID_HEADER.lower(), "")
         is_outage = isinstance(error, UnavailableError) or error.status >= 500
         log_event(
             log,
             "request refused",
             level=logging.WARNING if is_outage else logging.DEBUG,
-            request=headers.get(REQUEST_ID_HEADER.lower(), ""),
+            request=request_id,
             status=error.status,
             reason=error.error_code,
         )
         body = error_of(path, error.status, error_body(error))
         fields = {hdrs.CONTENT_TYPE.lower(): "application/json"}
         fields |= {name.lower(): value for name, value in error_headers(error).items()}
+        if request_id:
+            fields[REQUEST_ID_HEADER.lower()] = request_id
         return refuse(error.status, fields, body, f"pdserve_{error.error_code}")
 
 

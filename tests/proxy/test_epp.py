@@ -170,6 +170,7 @@ async def test_a_subset_without_an_engine_is_503(make_stack, subset):
     assert (answer.number, answer.status) == (IMMEDIATE, 503)
     assert msgspec.json.decode(answer.body)["error"]["code"] == "no_engine_in_subset"
     assert answer.headers["retry-after"] == "1"
+    assert answer.headers["x-request-id"] == HEADERS["x-request-id"]
 
 
 async def test_without_a_ready_engine_the_answer_is_503_and_picks_are_counted(make_stack):
