@@ -6,6 +6,7 @@ Every error names the field, its value and the remedy. Knows no architecture.
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
@@ -65,9 +66,9 @@ class Fields:
         value = self._config.get(name)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(name, value, "a number is needed")
-        return float(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+        raise self.error(name, value, "a number is needed")
 
     def count(self, name: str, default: int | None = None) -> int:
         """A positive integer."""

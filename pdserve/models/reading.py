@@ -54,7 +54,7 @@ def parse_arch(config: dict[str, Any]) -> ModelArch:
             not supported, or a field is missing or impossible.
     """
     names = config.get("architectures") or []
-    if not isinstance(names, list) or len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ConfigError(
             f"config.json: architectures is {names!r}: it must have exactly one name", param="model"
         )
@@ -349,7 +349,7 @@ def _latent(fields: Fields, moe: MoeArch | None, *, interleaved_rope: bool) -> M
         moe=moe,
     )
     section = rope_section(fields)
-    all_dim = None if section is None else section.get("mscale_all_dim")
+    all_dim = 0.0 if section is None else section.number("mscale_all_dim", 0.0)
     stretch = 1.0
     if all_dim and arch.rope.kind is not RopeKind.DEFAULT:
         stretch = mscale_of(arch.rope.factor, all_dim)
@@ -384,24 +384,24 @@ def _window(fields: Fields) -> int | None:
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """If any layers slide, those from `max_window_layers` on do; `layer_types` overrides this."""
     num_layers = fields.count("num_hidden_layers")
-    if not fields.flag("use_sliding_window", default=False):
-        kinds = fields.get("layer_types") or []
-        if "sliding_attention" in kinds:
-            raise fields.error(
-                "layer_types", kinds, "sliding layers need use_sliding_window and sliding_window"
-            )
-        return _no_windows(fields)
-    window = _window(fields)
-    if window is None:
-        return _no_windows(fields)
-    first = int(fields.number("max_window_layers", 28))
-    kinds = fields.get("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-    ]
-    if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+    slides = fields.flag("use_sliding_window", default=False)
+    kinds = fields.get("layer_types") or []
+    is_list = isinstance(kinds, list) and len(kinds) in (0, num_layers)
+    if not is_list or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
         raise fields.error(
             "layer_types", kinds, f"{num_layers} of sliding_attention or full_attention are needed"
         )
+    if "sliding_attention" in kinds and not slides:
+        raise fields.error(
+            "layer_types", kinds, "sliding layers need use_sliding_window and sliding_window"
+        )
+    window = _window(fields) if slides else None
+    if window is None:
+        return _no_windows(fields)
+    first = int(fields.number("max_window_layers", 28))
+    kinds = kinds or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
+    ]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

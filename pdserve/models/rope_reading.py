@@ -71,7 +71,6 @@ def read_rope(fields: Fields, max_positions: int, default_theta: float) -> RopeA
     except ValueError:
         known = ", ".join(kind.value for kind in RopeKind)
         raise scaling.error("rope_type", label, f"supported are {known}") from None
-    outer_original = fields.get("original_max_position_embeddings")
     match kind:
         case RopeKind.DEFAULT:
             return RopeArch(theta=theta)
@@ -84,31 +83,34 @@ def read_rope(fields: Fields, max_positions: int, default_theta: float) -> RopeA
                 factor=scaling.number("factor"),
                 low_freq_factor=scaling.number("low_freq_factor"),
                 high_freq_factor=scaling.number("high_freq_factor"),
-                original_max_positions=outer_original
-                or scaling.count("original_max_position_embeddings", max_positions),
+                original_max_positions=_original(fields, scaling, max_positions),
             )
         case RopeKind.YARN:
-            original = outer_original or scaling.count(
-                "original_max_position_embeddings", max_positions
-            )
+            original = _original(fields, scaling, max_positions)
             factor = scaling.number("factor", max_positions / original)
             return RopeArch(
                 theta=theta,
                 kind=kind,
                 factor=factor,
                 original_max_positions=original,
-                beta_fast=scaling.get("beta_fast") or 32.0,
-                beta_slow=scaling.get("beta_slow") or 1.0,
+                beta_fast=scaling.number("beta_fast", 0.0) or 32.0,
+                beta_slow=scaling.number("beta_slow", 0.0) or 1.0,
                 attention_factor=_yarn_attention_factor(scaling, factor),
                 truncate=scaling.flag("truncate", default=True),
             )
+
+
+def _original(fields: Fields, scaling: Fields, max_positions: int) -> int:
+    """Context of the pretraining, tokens; a value outside of the section comes first."""
+    name = "original_max_position_embeddings"
+    return (fields if fields.get(name) else scaling).count(name, max_positions)
 
 
 def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
     """Peng et al. 2023, equation 22, and DeepSeek's generalisation by two mscales."""
     if scaling.get("attention_factor") is not None:
         return scaling.number("attention_factor")
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    mscale, mscale_all_dim = (scaling.number(name, 0.0) for name in ("mscale", "mscale_all_dim"))
     if mscale and mscale_all_dim:
         return mscale_of(factor, mscale) / mscale_of(factor, mscale_all_dim)
     return mscale_of(factor, 1.0)

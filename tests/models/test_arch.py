@@ -307,6 +307,15 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"hidden_size": float("nan")}, "hidden_size is nan"),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": "32"}}, "beta_fast is '32'"),
+        ({"rope_scaling": {"type": "yarn", "mscale": "1"}}, "mscale is '1'"),
+        (
+            {"rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": "8"},
+            "original_max_position_embeddings is '8'",
+        ),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures is"),
         ({"architectures": []}, r"architectures is \[\]"),
         ({"architectures": None}, r"architectures is \[\]"),
     ],
@@ -321,6 +330,7 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], named:
     [
         (qwen3_moe(mlp_only_layers="0"), "mlp_only_layers is '0'"),
         (qwen3_moe(num_experts=4), "num_experts_per_tok is 8: only 4 experts"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": 3}, "layer_types is 3"),
         ({**V2_LITE, "scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
         ({**V2_LITE, "topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
         ({**V2_LITE, "norm_topk_prob": True}, "norm_topk_prob is True"),
