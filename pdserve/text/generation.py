@@ -6,9 +6,10 @@ know requests.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from pdserve.errors import ConfigError
 from pdserve.text.tokenizer import read_json
@@ -25,12 +26,12 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: The model's own end-of-sequence ids, ascending.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_new_tokens: int | None = None
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
     eos_token_ids: tuple[int, ...] = ()
 
 
@@ -45,7 +46,7 @@ def load_generation_defaults(
         eos_token_id: The tokenizer's end-of-sequence id.
 
     Raises:
-        ConfigError: The file is malformed, or a value has the wrong type.
+        ConfigError: The file is malformed, or a value has the wrong type or is out of range.
     """
     path = directory / "generation_config.json"
     config = read_json(path)

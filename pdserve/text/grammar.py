@@ -52,22 +52,26 @@ class GrammarCompiler:
     Creating it takes up to a second (for a vocabulary of 131,072).
 
     Raises:
-        ConfigError: The model names no token that ends an output, or llguidance cannot use its
-            tokenizer.
+        ConfigError: The tokenizer has no token that ends an output, or llguidance cannot use it.
     """
 
     def __init__(self, text: Text) -> None:
-        eos_token_ids = text.defaults.eos_token_ids
+        tokenizer = text.tokenizer
+        eos_token_ids = [
+            token_id
+            for token_id in text.defaults.eos_token_ids
+            if 0 <= token_id < tokenizer.vocab_size
+        ]
         if not eos_token_ids:
             raise ConfigError(
-                "the model names no end-of-sequence token, so its output cannot follow a grammar"
+                "the model names no end-of-sequence token that its tokenizer has, so its output "
+                "cannot follow a grammar"
             )
-        tokenizer = text.tokenizer
         try:
             self._tokenizer = LLTokenizer(
                 tokenizer.as_json(),
                 n_vocab=max(text.vocab_size, tokenizer.vocab_size),
-                eos_token=list(eos_token_ids),
+                eos_token=eos_token_ids,
             )
         except ValueError as error:
             raise ConfigError(f"llguidance cannot use the model's tokenizer: {error}") from error

@@ -9,6 +9,7 @@ import pytest
 from pdserve.config.schema import ModelConfig
 from pdserve.errors import BadRequestError, ConfigError
 from pdserve.text.chat import ChatTemplate
+from pdserve.text.grammar import GrammarCompiler
 from pdserve.text.load import load_text
 from pdserve.text.tokenizer import Tokenizer
 from tests.text.tiny import CHAT_TEMPLATE, make_tokenizer, write_model_files
@@ -75,6 +76,31 @@ def test_a_generation_config_of_the_wrong_type_is_refused(model_dir: Path):
     (model_dir / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(ConfigError, match="temperature"):
         load(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.5),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+    ],
+)
+def test_a_default_that_no_request_could_ask_for_is_refused(
+    model_dir: Path, name: str, value: float
+):
+    (model_dir / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ConfigError, match=rf"{name}.*--generation-config none"):
+        load(model_dir)
+
+
+def test_end_ids_that_the_tokenizer_lacks_do_not_stand_in_the_way_of_grammars(model_dir: Path):
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": [-1, 1, 99999]}')
+    compiler = GrammarCompiler(load(model_dir))
+    assert compiler.compile('start: "a"').compute_bitmask()
 
 
 def test_a_directory_without_tokenizer_names_the_flag(tmp_path: Path):
