@@ -40,6 +40,7 @@ from pdserve.config.tiers import (
     parse_tiers,
 )
 from pdserve.errors import ConfigError
+from pdserve.lifeline import heeded_signals
 
 _log = logging.getLogger(START)
 
@@ -53,7 +54,7 @@ _CLEARED_BYTES: Final = 32 << 20
 
 
 def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
-    """Run `pdserve kv-server` until SIGTERM or Ctrl-C.
+    """Run `pdserve kv-server` until SIGTERM, SIGHUP or Ctrl-C.
 
     Raises:
         ConfigError: A tier cannot be used here, or the port is taken.
@@ -202,6 +203,8 @@ def _serve(arguments: list[str]) -> None:
     if os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING") == "WARNING":
         logging.disable(logging.INFO)  # uvicorn's as well, which has a line for each request
     sys.argv = [_PROGRAM, *arguments]
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heeded_signals():
         signal.signal(number, lambda *_: os._exit(EXIT_DONE))
+    if signal.SIGHUP in heeded_signals():  # LMCache has no handler for it
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     runpy.run_module(_PROGRAM, run_name="__main__")

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -36,6 +37,13 @@ while True:
             pass
     except BaseException:
         pass
+"""
+
+ENDS_ITSELF = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
+print("serves", flush=True)
+time.sleep(60)
 """
 
 HAS_NO_MEMORY = """
@@ -310,6 +318,13 @@ def test_a_server_ends_whatever_lmcache_does_with_exceptions_while_it_starts(
     with serving(HEARS_NO_INTERRUPT, tmp_path) as process:
         process.terminate()
         assert process.wait(10) == 0
+
+
+@pytest.mark.slow
+def test_a_server_ends_when_its_terminal_closes_as_lmcache_ends_it(tmp_path: Path) -> None:
+    with serving(ENDS_ITSELF, tmp_path) as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(10) == 5
 
 
 @pytest.mark.slow
