@@ -38,7 +38,7 @@ from pdserve.config.setting import Required, Setting, Shorthand, canonical, pars
 from pdserve.config.settings import SHORT
 from pdserve.config.vllm.answers import unread
 from pdserve.config.vllm.commands import ABSENT_COMMANDS
-from pdserve.errors import ConfigError, PdserveError, PeerError
+from pdserve.errors import ConfigError, PdserveError, PeerError, refused_process
 from pdserve.lifeline import end_with_supervisor
 
 MODEL_HELP: Final = (
@@ -51,9 +51,6 @@ _LEAST_DESCRIPTORS: Final = 128
 """An engine of a pair does not start with 32, and 64 leave little room for streams."""
 _OUTPUT_LOST: Final = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a standard stream that leads into a closed pipe or a file without room."""
-_MORE_THREADS: Final = (
-    "raise the limit of processes with ulimit -u, TasksMax= or docker run --pids-limit"
-)
 WITHOUT_FLAG: Final = ("engines", "files", "filters", "requests")
 """Settings whose words stand behind the command."""
 
@@ -109,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, ConfigError):
             return EXIT_CONFIG
         return EXIT_PEER if isinstance(error, PeerError) else EXIT_FAILED
-    except RuntimeError as error:
-        if str(error) != "can't start new thread":
+    except (RuntimeError, BlockingIOError) as error:
+        if not (refusal := refused_process(error)):
             raise
-        tell_failure(name, PdserveError(f"{error}: {_MORE_THREADS}"))
+        tell_failure(name, PdserveError(refusal))
         return EXIT_FAILED
     except OSError as error:
         if error.errno not in _OUTPUT_LOST or error.filename is not None:

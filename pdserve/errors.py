@@ -37,14 +37,33 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
 from __future__ import annotations
 
 import re
+import traceback
 from typing import ClassVar, Final
 
 _TRACEBACK: Final = re.compile(r"Traceback \(most recent call last\):\n(?: .*\n)+")
+
+_NO_THREAD: Final = "can't start new thread"
+"""CPython's words where clone(2) fails."""
+_MORE_PROCESSES: Final = (
+    "raise the limit of processes with ulimit -u, TasksMax= or docker run --pids-limit"
+)
 
 
 def without_tracebacks(story: str) -> str:
     """Return why something ended, without the calls that led there."""
     return _TRACEBACK.sub("", story).strip()
+
+
+def refused_process(error: BaseException) -> str:
+    """Return what to do if the system has refused a thread or process; empty otherwise."""
+    is_thread = isinstance(error, RuntimeError) and str(error) == _NO_THREAD
+    is_fork = isinstance(error, BlockingIOError) and error.filename is None
+    return f"{error}: {_MORE_PROCESSES}" if is_thread or is_fork else ""
+
+
+def story_of(error: BaseException) -> str:
+    """Return why a process ends: what to do about it in a line, or where it came from."""
+    return refused_process(error) or "".join(traceback.format_exception(error))
 
 
 class PdserveError(Exception):

@@ -16,7 +16,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
@@ -28,7 +27,7 @@ from pdserve.engine.core_pipe import CorePipe
 from pdserve.engine.kv_events import KVEventPublisher
 from pdserve.engine.launch import EngineLaunch
 from pdserve.engine.loading import load_engine
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, story_of
 from pdserve.executor.base import RankDiedError
 from pdserve.lifeline import end_with_parent, ignore_stop_signals
 from pdserve.observe.clock import SystemClock
@@ -361,7 +360,7 @@ class _ReportedError(Exception):
 
 def _story(error: Exception) -> str:
     """Return why the core ends; a dead rank's error already has the whole story."""
-    return str(error) if isinstance(error, RankDiedError) else traceback.format_exc()
+    return str(error) if isinstance(error, RankDiedError) else story_of(error)
 
 
 def main() -> None:

@@ -14,12 +14,11 @@ import logging
 import os
 import sys
 import threading
-import traceback
 from typing import TYPE_CHECKING, Protocol, assert_never
 
 import msgspec
 
-from pdserve.errors import ConfigError, PeerLostError
+from pdserve.errors import ConfigError, PeerLostError, story_of
 from pdserve.executor.channel import ChannelClosedError
 from pdserve.executor.messages import (
     Close,
@@ -174,8 +173,8 @@ def serve(link: Link, post_link: Link, launch: Launch) -> int:
     except PeerLostError as error:  # the echo of another rank's end
         reply(RankFailed(str(error), is_config=False))
         return 1
-    except Exception:  # noqa: BLE001 - the top of a rank: the engine must learn why
-        reply(RankFailed(traceback.format_exc(), is_config=False))
+    except Exception as error:  # noqa: BLE001 - the top of a rank: the engine must learn why
+        reply(RankFailed(story_of(error), is_config=False))
         return 1
     finally:
         if post_thread is not None:
@@ -217,8 +216,8 @@ class PostThread:
             self._run()
         except ChannelClosedError:
             self._on_death()
-        except Exception:  # noqa: BLE001 - the top of a thread: the engine must learn why
-            self._link.send(_ENCODE(RankFailed(traceback.format_exc(), is_config=False)))
+        except Exception as error:  # noqa: BLE001 - the top of a thread: the engine must learn why
+            self._link.send(_ENCODE(RankFailed(story_of(error), is_config=False)))
             self._on_death()
         finally:
             with self._changed:

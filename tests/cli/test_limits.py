@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import main
+from pdserve.errors import story_of
 from tests.cli.process import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -80,6 +82,21 @@ def test_no_socket_gets_the_descriptor_of_a_standard_stream_that_is_closed(tmp_p
         env=environment(),
     )
     assert found.read_text() == "True False [True, True, True]"
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        RuntimeError("can't start new thread"),  # CPython's words, where clone() fails
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),  # fork() likewise
+    ],
+)
+def test_a_process_without_threads_or_children_tells_in_a_line_how_to_get_them(
+    refusal: Exception,
+) -> None:
+    assert "\n" not in story_of(refusal)
+    assert story_of(refusal).endswith("docker run --pids-limit")
+    assert story_of(KeyError("x")).endswith("KeyError: 'x'\n")
 
 
 def test_threads_that_the_system_refuses_are_one_line_that_says_how_to_get_them(

@@ -3,6 +3,7 @@
 What it does is written where a model's name and a step's gone requests would be:
 
     "config 1"      at start, rank 1 raises ConfigError
+    "refuse 1"      at start, the system refuses rank 1 a thread
     "raise 1"       at start or in a step, rank 1 raises
     "lost 1"        ... rank 1 misses another rank
     "kill 1"        ... rank 1 is killed by SIGKILL
@@ -200,6 +201,8 @@ class ScriptedWorker:
                 raise ConfigError("--model is not to be had", param="model")
             case "raise":
                 raise RuntimeError("the script says so")
+            case "refuse":
+                raise RuntimeError("can't start new thread")  # CPython's words
             case "lost":
                 raise PeerLostError("rank 5 has ended")
             case "kill":

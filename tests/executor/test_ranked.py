@@ -317,6 +317,7 @@ def test_a_config_error_of_one_rank_ends_the_start_with_its_message() -> None:
         ("kill 1", r"rank 1 \(pid \d+ was killed by SIGKILL[^)]*\).*while the engine started"),
         ("exit 1", r"rank 1 \(pid \d+ ended with code 7\)"),
         ("raise 1", r"rank 1 failed: [\s\S]*RuntimeError: the script says so"),
+        ("refuse 1", r"^rank 1 failed: can't start new thread: raise the limit of processes with"),
         ("lost 1", r"^rank 1 failed: rank 5 has ended \(while the engine started"),
     ],
 )
