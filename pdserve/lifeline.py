@@ -21,15 +21,6 @@ def heeded_signals() -> list[signal.Signals]:
     return [each for each in STOP_SIGNALS if each is not signal.SIGHUP or not is_kept]
 
 
-def how_it_ended(code: int) -> str:
-    """Return how a child process ended, from its `subprocess` return code."""
-    if code >= 0:
-        return f"ended with code {code}"
-    by = f"was killed by {signal.Signals(-code).name}"
-    is_sudden = -code == signal.SIGKILL
-    return f"{by}, as the kernel does when memory runs out: see dmesg" if is_sudden else by
-
-
 def ignore_stop_signals() -> None:
     """Leave the end of this process to the one that started it.
 

@@ -15,8 +15,7 @@ import zmq.asyncio
 
 from pdserve.engine.coordinator import Addresses, CoordinatorLaunch, Counts
 from pdserve.engine.local_socket import LocalKeys, connect_local, local_name
-from pdserve.lifeline import how_it_ended
-from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
+from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch, how_it_ended
 from pdserve.observe.log import log_config
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from pdserve.errors import (
     ShuttingDownError,
     StartingError,
 )
-from pdserve.lifeline import how_it_ended
-from pdserve.observe.liveness import ProcessWatch
+from pdserve.observe.liveness import ProcessWatch, how_it_ended
 from pdserve.observe.log import log_config
 from pdserve.parallel.place import CorePlace
 from pdserve.wire.core_messages import (

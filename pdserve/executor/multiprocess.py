@@ -19,8 +19,7 @@ from pdserve.executor.channel import SPIN_S
 from pdserve.executor.messages import WORKER, Launch
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.rings import RingEnds, RingHub
-from pdserve.lifeline import how_it_ended
-from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch
+from pdserve.observe.liveness import NUM_LOOKS, ProcessWatch, how_it_ended
 from pdserve.observe.log import log_config
 from pdserve.parallel.place import rank_places
 from pdserve.parallel.rendezvous import listen

@@ -1,4 +1,4 @@
-"""Distinguishes a process that is stopped or hangs from one that is busy.
+"""Distinguishes a process that is stopped or hangs from one that is busy; says how one ended.
 
 A late answer alone proves nothing: a long step on a slow machine, or an overloaded machine, is
 late as well. So this asks the kernel (proc(5), `/proc/PID/stat`):
@@ -14,6 +14,7 @@ for a while, has looked only once when it wakes, and so blames no other process.
 from __future__ import annotations
 
 import enum
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,3 +87,12 @@ class ProcessWatch:
         if state.letter == "R" or before is None or state.cpu_ticks > before:
             return Activity.BUSY
         return Activity.ASLEEP
+
+
+def how_it_ended(code: int) -> str:
+    """Return how a child process ended, from its `subprocess` return code."""
+    if code >= 0:
+        return f"ended with code {code}"
+    by = f"was killed by {signal.Signals(-code).name}"
+    is_sudden = -code == signal.SIGKILL
+    return f"{by}, as the kernel does when memory runs out: see dmesg" if is_sudden else by
