@@ -12,6 +12,7 @@ import ctypes
 import errno
 import json
 import logging
+import math
 import mmap
 import os
 import runpy
@@ -49,6 +50,9 @@ _LOOK_S: Final = 0.02
 _GIB: Final = 1 << 30
 _POPULATE_WRITE: Final = 23
 """MADV_POPULATE_WRITE of Linux' mman.h; Python has no name for it."""
+_STORES: Final = "lmcache.v1.distributed.storage_controllers.store_controller"
+"""LMCache's logger that warns of each chunk that a tier refuses, as Redis does once it is full."""
+_REPEAT_S: Final = 60.0
 _CLEARED_BYTES: Final = 32 << 20
 """Bytes cleared at a time, in about ten milliseconds."""
 
@@ -171,6 +175,27 @@ class _Reserving(threading.Thread):
         os._exit(EXIT_CONFIG)
 
 
+class RepeatFilter(logging.Filter):
+    """Passes messages of one form once in `interval_s`, with the number left out in between."""
+
+    def __init__(self, interval_s: float) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._passed: dict[str, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log it; the form of a message is what it is before its values."""
+        form = str(record.msg)
+        at_s, num_omitted = self._passed.get(form, (-math.inf, 0))
+        if record.created < at_s + self._interval_s:
+            self._passed[form] = at_s, num_omitted + 1
+            return False
+        self._passed[form] = record.created, 0
+        if num_omitted:
+            record.msg, record.args = f"{record.getMessage()} ({num_omitted} more before)", ()
+        return True
+
+
 def _is_listening(port: int) -> bool:
     """Whether somebody listens on a port of loopback."""
     with socket.socket() as probe:
@@ -202,6 +227,7 @@ def _serve(arguments: list[str]) -> None:
     os.environ.update(LMCACHE_SILENT, CUDA_VISIBLE_DEVICES="")
     if os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING") == "WARNING":
         logging.disable(logging.INFO)  # uvicorn's as well, which has a line for each request
+    logging.getLogger(_STORES).addFilter(RepeatFilter(_REPEAT_S))
     sys.argv = [_PROGRAM, *arguments]
     for number in heeded_signals():
         signal.signal(number, lambda *_: os._exit(EXIT_DONE))
