@@ -40,11 +40,30 @@ _DATE = f"[0-9]{{4}}-((0[1-9]|1[0-2])-({_DAY})|(0[13-9]|1[0-2])-30|(0[13578]|1[0
 _MINUTE = r"([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_MINUTE}:[0-5][0-9](\.[0-9]{{1,9}})?([Zz]|[+\-]{_MINUTE})"
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"({_OCTET}\.){{3}}{_OCTET}"
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9\-]{0,61}[A-Za-z0-9])?"  # RFC 1123, section 2.1
+_HEX = "[0-9A-Fa-f]{1,4}"
+_IPV6_END = f"({_HEX}:{_HEX}|{_IPV4})"
+_IPV6_ENDS = *(f"({_HEX}:){{{num}}}{_IPV6_END}" for num in (4, 3, 2, 1, 0)), _HEX, ""
+# RFC 3986, section 3.2.2: one alternative for each number of groups that `::` may follow.
+_IPV6 = "|".join(
+    (
+        f"({_HEX}:){{6}}{_IPV6_END}",
+        f"::({_HEX}:){{5}}{_IPV6_END}",
+        *(f"(({_HEX}:){{0,{num}}}{_HEX})?::{end}" for num, end in enumerate(_IPV6_ENDS)),
+    )
+)
+# RFC 3339, appendix A.
+_HOURS = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+_DAYS = "([0-9]+D|[0-9]+M([0-9]+D)?|[0-9]+Y([0-9]+M([0-9]+D)?)?)"
 _FORMATS = {
     "date": _DATE,
     "date-time": f"{_DATE}[Tt]{_TIME}",
+    "duration": f"P({_DAYS}({_HOURS})?|{_HOURS}|[0-9]+W)",
     "email": r"[A-Za-z0-9._%+\-]+@([A-Za-z0-9\-]+\.)+[A-Za-z]{2,}",
-    "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
+    "hostname": rf"{_LABEL}(\.{_LABEL})*",
+    "ipv4": _IPV4,
+    "ipv6": _IPV6,
     "time": _TIME,
     "uri": r"[A-Za-z][A-Za-z0-9+.\-]*:[A-Za-z0-9\-._~:\/?#@!$&'()*+,;=%]+",
     "uuid": r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",

@@ -151,6 +151,7 @@ LIMITED = [
     {"type": "string", "pattern": "(fox|dog)$", "maxLength": 9},
     {"type": "string", "format": "date"},
     {"type": "string", "format": "uuid"},
+    {"type": "string", "format": "ipv6"},
     {"type": ["null", "string"], "maxLength": 2},
     {"anyOf": [{"type": "string", "enum": ["a b", "12"]}, {"type": "null"}], "default": None},
     {"allOf": [{"$ref": "#/$defs/colour"}], "description": "a colour"},
@@ -178,7 +179,7 @@ def test_a_string_is_limited_as_its_schema_says_in_every_format(name, limited):
 @pytest.mark.parametrize(
     ("limited", "said"),
     [
-        ({"type": "string", "format": "hostname"}, "parameter 's': the format 'hostname'"),
+        ({"type": "string", "format": "regex"}, "parameter 's': the format 'regex'"),
         ({"type": "string", "format": ["date"]}, "the format"),
         ({"type": "string", "pattern": 3}, "pattern is not a text"),
         ({"type": "string", "maxLength": "3"}, "must be whole numbers"),
@@ -194,6 +195,36 @@ def test_what_a_string_without_quotes_cannot_be_limited_to_is_refused_if_it_must
     with pytest.raises(BadRequestError, match=said):
         style.grammar("", ToolUse(tools, is_forced=True))
     assert style.grammar("", ToolUse(tools, loose=frozenset({"f"})))
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("hostname", ["a", "a-b.Example.com", "x" * 63], ["-a", "a-", "a..b", "a_b", "x" * 64]),
+        ("ipv6", ["::", "1::", "::ffff:1.2.3.4", "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7::"], [":"]),
+        (
+            "ipv6",
+            ["1:2::7:8", "a::b:c:d:e:f:1"],
+            ["1::2::3", "1:2:3:4:5:6:7", "12345::", "::1.2.3"],
+        ),
+        (
+            "duration",
+            ["P1D", "PT5M", "P3W", "P1Y2M3DT4H5M6S"],
+            ["P", "PT", "P1H", "P1Y3D", "P1W2D"],
+        ),
+    ],
+)
+def test_a_format_takes_what_is_valid_and_nothing_else(
+    name: str, valid: list[str], invalid: list[str]
+) -> None:
+    style, tokenizer, matching = style_with("qwen3_coder", has_tokens=True)
+    tools = {"f": {"properties": {"s": {"type": "string", "format": name}}, "required": ["s"]}}
+    grammar = style.grammar("", ToolUse(tools, is_forced=True))
+    call = "<tool_call>\n<function=f>\n<parameter=s>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for text in (*valid, *invalid):
+        token_ids = tokenizer.encode(call.format(text), add_special_tokens=False)
+        num_taken = LLMatcher(matching, grammar).validate_tokens(token_ids)
+        assert (num_taken == len(token_ids)) is (text in valid), text
 
 
 @pytest.mark.parametrize("name", [*FORMATS])
