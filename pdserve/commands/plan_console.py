@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.config.http import KVTransfer
 from pdserve.config.policies import looks_at_prefixes
+from pdserve.observe.tables import aligned
 from pdserve.planner.planning import MAX_LOAD
 from pdserve.planner.work import parse_layout
 
@@ -33,13 +34,14 @@ def moved(settings: Mapping[str, object], url: str) -> str:
 def layout_table(rows: Sequence[LayoutFigures]) -> list[str]:
     """Return layouts, a line each."""
     head = ("layout", "engines", "goodput", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "failed")
-    lines = [_line(head)]
+    table: list[Sequence[str]] = [head]
     for each in rows:
         figures = each.figures
         times = [f"{getattr(figures, name):.1f}" for name in _COLUMNS]
         share = f"{figures.goodput:.1%}{'' if each.holds else ' *'}"
         cells = (each.layout, str(each.num_engines), share, *times, str(figures.num_failed))
-        lines.append(_line(cells))
+        table.append(cells)
+    lines = aligned(table)
     if not all(each.holds for each in rows):
         lines.append("* fewer requests than required meet the objectives")
     return lines
@@ -88,11 +90,13 @@ def checked(check: PlanCheck) -> list[str]:
     """Return predicted and measured figures side by side."""
     both = (check.predicted, check.measured)
     title = f"{check.measured.num_requests} requests at {check.url}, {check.layout}"
-    lines = [_line((title, "predicted", "measured", "off"), first=44)]
     shares = [f"{each.goodput:.1%}" for each in both]
-    lines.append(_line(("goodput", *shares, f"{100 * check.goodput_off:+.1f} points"), first=44))
-    lines += [_line(_compared(name, both, off), first=44) for name, off in check.off.items()]
-    return [*lines, *(f"note: {each}" for each in check.notes)]
+    table = [
+        (title, "predicted", "measured", "off"),
+        ("goodput", *shares, f"{100 * check.goodput_off:+.1f} points"),
+        *(_compared(name, both, off) for name, off in check.off.items()),
+    ]
+    return [*aligned(table), *(f"note: {each}" for each in check.notes)]
 
 
 def start_commands(layout_name: str, model: str, settings: Mapping[str, object]) -> list[str]:
@@ -135,7 +139,3 @@ def _compared(name: str, both: Sequence[LoadFigures], off: float) -> tuple[str, 
     kind, percent, _ = name.split("_")
     values = (f"{getattr(each, name):.1f}" for each in both)
     return (f"{kind.upper()} {percent}, ms", *values, f"{off:+.0%}")
-
-
-def _line(cells: Sequence[str], *, first: int = 10) -> str:
-    return f"{cells[0]:<{first}}" + "".join(f"  {cell:>11}" for cell in cells[1:])

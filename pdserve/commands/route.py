@@ -19,6 +19,7 @@ from pdserve.config.load import build
 from pdserve.config.policies import read_policy
 from pdserve.config.route import RouteConfig
 from pdserve.errors import ConfigError, PdserveError, PeerError
+from pdserve.observe.tables import aligned
 from pdserve.proxy.brain.decision import repeated
 from pdserve.proxy.brain.record import DecisionsShown, chosen_by
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 _PATH: Final = "/debug/decisions"
 _TERMS: Final = ("ttft", "itl", "wire", "harm", "bias")
 _NUM_SHOWN: Final = 10
-_MIN_WIDTH: Final = 10
 
 
 def run_explain(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -117,7 +117,7 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
             f"{max(0.0, now_s - record.at_s):.0f} s ago: {kind}, because {decision.reason}"
         ),
         "",
-        *_table(terms),
+        *aligned(terms),
     ]
     slo = f"{question.ttft_slo_s * 1e3:.0f} ms, then {question.itl_slo_s * 1e3:.0f} ms"
     lines += ["", f"objectives {slo}; a split must be better by {decision.margin:.4f}"]
@@ -134,7 +134,7 @@ def explained(record: DecisionRecord, *, is_equal: bool, now_s: float) -> list[s
         numbers = (work.num_prompts, work.prompt_tokens, work.num_streams, work.kv_tokens)
         cells = map(str, (role, each.hit_tokens, *numbers, each.num_others))
         engines.append((each.url, *cells))
-    lines += ["", *_table(engines), "", *_outcome(record)]
+    lines += ["", *aligned(engines), "", *_outcome(record)]
     same = (
         "identical, bit for bit"
         if is_equal
@@ -156,7 +156,7 @@ def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
             "(predicted from what was known when each came)"
         ),
         "",
-        *_table(
+        *aligned(
             [
                 ("", "as decided", policy),
                 *((title, of(ours), of(theirs)) for title, of in _FIGURES.items()),
@@ -169,7 +169,7 @@ def compared(records: Sequence[DecisionRecord], policy: str) -> list[str]:
         chosen = record.decision.chosen
         change = f"{cost.total - chosen.total:+.4f}"
         largest.append((record.request_id, chosen.way, cost.way, change))
-    return [*lines, "", *_table(largest)] if worst else lines
+    return [*lines, "", *aligned(largest)] if worst else lines
 
 
 def _outcome(record: DecisionRecord) -> list[str]:
@@ -201,17 +201,6 @@ _FIGURES: Final[Mapping[str, Callable[[Sequence[PairCost]], str]]] = {
     "between tokens, ms": lambda costs: _ms(statistics.mean(each.itl_s for each in costs)),
     "cost, objectives": lambda costs: f"{statistics.mean(each.total for each in costs):.4f}",
 }
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of equally many cells with their columns aligned, the first to the left."""
-    first, *others = ([len(cell) for cell in column] for column in zip(*rows, strict=True))
-    widths = [max(_MIN_WIDTH, *lengths) for lengths in others]
-    return [
-        f"{title:<{max(first)}}"
-        + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for title, *cells in rows
-    ]
 
 
 def _around(cost: PairCost, times: ServiceTimes) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pdserve.bench.compare.result import Comparison
 from pdserve.bench.compare.summary import Figure, Row, rows
 from pdserve.bench.digits import number
+from pdserve.observe.tables import aligned
 
 
 def tables(comparison: Comparison) -> str:
@@ -41,13 +42,4 @@ def _table(comparison: Comparison, table: Sequence[Row]) -> str:
         if marks or any(ratios):
             words = [f"x{number(ratio.median)}" if ratio else "" for ratio in ratios]
             lines.append([f"  {', '.join(marks)}", *words])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            [
-                line[0].ljust(widths[0]),
-                *(word.rjust(width) for word, width in zip(line[1:], widths[1:], strict=True)),
-            ]
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(aligned(lines))
