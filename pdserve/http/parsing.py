@@ -151,7 +151,7 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
     try:
         body: Body = _DECODERS[kind].decode(data)
     except msgspec.ValidationError as error:
-        raise _named(error, kind) from error
+        raise _named(error, kind, data) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequestError(
             f"the body is not valid JSON: {error}{encoding_remedy(data)}", code="invalid_json"
@@ -189,8 +189,13 @@ def encoding_remedy(data: bytes) -> str:
     return "; send it in UTF-8, without a byte order mark" if data.startswith(marks) else ""
 
 
-def _named(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> BadRequestError:
-    """Return the error for a decoder's message, which ends with the place."""
+def _named(
+    error: msgspec.ValidationError, kind: type[msgspec.Struct], data: bytes
+) -> BadRequestError:
+    """Return the error for a decoder's message, which ends with the place.
+
+    If a field is missing from `data` and an unsupported one is there, it is the reason.
+    """
     message = str(error)
     place = _FIELD.search(message)
     if place is not None and place[1]:
@@ -199,6 +204,10 @@ def _named(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> BadReq
             f"{place[1]}: {message[: place.start()]}{choices}", param=place[1], code="invalid_type"
         )
     if missing := re.search(r"missing required field `(\w+)`", message):
+        if issubclass(kind, TextFields):
+            for name, value in top_level(data).items():
+                if kind.unsupported.get(name) == () and bytes(value) != b"null":
+                    return _unsupported(name)
         return BadRequestError(
             f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter"
         )
@@ -221,12 +230,16 @@ def _refuse_unsupported(body: TextFields) -> None:
         is_harmless = any(_are_alike(value, each) for each in harmless)
         if value is None or is_harmless or name in body.unused:
             continue
-        remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
-        raise BadRequestError(
-            f"{name} is not supported by this server{remedy}",
-            param=name,
-            code="unsupported_parameter",
-        )
+        raise _unsupported(name)
+
+
+def _unsupported(name: str) -> BadRequestError:
+    remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
+    return BadRequestError(
+        f"{name} is not supported by this server{remedy}",
+        param=name,
+        code="unsupported_parameter",
+    )
 
 
 def _are_alike(value: object, other: object) -> bool:

@@ -119,6 +119,8 @@ class GrammarChecks:
             async with asyncio.timeout(TIMEOUT_S):
                 return await asyncio.wrap_future(made)
         except TimeoutError:
+            if made.done():  # in time perhaps, but this loop was held up
+                return made.result()
             if made.cancel():
                 raise OverloadedError(
                     "the grammars of other requests take too long to compile: try again later",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import BadRequestError
+from pdserve.server import constraints
 from pdserve.server.constraints import GrammarChecks
 from pdserve.server.sampling import Wanted
 from pdserve.text.grammar import GrammarCompiler
@@ -237,3 +238,19 @@ async def test_what_another_engine_has_compiled_is_compiled_for_who_asks_here_fi
             await checks.grammar_of(wanted, is_checked=True)  # it is known to be none
     finally:
         checks.close()
+
+
+class AtOnce:
+    """Threads that are done before anyone waits."""
+
+    def submit(self, work):
+        work()
+
+
+async def test_a_grammar_that_is_there_is_used_however_late_the_loop_looks(text, monkeypatch):
+    checks = GrammarChecks(text)
+    checks.close()
+    monkeypatch.setattr(checks, "_threads", AtOnce())
+    monkeypatch.setattr(constraints, "TIMEOUT_S", 0.0)
+    wanted = Wanted("guided_json", "json", SCHEMA)
+    assert await checks.grammar_of(wanted, is_checked=True)

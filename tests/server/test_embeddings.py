@@ -153,6 +153,8 @@ async def test_documents_come_with_the_likest_first(server):
         (EMBEDDINGS, {"input": "a", "dimensions": 0}, "dimensions"),
         (EMBEDDINGS, {"input": "a", "encoding_format": "hex"}, "encoding_format"),
         (EMBEDDINGS, {"input": "a", "messages": [{}]}, "messages"),
+        (EMBEDDINGS, {"messages": [{}]}, "messages"),
+        (EMBEDDINGS, {"messages": None}, "input"),
         (EMBEDDINGS, {"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
         (EMBEDDINGS, {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (EMBEDDINGS, {"input": "a", "stream": True}, "stream"),
