@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.views import RequestView
     from pdserve.observe.clock import Clock
     from pdserve.planner.work import FleetCosts, FleetLayout
-    from pdserve.wire.events import KVEvent
+    from pdserve.wire.events import KVEvent, RoutingLoad
     from pdserve.wire.ids import BlockId, RequestId
     from pdserve.wire.request import EngineOutput, GenerateRequest
     from pdserve.wire.step import SchedulerOutput
@@ -129,8 +129,14 @@ class FleetEngine:
             self._wire,
             time.clock,
         )
+        self._idle_load = self.scheduler.stats().in_brief()
         self._legs: dict[RequestId, FleetLeg] = {}
         self._is_stepping = False
+
+    def load(self) -> RoutingLoad:
+        """Return its load as it tells proxies; without requests it is always the same."""
+        is_idle = self.scheduler.is_idle
+        return self._idle_load if is_idle else self.scheduler.stats().in_brief()
 
     def add(self, leg: FleetLeg, *, num_received: int = 0) -> None:
         """Add a request.

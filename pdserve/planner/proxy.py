@@ -196,8 +196,8 @@ class VirtualProxy:
         """Read every engine's load and learned times, as `EventFeed` does."""
         now_s = self._time.clock.monotonic_s()
         for backend in self.backends:
-            scheduler = self._engines[backend.url].scheduler
-            load, learned = scheduler.stats().in_brief(), scheduler.telemetry.learned(now_s)
+            engine = self._engines[backend.url]
+            load, learned = engine.load(), engine.scheduler.telemetry.learned(now_s)
             backend.heard(load, now_s)
             if self.pairing is not None:
                 self.pairing.heard(backend, load)

@@ -17,11 +17,22 @@ from pdserve.planner.work import (
     output_token,
     parse_layout,
 )
+from pdserve.scheduler.scheduler import Scheduler
 from tests.scheduler.invariants import assert_nothing_held
 
 pytestmark = pytest.mark.slow
 
 TURNS = conversations(40, 8.0, num_turns=4, num_systems=2, seed=1)
+
+
+def test_an_idle_hour_asks_no_engine_for_its_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(parse_layout("1P1D"), settings_of("round_robin"))
+    asked, stats = [], Scheduler.stats
+    monkeypatch.setattr(Scheduler, "stats", lambda self: asked.append(self) or stats(self))
+    fleet.run([Work(0.0, [1] * 100, 10), Work(60.0, [2] * 100, 10)])
+    assert len(asked) < 20  # there are four heartbeats a second
+    for engine in fleet.engines.values():
+        assert engine.load() == engine.scheduler.stats().in_brief()
 
 
 def run(policy: str, layout: str = "2P2D", workload: list[Work] = TURNS):
