@@ -23,7 +23,7 @@ def messages_of(
     """Return the messages, and whether the answer continues the last one.
 
     Raises:
-        BadRequestError: An item has no counterpart in a chat.
+        BadRequestError: An item has no counterpart in a chat, or there is none.
     """
     messages: list[_Message] = []
     if instructions:
@@ -32,6 +32,8 @@ def messages_of(
         return [*messages, {"role": "user", "content": items}], False
     for index, item in enumerate(items):
         _add(messages, item, f"input[{index}]")
+    if not messages:
+        raise BadRequestError("input is empty: send at least one item", param=_PARAM)
     last = items[-1] if items else {}
     is_cut = last.get("status") in ("in_progress", "incomplete")
     return with_one_system(messages), last.get("role") == "assistant" and is_cut

@@ -142,6 +142,7 @@ def test_fields_of_a_chat_have_their_names_there():
         ("kv_transfer_params", {}),
         ("text", {"format": "json"}),
         ("input", 3),
+        ("input", []),
         ("input", [3]),
         ("input", [{}]),
         ("input", [{"role": "user", "content": 3}]),
