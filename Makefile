@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 BIN    := $(VENV)/bin
-BENCHMARKS := engine tokenizing grammars kernels executor collectives parallel transfer serving handover tiers
+BENCHMARKS := engine tokenizing grammars kernels executor collectives parallel transfer serving front handover tiers
 # Of 16,000 files a tenth is ever imported: each is compiled when it is.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 

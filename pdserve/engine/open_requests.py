@@ -1,14 +1,18 @@
 """The unfinished requests of an engine core, as its server tracks them.
 
-Each request's outputs, and the pieces of a trace, go to their reader, which may read several as
-one; and a full queue refuses more requests. Knows no sockets and no processes.
+Each request's outputs, and the pieces of a trace, go to their reader; outputs that wait for a
+reader who is behind become one; and a full queue refuses more requests. Knows no sockets and no
+processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from msgspec import structs
 
 from pdserve.errors import EngineDeadError, InternalError, OverloadedError
 from pdserve.observe.trace import whole
@@ -23,8 +27,14 @@ if TYPE_CHECKING:
     from pdserve.wire.trace import ProcessTrace
 
 
+_FEW: Final = 8
+
+
 class Answers:
     """The outputs of a request and its siblings.
+
+    An output that is read costs the server an event, whatever it holds. A server that is behind
+    its core by more than `_FEW` of a request gets further tokens as one, and so never falls back.
 
     Attributes:
         num_open: Requests that have not ended.
@@ -32,11 +42,16 @@ class Answers:
 
     def __init__(self, num_open: int) -> None:
         self.num_open = num_open
-        self._queue: asyncio.Queue[EngineOutput | EngineDeadError | None] = asyncio.Queue()
+        self._unread: deque[EngineOutput | EngineDeadError | None] = deque()
+        self._come = asyncio.Event()
 
     def put(self, item: EngineOutput | EngineDeadError | None) -> None:
         """Add an output, the engine's end, or None for an aborted request."""
-        self._queue.put_nowait(item)
+        if len(self._unread) > _FEW and (joined := _joined(self._unread[-1], item)):
+            self._unread[-1] = joined
+        else:
+            self._unread.append(item)
+            self._come.set()
 
     async def next(self) -> EngineOutput | None:
         """Wait for the next output; None when all have ended.
@@ -45,7 +60,10 @@ class Answers:
             EngineDeadError: The engine ended before they did.
         """
         while self.num_open:
-            match await self._queue.get():
+            while not self._unread:
+                self._come.clear()
+                await self._come.wait()
+            match self._unread.popleft():
                 case EngineDeadError() as error:
                     self.num_open = 0
                     raise error
@@ -54,6 +72,32 @@ class Answers:
                 case None:
                     self.num_open -= 1
         return None
+
+
+def _joined(first: object, second: object) -> EngineOutput | None:
+    """Return two outputs of a request as one; None unless they tell of tokens alone."""
+    if not isinstance(first, EngineOutput) or not isinstance(second, EngineOutput):
+        return None
+    if first.request_id != second.request_id:
+        return None
+    if not _has_only_tokens(first) or not _has_only_tokens(second):
+        return None
+    logprobs = None
+    if first.logprobs is not None and second.logprobs is not None:
+        logprobs = first.logprobs + second.logprobs
+    ids = first.new_token_ids + second.new_token_ids
+    return structs.replace(second, new_token_ids=ids, logprobs=logprobs)
+
+
+def _has_only_tokens(output: EngineOutput) -> bool:
+    """Whether it is one of the middle: no request begins or ends with it."""
+    return (
+        bool(output.new_token_ids)
+        and output.finish_reason is None
+        and output.stages is None
+        and output.prompt_logprobs is None
+        and output.pooled is None
+    )
 
 
 class OpenRequests:

@@ -6,7 +6,6 @@ Log-probabilities are in the three shapes that the API has for them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -121,6 +120,9 @@ async def spaced(deltas: AsyncIterator[Delta], num_tokens: int) -> AsyncGenerato
     held: dict[int, Delta] = {}
     async for delta in deltas:
         index = delta.index
+        if not held and index in begun and len(delta.token_ids) >= num_tokens:
+            yield delta
+            continue
         first = held.pop(index, None)
         if first is not None and _is_turned_round(first, delta):
             yield first
@@ -150,7 +152,7 @@ async def whole_choices(job: TextRequest) -> list[Delta]:
 def _as_one(deltas: Sequence[Delta]) -> Delta:
     """Return consecutive deltas of a choice as one."""
     scored = [each.logprobs for each in deltas if each.logprobs is not None]
-    return replace(
+    return msgspec.structs.replace(
         deltas[-1],
         text="".join([each.text for each in deltas]),
         token_ids=[token_id for each in deltas for token_id in each.token_ids],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -97,7 +96,7 @@ class EventStream:
         """
         around = self._around.get(delta.index)
         if around is None:
-            event = self._encoder.encode(chunk_of(replace(delta, text=_MARK)))
+            event = self._encoder.encode(chunk_of(msgspec.structs.replace(delta, text=_MARK)))
             head, tail = event.split(self._encoder.encode(_MARK))
             around = self._around[delta.index] = (b"data: " + head, tail + b"\n\n")
         await self._write(around[0] + self._encoder.encode(delta.text) + around[1])

@@ -14,6 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pdserve.engine.open_requests import MergedOutputs
 from pdserve.errors import InternalError
 from pdserve.observe.request_series import EndedRequest
@@ -43,8 +45,7 @@ _KEPT_PER_LEASE = 4
 """How often a lease is kept before it would end: one word may be late, or two."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """New output of one choice.
 
     Attributes:

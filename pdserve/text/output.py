@@ -6,8 +6,9 @@ can send the first token and another one the rest. Does not know HTTP, engines o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from pdserve.text.answer.pieces import (
     CallArguments,
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from pdserve.text.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class CallDelta:
+class CallDelta(msgspec.Struct):
     """What was added to one tool call.
 
     Attributes:
@@ -45,8 +45,7 @@ class CallDelta:
     is_whole: bool = False
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct):
     """What some tokens added to the answer.
 
     Attributes:
@@ -60,11 +59,11 @@ class TextDelta:
     """
 
     text: str = ""
-    offsets: list[int] = field(default_factory=list)
+    offsets: list[int] = []
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    calls: list[CallDelta] = []
 
     def call(self, index: int) -> CallDelta:
         """Return what was added to a call, which the caller may extend."""

@@ -5,15 +5,13 @@ The result does not depend on how the text is cut into pieces. Does not know tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(NamedTuple):
     """Text that can be shown, and the stop string that ended it, if one did."""
 
     text: str

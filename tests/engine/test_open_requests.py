@@ -6,7 +6,8 @@ from pdserve.config.schema import SchedulerConfig
 from pdserve.engine.open_requests import OpenRequests
 from pdserve.errors import EngineDeadError, InternalError, OverloadedError
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import EngineOutput, FinishReason
+from pdserve.wire.request import EngineOutput, FinishReason, RequestStages
+from pdserve.wire.sampling import TokenLogprobs
 
 A, B, C = (RequestId(name) for name in "abc")
 
@@ -69,6 +70,41 @@ async def test_outputs_end_with_the_last_of_the_requests_aborted_ones_included()
     requests.end(B)
     assert await answers.next() is None
     assert len(requests) == 0
+
+
+async def test_a_reader_that_is_far_behind_gets_what_waits_together() -> None:
+    requests = open_requests()
+    answers = requests.add([A], 4)
+    come = [
+        EngineOutput(
+            request_id=A,
+            new_token_ids=[number],
+            logprobs=[TokenLogprobs(number, -number, 1, [])],
+            stages=RequestStages() if number in (0, 99) else None,
+            finish_reason=FinishReason.LENGTH if number == 99 else None,
+        )
+        for number in range(100)
+    ]
+    for each in come:
+        requests.deliver(each)
+    got: list[EngineOutput] = []
+    while not got or got[-1].finish_reason is None:
+        got.append(await answers.next() or come[0])
+    assert len(got) < 12
+    assert (got[0], got[-1]) == (come[0], come[-1])
+    assert [token for each in got for token in each.new_token_ids] == list(range(100))
+    assert [one for each in got for one in each.logprobs or []] == [
+        TokenLogprobs(number, -number, 1, []) for number in range(100)
+    ]
+
+
+async def test_outputs_of_siblings_that_wait_stay_apart_and_in_order() -> None:
+    requests = open_requests()
+    answers = requests.add([A, B], 4)
+    come = [output(each) for each in [A, B] * 20]
+    for each in come:
+        requests.deliver(each)
+    assert [await answers.next() for _ in come] == come
 
 
 async def test_the_end_of_the_engine_reaches_every_reader() -> None:
