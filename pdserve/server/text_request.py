@@ -141,6 +141,11 @@ class TextRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # A write may fail before the server hears that the connection is lost and cancels this.
+        await asyncio.shield(asyncio.create_task(self._leave()))
+
+    async def _leave(self) -> None:
+        """Close what is open; give back leases that nobody was told of."""
         unread = await self._running.close()
         if self._keeping is not None:
             self._keeping.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from dataclasses import replace
 from typing import Any
@@ -275,6 +276,23 @@ async def test_a_lease_nobody_was_told_of_is_given_back(text, n, num_read):
         await until(lambda: len(engine.leases) == n)
     await until(lambda: not engine.leases)
     assert engine.stats.lease_ends["released"] == n
+
+
+async def test_leases_are_given_back_though_the_connection_is_lost_meanwhile(text):
+    engine = make_engine(text)
+
+    async def answer():
+        async with job_at_prefill(text, engine, 3) as job:
+            assert len([delta async for delta in job.deltas()]) == 3
+            # First a write fails, and an iteration of the loop later the handler is cancelled.
+            asyncio.get_running_loop().call_soon(task.cancel)
+            raise ConnectionResetError
+
+    task = asyncio.create_task(answer())
+    await asyncio.wait({task})
+    assert task.cancelled()
+    await until(lambda: not engine.leases)
+    assert engine.stats.lease_ends["released"] == 3
 
 
 async def test_a_lease_that_was_handed_over_is_kept(text):
