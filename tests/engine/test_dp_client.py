@@ -142,12 +142,12 @@ async def test_two_cores_share_the_requests_and_write_the_same_tokens(tiny_model
 
         long = asyncio.create_task(tokens_of(client, request("long", PROMPTS[2], 600)))
         await asyncio.sleep(0)
+        with pytest.raises(InternalError, match="running already"):
+            await tokens_of(client, request("long", PROMPTS[1], 1))
         for i in range(3):
             await tokens_of(client, request(f"short{i}", PROMPTS[1], 8))
         after = [core.generation_tokens for core in client.core_stats if core is not None]
         assert after[1] - per_core[1] == 3 * 8, "the idle core serves what comes one by one"
-        with pytest.raises(InternalError, match="running already"):
-            await tokens_of(client, request("long", PROMPTS[1], 1))
 
         async with aclosing(client.generate(request("left", PROMPTS[2], 900))) as outputs:
             async for _ in outputs:
