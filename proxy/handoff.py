@@ -141,7 +141,6 @@ def leave(leg: Leg, engine: Backend, services: Services, story: Story) -> None:
         leg.hang_up()
         return
     with Handoff(engine, services.http, services.metrics, story) as late:
-        pass
-    if leg.moved is not None:
-        late.read(leg.moved)
-    leg.abandon(late.read)
+        if leg.moved is not None:
+            late.read(leg.moved)
+    leg.abandon(late.read)  # what is read now is given back at once, too

@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from pdserve.wire.trace import ProcessTrace
 
 
-_FEW: Final = 8
+_READ_ALONE: Final = 8
+"""Unread outputs of a request and its siblings up to which each stays one of its own."""
 
 
 class Answers:
     """The outputs of a request and its siblings.
 
-    An output that is read costs the server an event, whatever it holds. A server that is behind
-    its core by more than `_FEW` of a request gets further tokens as one, and so never falls back.
+    An output that is read costs the server an event, however many tokens it has. If a server is
+    behind its core by more than `_READ_ALONE`, what follows is joined, so that it catches up.
 
     Attributes:
         num_open: Requests that have not ended.
@@ -47,7 +48,7 @@ class Answers:
 
     def put(self, item: EngineOutput | EngineDeadError | None) -> None:
         """Add an output, the engine's end, or None for an aborted request."""
-        if len(self._unread) > _FEW and (joined := _joined(self._unread[-1], item)):
+        if len(self._unread) > _READ_ALONE and (joined := _joined(self._unread[-1], item)):
             self._unread[-1] = joined
         else:
             self._unread.append(item)
@@ -90,7 +91,7 @@ def _joined(first: object, second: object) -> EngineOutput | None:
 
 
 def _has_only_tokens(output: EngineOutput) -> bool:
-    """Whether it is one of the middle: no request begins or ends with it."""
+    """Whether it is neither a request's first output nor its last one."""
     return (
         bool(output.new_token_ids)
         and output.finish_reason is None

@@ -224,12 +224,18 @@ def pause(*engines: ScriptedEngine) -> None:
         engine.gate.clear()
 
 
-async def drain_by_half(stack, clock: ManualClock, engine: ScriptedEngine) -> asyncio.Task[dict]:
-    """Have half of a drain's time pass; its stream goes on once it has been asked to move."""
+async def ask_to_move(stack, clock: ManualClock, engine: ScriptedEngine) -> asyncio.Task[dict]:
+    """Have half of a drain's time pass, after which its stream is asked to move."""
     draining = asyncio.create_task(drain(stack, engine))
     await until(lambda: not is_ready(stack, engine))
     clock.advance(DEADLINE_S / 2)
     await until(lambda: engine.given_away)
+    return draining
+
+
+async def drain_by_half(stack, clock: ManualClock, engine: ScriptedEngine) -> asyncio.Task[dict]:
+    """Have half of a drain's time pass; its stream goes on once it has been asked to move."""
+    draining = await ask_to_move(stack, clock, engine)
     engine.gate.set()
     return draining
 
@@ -288,10 +294,7 @@ async def test_a_handoff_is_used_that_is_on_its_way_when_its_stream_is_taken_awa
     stack = await make_stack([], [leaving, staying], clock, decode_policy="round_robin")
     answer = asyncio.create_task(stack.stream({"max_tokens": 9}))
     await until(lambda: len(leaving.calls) == 1)
-    draining = asyncio.create_task(drain(stack, leaving))
-    await until(lambda: not is_ready(stack, leaving))
-    clock.advance(DEADLINE_S / 2)
-    await until(lambda: leaving.given_away)
+    draining = await ask_to_move(stack, clock, leaving)
     clock.advance(DEADLINE_S / 2)
     assert (await draining)["num_moved"] == 1
     leaving.gate.set()
@@ -374,10 +377,7 @@ async def test_the_client_may_leave_before_the_handoff_of_a_stream_that_moves(ma
     stack = await make_stack([] if way == "local" else prefills(), [leaving], clock)
     answer = asyncio.create_task(stack.stream({"max_tokens": 9}))
     await until(lambda: len(leaving.calls) == 1)
-    draining = asyncio.create_task(drain(stack, leaving))
-    await until(lambda: not is_ready(stack, leaving))
-    clock.advance(DEADLINE_S / 2)
-    await until(lambda: leaving.given_away)
+    draining = await ask_to_move(stack, clock, leaving)
     answer.cancel()
     await until(lambda: not any(each.legs for each in stack.proxy.backends))
     leaving.gate.set()
