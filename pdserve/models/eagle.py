@@ -261,7 +261,7 @@ def make_eagle(
         choose: See `EagleHead`.
 
     Raises:
-        ConfigError: It lacks the mapping of its tokens to the model's.
+        ConfigError: It lacks the mapping of its tokens to the model's, or that does not fit.
     """
     if not arch.aux_layers:
         return EagleHead(
@@ -281,6 +281,13 @@ def make_eagle(
         raise ConfigError(
             f"d2t has the shape {list(offsets.shape)}, but draft_vocab_size is {size}"
         )
+    if offsets is not None:
+        first, last = (torch.arange(size) + offsets).aminmax()
+        if first < 0 or last >= arch.layer.vocab_size:
+            raise ConfigError(
+                f"d2t names {int(first if first < 0 else last)}, but the model's tokens are 0 to "
+                f"{arch.layer.vocab_size - 1}: use a head that is made for it"
+            )
     is_original = f"{_ORIGINAL}{_NORM_OF_INPUT}" in source
     return Eagle3Head(
         arch,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from pdserve.config.schema import (
@@ -363,6 +364,20 @@ def test_a_head_that_does_not_fit_is_refused_at_the_start_and_named(
             arch={"num_hidden_layers": LAYERS}, speculative=drafting_by(tmp_path / "head", "eagle3")
         )
     assert raised.value.param == "speculative-config.model"
+
+
+def test_a_head_whose_tokens_are_none_of_the_model_is_refused_at_the_start(
+    make_driver: Callable[..., Driver], tmp_path: Path
+) -> None:
+    write_eagle(tmp_path / "head", "eagle3")
+    path = tmp_path / "head" / "model.safetensors"
+    stored = load_file(path)
+    stored["d2t"] = stored["d2t"] + 1
+    save_file(stored, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="d2t names 211, but the model's tokens are 0 to 210"):
+        make_driver(
+            arch={"num_hidden_layers": LAYERS}, speculative=drafting_by(tmp_path / "head", "eagle3")
+        )
 
 
 def test_a_head_needs_all_layers_on_its_rank() -> None:
