@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"the limit of open files is {max_descriptors}, and at least {_LEAST_DESCRIPTORS} "
                 "are needed: raise it with ulimit -n, LimitNOFILE= or docker run --ulimit nofile="
             )
+        _require_directory()
         table = command.table()
         resolved = settings_of(table, given, os.environ)
         if command.takes_model and not resolved["model"].value:
@@ -120,6 +121,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _require_directory() -> None:
+    """Refuse a working directory that is gone: MKL, which torch loads, would end the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the working directory was deleted, and torch does not load there: start from another"
+        ) from None
 
 
 def _notes(table: Table, resolved: Mapping[str, Resolved]) -> list[str]:

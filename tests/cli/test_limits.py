@@ -45,6 +45,18 @@ def test_too_few_descriptors_are_one_error_that_says_how_to_raise_them(command: 
     assert "the limit of open files is 32, and at least 128 are needed: raise it" in line
 
 
+def test_a_working_directory_that_was_deleted_is_one_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["vllm-flags"]) == 3
+    [line] = capfd.readouterr().err.splitlines()
+    assert "the working directory was deleted" in line
+
+
 def test_an_output_for_which_there_is_no_room_ends_a_command_in_one_line() -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
