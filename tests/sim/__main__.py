@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tests.sim.scenario import (
     Scenario,
@@ -78,21 +80,22 @@ class Summary:
 
 
 def simulate(
-    lives: int,
-    seed: int,
+    seeds: Iterable[int],
     *,
+    max_lives: float = math.inf,
     max_failing: int = 5,
     change: Callable[[Scenario], Scenario] = lambda scenario: scenario,
 ) -> Summary:
-    """Run seeds from `seed` on until `lives` requests have ended, or too many runs have failed.
+    """Run seeds until all are done, so many requests have ended, or too many runs have failed.
 
     Args:
         change: Makes another scenario of what was drawn.
     """
     summary = Summary()
-    while summary.lives < lives and len(summary.failing) < max_failing:
+    for seed in seeds:
+        if summary.lives >= max_lives or len(summary.failing) >= max_failing:
+            break
         summary.add(World(change(draw(seed))).run())
-        seed += 1
     return summary
 
 
@@ -146,8 +149,8 @@ def main() -> int:
 
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     summary = simulate(
-        args.lives,
-        args.seed,
+        itertools.count(args.seed),
+        max_lives=args.lives,
         max_failing=args.max_failing,
         change=change,
     )

@@ -21,3 +21,6 @@ FAILED_ONCE_WITH_STORE = {
     5080: "the second part of a load begins behind what the first part has brought and published",
     5139: "likewise",
 }
+
+LIKE_OTHERS = {544, 2043, 2046, 4098, 5080}
+"""Those that are left to the night, as a cheaper one of their kind is not."""

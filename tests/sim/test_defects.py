@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -56,7 +57,9 @@ def test_the_simulation_catches(
     kinds: set[Broken],
 ) -> None:
     with defect():
-        summary = simulate(MAX_LIVES, first_seed, max_failing=1, change=change)
+        summary = simulate(
+            itertools.count(first_seed), max_lives=MAX_LIVES, max_failing=1, change=change
+        )
     assert summary.failing, "nothing was noticed"
     (violations,) = summary.failing.values()
     assert {kind for kind, _ in violations} & kinds, violations
