@@ -82,7 +82,12 @@ _SHARED = {
     "chaos over TCP": r"tests/chaos/.*\[TCP-",
     "chaos over UCX": r"tests/chaos/.*\[UCX-",
     "chaos over shared memory": r"tests/chaos/.*\[shared memory-",
-    "OpenAI's clients": r"tests/e2e/test_(openai_|grammars)",
+    "OpenAI's clients": (
+        r"tests/e2e/test_(openai_|grammars|cancellation|equality\.py::test_(in_bf16|sampled))"
+    ),
+    "a model of sharp answers": r"tests/e2e/test_(equality|golden)",
+    "the boxed model": r"tests/e2e/test_(bench|monitoring|speculation|web_dashboard)",
+    "two ranks": r"tests/e2e/test_(trace|two_ranks)",
 }
 
 

@@ -434,7 +434,7 @@ _HEAD = (
     "",
     "A test of `tests/chaos` plays every row on real processes (`make chaos`; the most telling",
     "ones in `make test`). It requires that no token is wrong, that every block is freed, and",
-    "that both are so within a time limit. `tests/e2e/test_rank_kill.py` and `tests/engine` cover",
+    "that both are so within a time limit. `tests/e2e/test_two_ranks.py` and `tests/engine` cover",
     "failures inside one engine: a rank, or an engine core.",
     "",
     "When a leg fails, the proxy goes down a ladder, with limits per request:",

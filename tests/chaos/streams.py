@@ -148,7 +148,7 @@ def many(
 ) -> tuple[list[Stream], list[list[int]]]:
     """Streams at once, some of which have begun; and their right answers."""
     prompts = [stage.prompt(100 + 40 * n) for n in range(num_streams)]
-    right = [stage.right_answer(prompt, num_tokens) for prompt in prompts]
+    right = stage.right_answers(prompts, num_tokens)
     streams = [stage.stream(prompt, num_tokens) for prompt in prompts]
     wait_until(lambda: sum(bool(s.tokens) for s in streams) >= num_begun, 60.0)
     return streams, right

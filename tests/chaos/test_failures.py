@@ -37,7 +37,7 @@ MAX_TRIES = 4
 """Of a fault that is to come while streams run."""
 
 
-@pytest.mark.short_form("TCP-push", "shared memory-pull")
+@pytest.mark.short_form("TCP-push")
 def test_without_a_fault_kv_moves_in_the_mode_that_was_asked_for(stage: Stage) -> None:
     prompts, right = stage.prompts(4)
     before, bytes_before, since = stage.num_loads(), stage.kv_bytes(), time.monotonic()
@@ -81,7 +81,6 @@ def test_p_dies_in_mid_transfer(slow_stage: Stage) -> None:
     assert slow_stage.num_failed_loads(name) > before, LATE
 
 
-@pytest.mark.short_form("shared memory-push")
 def test_p_dies_amid_many_transfers(stage: Stage) -> None:
     streams, right = amid(stage, 12, "decode", "decode1")
     since = time.monotonic()
@@ -152,7 +151,7 @@ def test_d_dies_amid_many_transfers(stage: Stage) -> None:
     )
 
 
-@pytest.mark.short_form("shared memory-pull")
+@pytest.mark.short_form("TCP-pull")
 def test_d_dies_in_mid_stream(stage: Stage) -> None:
     streams, right = many(stage, 8, 500, num_begun=8)
     for stream in streams:
@@ -172,11 +171,11 @@ def test_d_dies_in_mid_stream(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["dies", "restarts"])
-@pytest.mark.short_form("shared memory-push-dies")
+@pytest.mark.short_form("TCP-push-dies")
 def test_the_only_d(stage: Stage, number: signal.Signals) -> None:
     """Requests come all the time, before it goes, while nobody decodes, and when it is back."""
     prompts = [stage.prompt(100) for _ in range(60)]
-    right = [stage.right_answer(prompt, 40) for prompt in prompts]
+    right = stage.right_answers(prompts, 40)
     stage.kill("decode1")
     streams = [stage.stream(prompt, 40) for prompt in prompts[:8]]
     streams[0].wait_tokens(2)
@@ -342,7 +341,7 @@ def test_d_is_stopped_in_mid_transfer_for_longer_than_a_lease(slow_stage: Stage)
     )
 
 
-@pytest.mark.short_form("shared memory-push")
+@pytest.mark.short_form("TCP-push")
 def test_the_proxy_dies_and_a_restart_knows_its_pools_again(stage: Stage) -> None:
     streams, right = many(stage, 6, 200)
     since = time.monotonic()
@@ -382,7 +381,7 @@ def test_an_engine_gets_sigterm(stage: Stage, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
-@pytest.mark.short_form("shared memory-push-decode")
+@pytest.mark.short_form("TCP-push-decode")
 def test_an_engine_is_drained(stage: Stage, name: str) -> None:
     """While streams run there that take longer than the deadline.
 

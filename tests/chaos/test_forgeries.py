@@ -70,7 +70,7 @@ def opened(stage: Stage, prompt: list[int]) -> tuple[list[Call], list[list[int]]
     return calls, [right] * len(calls)
 
 
-@pytest.mark.short_form("shared memory-push")
+@pytest.mark.short_form("TCP-push")
 def test_p_dies_with_a_transfer_open(stage: Stage) -> None:
     calls, right = opened(stage, stage.prompt())
     before = stage.num_failed_loads("decode")
@@ -90,7 +90,6 @@ def test_p_dies_with_a_transfer_open(stage: Stage) -> None:
     assert stage.num_failed_loads("decode") > before
 
 
-@pytest.mark.short_form("shared memory-push")
 def test_d_dies_with_a_transfer_open(stage: Stage) -> None:
     calls, right = opened(stage, stage.prompt())
     assert calls[0].end is None
@@ -120,7 +119,7 @@ def test_d_never_pulls(stage: Stage) -> None:
     assert ends_of_leases(stage, "expired") == before + 1
 
 
-@pytest.mark.short_form("shared memory-pull")
+@pytest.mark.short_form("TCP-pull")
 def test_the_lease_expired_and_d_reads_late(stage: Stage) -> None:
     prompt = stage.prompt()
     right = stage.right_answer(prompt)
@@ -145,7 +144,7 @@ def test_the_lease_expired_and_d_reads_late(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("which", ["forged", "replayed"])
-@pytest.mark.short_form("shared memory-pull")
+@pytest.mark.short_form("TCP-pull")
 def test_a_handoff_that_is(stage: Stage, which: str) -> None:
     prompt = stage.prompt()
     right = stage.right_answer(prompt)
@@ -166,7 +165,7 @@ def test_a_handoff_that_is(stage: Stage, which: str) -> None:
 
 @pytest.mark.parametrize("which", ["edited", "signed by another"])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-@pytest.mark.short_form("shared memory-push")
+@pytest.mark.short_form("TCP-push")
 def test_a_push_ticket_is_refused_that_is(push_stage: Stage, victim: str, which: str) -> None:
     stage = push_stage
     if which == "edited":
@@ -187,7 +186,7 @@ def test_a_push_ticket_is_refused_that_is(push_stage: Stage, victim: str, which:
     )
 
 
-@pytest.mark.short_form("shared memory-push")
+@pytest.mark.short_form("TCP-push")
 def test_a_push_ticket_that_is_replayed_moves_nothing_again(push_stage: Stage) -> None:
     stage = push_stage
     prompt, other = stage.prompt(), stage.prompt()
@@ -218,7 +217,7 @@ def test_a_push_ticket_that_is_replayed_moves_nothing_again(push_stage: Stage) -
     assert stage.kv_bytes() == bytes_before, "a ticket was good for two transfers"
 
 
-@pytest.mark.short_form("shared memory-pull")
+@pytest.mark.short_form("TCP-pull")
 def test_garbage_on_the_side_channel_disturbs_nobody(stage: Stage) -> None:
     endpoint = stage.deployment.info("prefill")["engine"]["endpoints"][0]
     address = (endpoint["host"], endpoint["port"])

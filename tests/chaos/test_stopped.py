@@ -28,6 +28,8 @@ SILENT_S = 1.0
 MAX_STOPS = 5
 PAUSE_S = LEASE_S + 1.0
 PARTS = ["server", "core", "rank"]
+ALONE = "core alone"
+"""One that has no ranks: the model is in it."""
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +43,19 @@ def stage_of_ranks(
 
 
 @pytest.fixture
-def stage(stage_of_ranks: Stage, mode: str) -> Stage:
-    """The deployment, whole and empty."""
-    stage_of_ranks.restore(mode)
-    return stage_of_ranks
+def stage(request: pytest.FixtureRequest, stage_of_transport: Stage, mode: str) -> Stage:
+    """The deployment whose engines have ranks where these are at stake, whole and empty."""
+    found = stage_of_transport
+    if request.node.callspec.params.get("part", ALONE) != ALONE:
+        found = request.getfixturevalue("stage_of_ranks")
+    found.restore(mode)
+    return found
 
 
 def row(part: str) -> str:
     """Its name in the failure table."""
-    return {"server": "an API server is stopped", "core": "an engine core is stopped"}.get(
-        part, "one TP rank is stopped"
+    return {"server": "an API server is stopped", "rank": "one TP rank is stopped"}.get(
+        part, "an engine core is stopped"
     )
 
 
@@ -104,14 +109,14 @@ def test_a_part_of_p_is_stopped_before_the_hand_over(stage: Stage, part: str) ->
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.short_form("TCP-pull-core-D")
+@pytest.mark.parametrize("part", [*PARTS, ALONE])
+@pytest.mark.short_form(f"TCP-pull-{ALONE}-D")
 def test_a_part_is_stopped_in_mid_hand_over(slow_stage: Stage, part: str, side: str) -> None:
     stage = slow_stage
     stream, right, receiver = midway(stage)
     name = "prefill" if side == "P" else receiver
     since = time.monotonic()
-    stage.stop_one(name, part)
+    stage.stop_one(name, part.removesuffix(" alone"))
     assert len(stream.tokens) == 1, LATE
     assert stage.network is not None
     stage.network.fast()

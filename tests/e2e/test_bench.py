@@ -18,21 +18,19 @@ import pytest
 
 from pdserve.bench import files, sweep
 from tests.cli.process import ROOT, environment, pdserve
-from tests.e2e.conftest import pd_deployment
-from tests.e2e.deployment import Deployment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from pdserve.bench.records import Outcome, Run
+    from tests.e2e.deployment import Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 NUM_PROMPTS, NUM_IN, NUM_OUT = 24, 64, 16
 NUM_AMID = 80
 """Requests of a run amid which an engine dies: it must still go on when that happens."""
-ENGINE = ("--kv-cache-memory-bytes", "64MiB", "--num-threads", "1")
 LOAD = (
     *("--random-input-len", str(NUM_IN), "--random-output-len", str(NUM_OUT)),
     *("--ignore-eos", "--no-progress"),
@@ -93,24 +91,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def deployment(directory: Path) -> Iterator[Deployment]:
-    with pd_deployment(directory, "boxed", *ENGINE[:2], with_serve=True) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def split(deployment: Deployment, directory: Path) -> Seen:
+def split(boxed: Deployment, directory: Path) -> Seen:
     """A run against prefill, decode and proxy."""
     path = directory / "split.json"
-    url = deployment.url("proxy")
+    url = boxed.url("proxy")
     return serve(url, path, "--request-rate", "20", "--goodput", "ttft:60000", "--label", "P/D")
 
 
 @pytest.fixture(scope="module")
-def whole(deployment: Deployment, directory: Path) -> Seen:
+def whole(boxed: Deployment, directory: Path) -> Seen:
     """A run against one engine for both."""
     path = directory / "whole.json"
-    url = deployment.url("serve")
+    url = boxed.url("serve")
     return serve(url, path, "--max-concurrency", "4", "--seed", "1", "--label", "colocated")
 
 
@@ -162,10 +154,10 @@ def test_no_request_arrives_before_it_was_sent(seen: Seen) -> None:
         assert told["arrived_wall_s"] >= sent_wall_s - 1e-3
 
 
-def test_a_split_deployment_is_told_by_its_engines(split: Seen, deployment: Deployment) -> None:
+def test_a_split_deployment_is_told_by_its_engines(split: Seen, boxed: Deployment) -> None:
     own = split.saved["pdserve"]
     assert own["topology"] == [
-        {"role": role, "url": deployment.url(role)} for role in ("decode", "prefill")
+        {"role": role, "url": boxed.url(role)} for role in ("decode", "prefill")
     ]
     assert sum(own["stages"]["kv_modes"].values()) == NUM_PROMPTS
     assert set(own["stages"]["kv_modes"]) <= {"push", "pull"}
@@ -189,23 +181,23 @@ def test_a_limit_of_requests_at_once_is_kept(whole: Seen) -> None:
 
 @pytest.fixture(scope="module")
 def swept(
-    deployment: Deployment, directory: Path
+    boxed: Deployment, directory: Path
 ) -> tuple[subprocess.CompletedProcess[str], Path, float]:
     """A sweep over two rates; and how many prompt tokens came out of caches meanwhile."""
     path = directory / "sweep.json"
-    before = cached_tokens(deployment)
+    before = cached_tokens(boxed)
     done = pdserve(
-        *("bench", "sweep", "--base-url", deployment.url("proxy"), *LOAD, "--seed", "2"),
+        *("bench", "sweep", "--base-url", boxed.url("proxy"), *LOAD, "--seed", "2"),
         *("--num-prompts", str(NUM_PROMPTS)),
         *("--request-rates", "15,30", "--slo", "ttft:60000", "--no-bisect", "--label", "P/D"),
         *("--result-dir", str(path.parent), "--result-filename", path.name),
         timeout_s=120.0,
     )
-    return done, path, cached_tokens(deployment) - before
+    return done, path, cached_tokens(boxed) - before
 
 
-def cached_tokens(deployment: Deployment) -> float:
-    return deployment.metric(
+def cached_tokens(boxed: Deployment) -> float:
+    return boxed.metric(
         "prefill",
         'vllm:prompt_tokens_by_source_total{engine="0",model_name="boxed",source="local_cache_hit"}',
     )
@@ -239,7 +231,7 @@ def test_runs_and_a_sweep_are_drawn(split: Seen, whole: Seen, swept: Any, direct
         assert 'class="chart"' in out.read_text()
 
 
-# --- an engine that dies amid a run: what comes last has the deployment without it
+# --- an engine that dies amid a run
 
 
 @pytest.fixture
@@ -283,12 +275,12 @@ class Running:
             self._popen.communicate()
 
 
-def wait_for_answers(deployment: Deployment, name: str, number: int) -> None:
+def wait_for_answers(boxed: Deployment, name: str, number: int) -> None:
     """Wait until an engine has ended so many more requests."""
     deadline = time.monotonic() + 60
     series = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="boxed"}'
-    before = deployment.metric(name, series)
-    while deployment.metric(name, series) < before + number:
+    before = boxed.metric(name, series)
+    while boxed.metric(name, series) < before + number:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -303,11 +295,11 @@ def assert_honest(code: int, output: str, saved: dict[str, Any]) -> None:
 
 @pytest.mark.matrix
 def test_a_server_that_dies_is_told_by_failed_requests_and_the_exit_code(
-    deployment: Deployment, running: Running
+    boxed: Deployment, running: Running
 ) -> None:
-    running.begin(deployment.url("serve"))
-    wait_for_answers(deployment, "serve", 4)
-    deployment.processes["serve"].kill()
+    running.begin(boxed.url("serve"))
+    wait_for_answers(boxed, "serve", 4)
+    boxed.processes["serve"].kill()
     code, output, saved = running.wait()
     assert_honest(code, output, saved)
     assert 0 < saved["completed"] < NUM_AMID
@@ -318,13 +310,13 @@ def test_a_server_that_dies_is_told_by_failed_requests_and_the_exit_code(
 
 
 def test_a_decode_engine_that_dies_behind_a_proxy_leaves_no_request_uncounted(
-    deployment: Deployment, running: Running
+    boxed: Deployment, running: Running
 ) -> None:
-    url = deployment.url("proxy")
+    url = boxed.url("proxy")
     before = told_by(url)
     running.begin(url)
-    wait_for_answers(deployment, "decode", 4)
-    deployment.processes["decode"].kill()
+    wait_for_answers(boxed, "decode", 4)
+    boxed.processes["decode"].kill()
     code, output, saved = running.wait()
     assert_honest(code, output, saved)
     told = {name: each for name, each in told_by(url).items() if name not in before}

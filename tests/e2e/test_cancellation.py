@@ -13,12 +13,9 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.e2e.conftest import pd_deployment
+from tests.e2e.conftest import OPENAI_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from tests.e2e.deployment import Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -75,6 +72,17 @@ def footprint(processes: list[psutil.Process]) -> tuple[Counter[int], Counter[in
     return threads, descriptors
 
 
+def disconnects(deployment: Deployment) -> Counter[str]:
+    """How many clients have left, by stage."""
+    return Counter(
+        {
+            key.split('"')[1]: int(value)
+            for key, value in deployment.metrics("proxy").items()
+            if key.startswith("pdserve_client_disconnects_total")
+        }
+    )
+
+
 @dataclass(frozen=True)
 class Left:
     """A deployment behind 200 streams, of which a third was cut off.
@@ -83,6 +91,7 @@ class Left:
         ends: How many streams ended how.
         freed_after_s: When every block was free.
         threads, descriptors: Of each process before the streams.
+        disconnects: Of clients, by stage, before the streams.
     """
 
     deployment: Deployment
@@ -91,24 +100,23 @@ class Left:
     freed_after_s: float
     threads: Counter[int]
     descriptors: Counter[int]
+    disconnects: Counter[str]
 
 
 @pytest.fixture(scope="module")
-def left(
-    model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Left]:
-    with pd_deployment(tmp_path_factory.mktemp("cut-off"), model_of("llama")) as deployment:
-        yield asyncio.run(_cut_off(deployment))
+def left(asked_by_openai: Deployment) -> Left:
+    return asyncio.run(_cut_off(asked_by_openai))
 
 
 async def _cut_off(deployment: Deployment) -> Left:
     url = deployment.url("proxy")
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector) as session:
+    headers = {"Authorization": f"Bearer {OPENAI_KEY}"}
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
         warm = [stream(session, url, 10_000 + index) for index in range(20)]
         assert set(await asyncio.gather(*warm)) == {"finished"}
         family = [c for p in deployment.processes.values() for c in p.family()]
-        before = footprint(family)
+        before = (*footprint(family), disconnects(deployment))
 
         # By the clock: in a queue, in the prefill or in the transfer. By the chunk: in the
         # decode, however quick the machine is.
@@ -138,17 +146,13 @@ def test_a_third_of_200_streams_cut_off_leaves_every_block_free(left: Left) -> N
     threads, _ = footprint(left.family)
     # A pool may have grown by a few; a stream that leaves one behind would show as dozens.
     assert all(num - left.threads[pid] < 8 for pid, num in threads.items())
-    stages = {
-        key.split('"')[1]: int(value)
-        for key, value in deployment.metrics("proxy").items()
-        if key.startswith("pdserve_client_disconnects_total")
-    }
+    stages = disconnects(deployment) - left.disconnects
     # Some hung up before the proxy had seen their request at all.
     assert sum(stages.values()) <= counts["left"]
     assert stages["prefill"] > 0
     assert stages["decode"] > 0
     print(
-        f"\n{dict(counts)}, left in {stages}; "
+        f"\n{dict(counts)}, left in {dict(stages)}; "
         f"every block was free {left.freed_after_s * 1e3:.0f} ms after the end"
     )
 

@@ -14,13 +14,13 @@ import httpx
 import psutil
 import pytest
 
+from pdserve.commands.exit_codes import EXIT_FAILED
 from tests.cli.process import pdserve
 from tests.e2e.conftest import pd_deployment
-from tests.e2e.test_equality import assert_kv_moved, complete, complete_all
-from tests.tiny_models import greedy_by_transformers
+from tests.e2e.test_equality import assert_kv_moved, complete, complete_all, complete_alone
+from tests.tiny_models import greedy_by_transformers, write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from tests.e2e.deployment import Deployment
@@ -31,17 +31,26 @@ PROMPTS = [[3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (1, 17, 64, 1
 NUM_TOKENS = 40
 
 
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        pytest.param("llama", [], marks=pytest.mark.matrix),
+        ("qwen3_moe", ["--enable-expert-parallel", "--all2all-backend", "all_to_all"]),
+    ],
+    ids=["by themselves", "experts over them"],
+)
 def test_cores_of_p_hand_over_to_cores_of_d_until_one_is_killed(
-    model_of: Callable[[str], Path], tmp_path: Path
+    family: str, more: list[str], tmp_path: Path
 ) -> None:
-    model = model_of("llama")
+    model = write_tiny_model(tmp_path / "model", family)
     expected = greedy_by_transformers(model, PROMPTS, NUM_TOKENS)
-    flags = ["--dtype", "float32", "--kv-cache-memory-bytes", "32MiB", "-dp", "2"]
+    flags = ["--dtype", "float32", "--kv-cache-memory-bytes", "32MiB", "-dp", "2", *more]
     flags.append("--kv-events-config.enable-kv-cache-events")
     with pd_deployment(tmp_path, model, *flags) as deployment:
         got = complete_all(deployment.url("proxy"), PROMPTS, max_tokens=NUM_TOKENS)
         assert got == expected
         assert_kv_moved(deployment, sum(map(len, PROMPTS)))
+        assert complete_alone(deployment, PROMPTS, max_tokens=NUM_TOKENS) == expected
         for name in ("prefill", "decode"):
             engine = deployment.info(name)["engine"]
             assert len(engine["endpoints"]) == 2, "every core has a side channel of its own"
@@ -67,8 +76,9 @@ def test_cores_of_p_hand_over_to_cores_of_d_until_one_is_killed(
             for stream in streams:
                 stream.result(timeout=60)
             assert time.monotonic() - began_s < 30
-        assert deployment.processes["decode"].popen.wait(30) != 0
-        assert "engine core 1" in deployment.processes["decode"].log
+        assert deployment.processes["decode"].popen.wait(30) == EXIT_FAILED
+        [error] = re.findall("ERROR pdserve.start .*", deployment.processes["decode"].log)
+        assert "engine core 1" in error
         _, alive = psutil.wait_procs(family, 30)
         assert not alive
 

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from pdserve.config.boxed import boxed_model_dir
-from tests.e2e.conftest import pd_deployment
+from tests.e2e.conftest import OPENAI_KEY, SHARP_BLOCKS, pd_deployment
 from tests.tiny_models import greedy_by_transformers, margins_by_transformers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from tests.e2e.deployment import Deployment
@@ -43,7 +43,10 @@ def complete(url: str, prompt: list[int], **fields: Any) -> list[int]:
         "return_token_ids": True,
         **fields,
     }
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120, verify=False)
+    headers = {"Authorization": f"Bearer {OPENAI_KEY}"}  # some ask for it
+    answer = httpx.post(
+        f"{url}/v1/completions", json=body, headers=headers, timeout=120, verify=False
+    )
     assert answer.status_code == 200, answer.text
     token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
     return token_ids
@@ -62,12 +65,19 @@ def complete_alone(
     return complete_all(deployment.url("decode"), prompts, cache_salt="alone", **fields)
 
 
-def assert_kv_moved(deployment: Deployment, num_prompt_tokens: int) -> None:
-    """D received KV over the wire and computed no prompt token itself."""
-    received = deployment.metric("decode", "pdserve_kv_transfer_bytes_total")
-    assert received > 0
-    source = "vllm:prompt_tokens_by_source_total"
+def assert_kv_moved(
+    deployment: Deployment, num_prompt_tokens: int, before: Mapping[str, float] | None = None
+) -> None:
+    """D received KV over the wire and computed no prompt token itself.
+
+    Args:
+        before: D's metrics from when on this is so; None: from its start on.
+    """
     found = deployment.metrics("decode")
+    if before is not None:
+        found = {key: value - before.get(key, 0.0) for key, value in found.items()}
+    assert found["pdserve_kv_transfer_bytes_total"] > 0
+    source = "vllm:prompt_tokens_by_source_total"
     computed = [v for k, v in found.items() if k.startswith(source) and "local_compute" in k]
     assert set(computed) == {0.0}  # of each core
     external = [v for k, v in found.items() if k.startswith(source) and "external_kv" in k]
@@ -75,20 +85,35 @@ def assert_kv_moved(deployment: Deployment, num_prompt_tokens: int) -> None:
     assert sum(v for k, v in found.items() if k.startswith(source)) == num_prompt_tokens
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("boxed", marks=pytest.mark.matrix)])
+@pytest.fixture(scope="module")
+def in_float32(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Deployment]]:
+    """P and D of a model, which transformers computes alike."""
+    if request.param == "tiny":
+        yield request.getfixturevalue("sharp")
+        return
+    directory = tmp_path_factory.mktemp("float32")
+    with pd_deployment(directory, "boxed", "--dtype", "float32") as deployment:
+        yield boxed_model_dir(), deployment
+
+
+@pytest.mark.parametrize(
+    "in_float32", ["tiny", pytest.param("boxed", marks=pytest.mark.matrix)], indirect=True
+)
 def test_transformers_one_engine_and_pd_agree_on_greedy_tokens(
-    family: str, model_of: Callable[[str], Path], tmp_path: Path
+    in_float32: tuple[Path, Deployment],
 ) -> None:
-    model = boxed_model_dir() if family == "boxed" else model_of(family)
+    model, deployment = in_float32
     expected = greedy_by_transformers(model, PROMPTS, NUM_TOKENS)
-    with pd_deployment(tmp_path, model, "--dtype", "float32") as deployment:
-        assert complete_all(deployment.url("proxy"), PROMPTS) == expected
-        assert_kv_moved(deployment, sum(map(len, PROMPTS)))
-        assert complete_alone(deployment, PROMPTS) == expected
-        # Again, now that all prefix caches are warm, one at a time.
-        assert [complete(deployment.url("proxy"), p) for p in PROMPTS] == expected
-        assert [complete_alone(deployment, [p]) for p in PROMPTS] == [[each] for each in expected]
-        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
+    before = deployment.metrics("decode")
+    assert complete_all(deployment.url("proxy"), PROMPTS) == expected
+    assert_kv_moved(deployment, sum(map(len, PROMPTS)), before)
+    assert complete_alone(deployment, PROMPTS) == expected
+    # Again, now that all prefix caches are warm, one at a time.
+    assert [complete(deployment.url("proxy"), p) for p in PROMPTS] == expected
+    assert [complete_alone(deployment, [p]) for p in PROMPTS] == [[each] for each in expected]
+    deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
 @pytest.mark.matrix
@@ -115,33 +140,38 @@ def test_chunking_changes_no_token(
         deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
-def test_preemption_by_a_small_pool_changes_no_token(
-    model_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    model = model_of("llama")
-    # Each fits with its prompt, no two fit with their whole outputs: 32 blocks of 16.
-    prompts = [[3 + (13 * i + 31 * n) % 311 for i in range(97)] for n in range(4)]
+def test_preemption_by_a_small_pool_changes_no_token(sharp: tuple[Path, Deployment]) -> None:
+    _, deployment = sharp
+    # All fit with their prompts, and a half with its whole outputs: blocks have 16 tokens.
+    prompts = [[3 + (13 * i + 31 * n) % 311 for i in range(97)] for n in range(20)]
     num_tokens = 160
-    expected = greedy_by_transformers(model, prompts, num_tokens)
-    flags = ["--dtype", "float32", "--num-gpu-blocks-override", "32", "--max-model-len", "320"]
-    with pd_deployment(tmp_path, model, *flags) as deployment:
+    half = len(prompts) // 2
+    assert len(prompts) * 7 < SHARP_BLOCKS < len(prompts) * 17
+    assert half * 17 < SHARP_BLOCKS
 
-        def num_preemptions() -> int:
-            return int(deployment.info("decode")["stats"]["num_preemptions"])
+    def num_preemptions() -> int:
+        return int(deployment.info("decode")["stats"]["num_preemptions"])
 
-        def until_preempted(complete: Callable[[], list[list[int]]]) -> None:
-            # On a busy machine requests may come so late after one another that none meets.
-            before = num_preemptions()
-            for _ in range(10):
-                assert complete() == expected
-                if num_preemptions() > before:
-                    return
-            pytest.fail("no request was preempted in ten rounds")
+    def until_preempted(complete: Callable[[], list[list[int]]]) -> None:
+        # On a busy machine requests may come so late after one another that none meets.
+        before = num_preemptions()
+        for _ in range(10):
+            assert complete() == expected
+            if num_preemptions() > before:
+                return
+        pytest.fail("no request was preempted in ten rounds")
 
-        until_preempted(lambda: complete_alone(deployment, prompts, max_tokens=num_tokens))
-        proxy = deployment.url("proxy")
-        until_preempted(lambda: complete_all(proxy, prompts, max_tokens=num_tokens))
-        deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
+    before = num_preemptions()
+    expected = [
+        tokens
+        for some in (prompts[:half], prompts[half:])
+        for tokens in complete_alone(deployment, some, max_tokens=num_tokens)
+    ]
+    assert num_preemptions() == before
+    until_preempted(lambda: complete_alone(deployment, prompts, max_tokens=num_tokens))
+    proxy = deployment.url("proxy")
+    until_preempted(lambda: complete_all(proxy, prompts, max_tokens=num_tokens))
+    deployment.wait_nothing_held("prefill", "decode", timeout_s=20.0)
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +181,12 @@ def in_bf16(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Path, Deployment]]:
     """P and D of a family, whose rounding shows in tokens."""
-    model = boxed_model_dir() if request.param == "boxed" else model_of(request.param)
+    if request.param == "llama":
+        yield model_of("llama"), request.getfixturevalue("asked_by_openai")
+        return
     directory = tmp_path_factory.mktemp("bf16")
-    with pd_deployment(directory, model, "--dtype", "bfloat16") as deployment:
-        yield model, deployment
+    with pd_deployment(directory, "boxed", "--dtype", "bfloat16") as deployment:
+        yield boxed_model_dir(), deployment
 
 
 @pytest.mark.parametrize(

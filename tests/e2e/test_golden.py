@@ -17,15 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-
-from tests.e2e.conftest import pd_deployment
-from tests.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.e2e.deployment import Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -41,20 +36,9 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(sharp: tuple[Path, Deployment]) -> str:
     """A proxy with one P and one D."""
-    directory = tmp_path_factory.mktemp("golden")
-    model = write_tiny_model(directory / "model")
-    path = model / "model.safetensors"
-    rng = np.random.RandomState(11)
-    weights = {
-        name: rng.normal(1.0 if "norm" in name else 0.0, 0.25, weight.shape).astype(np.float32)
-        for name, weight in sorted(load_file(path).items())
-    }
-    save_file(weights, path, metadata={"format": "pt"})
-    flags = ["--served-model-name", "tiny", "--dtype", "float32"]
-    with pd_deployment(directory, model, *flags) as deployment:
-        yield deployment.url("proxy")
+    return sharp[1].url("proxy")
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:

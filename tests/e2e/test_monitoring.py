@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 import yaml
 
 from tests.cli.process import ROOT
-from tests.e2e.conftest import pd_deployment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.e2e.conftest import Boxed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -74,13 +77,10 @@ Told = dict[str, list[tuple[dict[str, str], float]]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Told]]:
+def told(boxed_from_start: Boxed) -> dict[str, list[Told]]:
     """Every series of each job's processes, before the first request."""
-    with pd_deployment(tmp_path_factory.mktemp("deployment"), "boxed") as deployment:
-        return {
-            job: [_told(httpx.get(f"{deployment.url(name)}/metrics").text) for name in names]
-            for job, names in JOBS.items()
-        }
+    texts = boxed_from_start.told_at_start
+    return {job: [_told(texts[name]) for name in names] for job, names in JOBS.items()}
 
 
 def _told(text: str) -> Told:

@@ -1,8 +1,8 @@
 """One engine of many ranks writes the tokens of one rank and of transformers.
 
-The whole matrix of families and shapes is `make matrix`; `make test` runs what no other test of it
-plays with whole processes: sequences shared out, experts over ranks and over cores. Tensors over
-ranks, a latent's, and three stages hand over in `test_unequal_shapes.py`.
+The whole matrix of families and shapes, all of it `make matrix`. Of `make test`, tensors over ranks
+and three stages hand over in `test_unequal_shapes.py`, experts over cores in
+`test_data_parallel.py`.
 """
 
 from __future__ import annotations
@@ -58,9 +58,6 @@ MATRIX = [
     *((family, shape) for family in (*DENSE, *MOE) for shape in SHAPES),
     *((family, shape) for family in MOE for shape in EXPERT_SHAPES),
 ]
-COVERING = {
-    ("qwen3_moe", "dp2 ep2 all_to_all"),
-}
 
 
 @pytest.fixture(scope="session")
@@ -81,13 +78,8 @@ def parallel_model_of(
     return make
 
 
-@pytest.mark.parametrize(
-    ("family", "shape"),
-    [
-        pytest.param(family, shape, marks=[] if (family, shape) in COVERING else pytest.mark.matrix)
-        for family, shape in MATRIX
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("family", "shape"), MATRIX)
 def test_many_ranks_write_the_tokens_of_one(
     family: str,
     shape: str,

@@ -11,14 +11,10 @@ import httpx
 import jsonschema
 import pytest
 
-from pdserve.config.boxed import boxed_model_dir
-from tests.e2e.conftest import pd_deployment
 from tests.e2e.streams import PROMPTS, kill_amid_requests, lines_of
 from tests.e2e.test_equality import complete_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.e2e.deployment import Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
@@ -46,12 +42,9 @@ def start_drafting(
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    directory = tmp_path_factory.mktemp("drafts")
-    flags = ["--dtype", "float32", "--kv-transfer-config.lease-s", "6"]
-    with pd_deployment(directory, boxed_model_dir(), *flags, with_serve=True) as deployment:
-        start_drafting(deployment)
-        yield deployment
+def deployment(boxed: Deployment) -> Deployment:
+    start_drafting(boxed)
+    return boxed
 
 
 def test_tokens_through_both_are_those_of_an_engine_that_drafts_nothing(

@@ -16,6 +16,7 @@ from tests.e2e.conftest import pd_deployment
 from tests.observe.trace_checks import Checked, check
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.e2e.deployment import Deployment
@@ -148,19 +149,22 @@ def assert_the_threads_moved_what_arrived(checked: Checked, mode: str) -> None:
     assert of("decode", "digest")
 
 
-@pytest.mark.parametrize(
-    ("mode", "num_ranks"), [("push", 2), pytest.param("pull", 1, marks=pytest.mark.matrix)]
-)
 def test_a_trace_of_pd_requests_is_valid_and_its_stages_sum_to_ttft(
-    model_of, tmp_path, monkeypatch, mode, num_ranks
-):
-    monkeypatch.setenv("PDSERVE_KV_MODE", mode)
-    ranks = ["--tensor-parallel-size", str(num_ranks)]
-    with pd_deployment(tmp_path, model_of("llama"), *ranks) as deployment:
-        checked = assert_the_trace_of_a_deployment(deployment, tmp_path, mode)
-        assert_the_trace_of_an_engine(deployment, tmp_path, mode)
-    if num_ranks > 1:
-        assert_each_rank_has_a_track_with_every_step(checked, num_ranks)
+    of_two_ranks: Deployment, tmp_path: Path
+) -> None:
+    checked = assert_the_trace_of_a_deployment(of_two_ranks, tmp_path, "push")
+    assert_the_trace_of_an_engine(of_two_ranks, tmp_path, "push")
+    assert_each_rank_has_a_track_with_every_step(checked, 2)
+
+
+@pytest.mark.matrix
+def test_so_is_that_of_engines_without_ranks_that_pull(
+    model_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pull = ("--kv-mode", "pull")
+    with pd_deployment(tmp_path, model_of("llama"), proxy_flags=pull) as deployment:
+        assert_the_trace_of_a_deployment(deployment, tmp_path, "pull")
+        assert_the_trace_of_an_engine(deployment, tmp_path, "pull")
 
 
 def assert_each_rank_has_a_track_with_every_step(checked: Checked, num_ranks: int) -> None:

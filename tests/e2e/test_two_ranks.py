@@ -15,13 +15,14 @@ import psutil
 import pytest
 
 from tests.cli.test_up import Up
-from tests.e2e.conftest import pd_deployment
 from tests.e2e.streams import PROMPTS, stream_tokens
 from tests.e2e.test_equality import complete, complete_all
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tests.e2e.deployment import Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
 
@@ -57,44 +58,40 @@ def stream_again(url: str, prompt: list[int], is_last: threading.Event) -> tuple
             return found
 
 
-def test_killing_a_rank_ends_its_requests_and_leaves_nothing(
-    model_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    flags = ["--dtype", "float32", "-tp", "2"]
-    prompts = PROMPTS[:12]
-    with pd_deployment(tmp_path, model_of("llama"), *flags) as deployment:
-        url = deployment.url("proxy")
-        expected = complete_all(url, prompts, max_tokens=NUM_TOKENS)
-        engine = deployment.processes["decode"]
-        family = engine.family()
-        assert not shared_names(family), "only what has no name is never left behind"
-        is_last = threading.Event()
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            futures = [pool.submit(stream_again, url, prompt, is_last) for prompt in prompts]
-            try:
-                wait_until(
-                    lambda: deployment.info("decode")["stats"]["num_running"] >= len(prompts) // 2,
-                    timeout_s=90.0,
-                )
-            finally:
-                is_last.set()
-            ranks_of(family[0])[1].kill()
-            killed_s = time.monotonic()
-            results = [future.result(timeout=60) for future in futures]
-            took_s = time.monotonic() - killed_s
-        ends: dict[str, int] = {}
-        for (tokens, end), right in zip(results, expected, strict=True):
-            ends[end] = ends.get(end, 0) + 1
-            assert tokens == right[: len(tokens)], "a wrong token behind a 200"
-            assert not end.startswith("cut off")
-        print(f"\nrank 1 of D killed: all ended within {took_s:.2f} s: {ends}")
-        assert took_s < END_WITHIN_S
-        assert "leg failed leg=decode" in deployment.processes["proxy"].log
-        _, alive = psutil.wait_procs(family, timeout=END_WITHIN_S)
-        assert not alive, [process.cmdline() for process in alive]
-        assert "rank 1" in engine.log
-        assert "SIGKILL" in engine.log
-        deployment.wait_nothing_held("prefill", timeout_s=60.0)
+def test_killing_a_rank_ends_its_requests_and_leaves_nothing(of_two_ranks: Deployment) -> None:
+    deployment, prompts = of_two_ranks, PROMPTS[:12]
+    url = deployment.url("proxy")
+    expected = complete_all(url, prompts, max_tokens=NUM_TOKENS)
+    engine = deployment.processes["decode"]
+    family = engine.family()
+    assert not shared_names(family), "only what has no name is never left behind"
+    is_last = threading.Event()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        futures = [pool.submit(stream_again, url, prompt, is_last) for prompt in prompts]
+        try:
+            wait_until(
+                lambda: deployment.info("decode")["stats"]["num_running"] >= len(prompts) // 2,
+                timeout_s=90.0,
+            )
+        finally:
+            is_last.set()
+        ranks_of(family[0])[1].kill()
+        killed_s = time.monotonic()
+        results = [future.result(timeout=60) for future in futures]
+        took_s = time.monotonic() - killed_s
+    ends: dict[str, int] = {}
+    for (tokens, end), right in zip(results, expected, strict=True):
+        ends[end] = ends.get(end, 0) + 1
+        assert tokens == right[: len(tokens)], "a wrong token behind a 200"
+        assert not end.startswith("cut off")
+    print(f"\nrank 1 of D killed: all ended within {took_s:.2f} s: {ends}")
+    assert took_s < END_WITHIN_S
+    assert "leg failed leg=decode" in deployment.processes["proxy"].log
+    _, alive = psutil.wait_procs(family, timeout=END_WITHIN_S)
+    assert not alive, [process.cmdline() for process in alive]
+    assert "rank 1" in engine.log
+    assert "SIGKILL" in engine.log
+    deployment.wait_nothing_held("prefill", timeout_s=60.0)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 
 from pdserve.proxy.story import SECOND_TERMS, TTFT_TERMS
 from tests.browser import needs_browser
-from tests.e2e.conftest import pd_deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400), needs_browser]
 
@@ -23,12 +22,33 @@ VALUES = """Object.fromEntries([...document.querySelectorAll("%s b")].map(
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
+PROXY = "shown proxy"
+
+
 @pytest.fixture
-def deployment(tmp_path):
-    with pd_deployment(
-        tmp_path, "boxed", "--num-gpu-blocks-override", "400", decodes=2
-    ) as deployment:
-        yield deployment
+def engines(boxed):
+    """P, and two D: other tests may have left some."""
+    decodes = [
+        name
+        for name, process in boxed.processes.items()
+        if process.arguments[0] == "decode" and process.popen.poll() is None
+    ]
+    if len(decodes) == 1:
+        boxed.start("decode1", *boxed.processes["decode"].arguments)
+        boxed.wait("decode1")
+        decodes.append("decode1")
+    return ["prefill", *decodes[:2]]
+
+
+@pytest.fixture
+def deployment(boxed, engines):
+    """With a proxy of these engines alone that nobody has asked yet."""
+    prefill, *decodes = map(boxed.url, engines)
+    flags = ("--prefill", prefill, "--decode", *decodes)
+    boxed.start(PROXY, "proxy", "--port", "0", *flags)
+    boxed.wait(PROXY)
+    boxed.wait_routable(1, 2, proxy=PROXY)
+    return boxed
 
 
 async def generate(url: str, number: int, tokens: int = 24) -> None:
@@ -82,21 +102,22 @@ def quantile(q: float, series: dict[str, float], name: str) -> float | None:
     raise AssertionError
 
 
-async def test_every_figure_equals_metrics_and_what_was_killed_is_seen(deployment, browser):
-    proxy = deployment.url("proxy")
-    engines = ("prefill", "decode", "decode1")
+async def test_every_figure_equals_metrics_and_what_was_killed_is_seen(
+    deployment, engines, browser
+):
+    proxy = deployment.url(PROXY)
     page = await browser.open(f"{proxy}/dashboard")
     await page.wait_for("document.querySelectorAll('.engine[data-state=ready]').length == 3")
     # A p90 needs ten gaps between tokens, and what a proxy reads in one piece has none.
     num_asked = 0
-    while not num_asked or total(deployment.metrics("proxy"), f"{ITL}_count") < 20:
+    while not num_asked or total(deployment.metrics(PROXY), f"{ITL}_count") < 20:
         await generate(proxy, 24)
         num_asked += 24
 
     # Quiet now: the page catches up within a second or two.
     for _ in range(160):
         shown = await page.evaluate(FIGURES)
-        told = {"proxy": deployment.metrics("proxy")}
+        told = {"proxy": deployment.metrics(PROXY)}
         for name in engines:
             told[deployment.url(name)] = deployment.metrics(name)
         told["engines"] = {
@@ -140,9 +161,9 @@ async def test_every_figure_equals_metrics_and_what_was_killed_is_seen(deploymen
     assert page.hosts() == {proxy.removeprefix("http://")}
     assert not page.errors
 
-    deployment.processes["decode1"].kill()
+    deployment.processes[engines[-1]].kill()
     await page.wait_for(
-        f"""document.querySelector('[data-url="{deployment.url("decode1")}"]')
+        f"""document.querySelector('[data-url="{deployment.url(engines[-1])}"]')
             .dataset.state == 'dead'""",
     )
     await page.wait_for("document.getElementById('events').textContent.includes('died')")
@@ -150,7 +171,7 @@ async def test_every_figure_equals_metrics_and_what_was_killed_is_seen(deploymen
     has_all = f"document.getElementById('k-total').dataset.value == '{num_asked + 4}'"
     await page.wait_for(has_all)
 
-    deployment.processes["proxy"].kill()
+    deployment.processes[PROXY].kill()
     await page.wait_for("document.body.classList.contains('stale')")
     alarm = await page.evaluate("document.getElementById('alarm').textContent")
     assert "does not answer" in alarm
