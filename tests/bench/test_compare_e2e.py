@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from pdserve.commands.exit_codes import EXIT_CONFIG
 from pdserve.config.compare import CompareConfig
 from pdserve.errors import ConfigError
 from tests.bench.scripted import request, scripted_server
+from tests.cli.process import pdserve_here
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))[:2]
 SMALL = ["--engine-args=--kv-cache-memory-bytes 64MiB", "--no-progress", "--num-runs", "1"]
@@ -90,9 +92,8 @@ def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_p
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*words), capture_output=True, text=True, timeout=360, check=False, cwd=cwd
-    )
+    with contextlib.chdir(cwd):
+        return pdserve_here("bench", "compare", "boxed", *SMALL, *words)
 
 
 RANDOM = ("--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "6")
@@ -180,8 +181,7 @@ def test_the_first_peer_sets_the_pace_where_everything_runs_already(tmp_path):
     assert found.rates is None
 
 
-@pytest.mark.e2e
-@pytest.mark.timeout(400)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -38,7 +38,7 @@ def pdserve(
 
 
 def pdserve_here(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The same in this process, for what ends before it does anything."""
+    """The same in this process, for what needs none of its own."""
     out, err = io.StringIO(), io.StringIO()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with (

@@ -176,6 +176,7 @@ def test_a_model_that_cannot_be_loaded_is_code_3(tmp_path: Path, model: Path) ->
 
 
 @pytest.mark.e2e
+@pytest.mark.matrix
 def test_an_engine_core_that_dies_is_one_error_and_code_1(model: Path) -> None:
     (port,) = free_ports(1)
     with started("serve", str(model), "--port", str(port)) as engine:
@@ -218,6 +219,7 @@ def test_what_a_proxy_cannot_start_with_is_one_dated_error() -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.matrix
 def test_cuda_without_a_gpu_is_code_3(model: Path) -> None:
     import torch
 

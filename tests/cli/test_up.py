@@ -92,6 +92,16 @@ def make(model: Path, tmp_path: Path) -> Iterator[list[Up]]:
         up.process.wait()
 
 
+def assert_it_shows_where_its_time_went(up: Up, num_tokens: int) -> None:
+    summary = re.search(
+        rf" in=\d+ cached=\d+ out={num_tokens} total=[\d.]+ms ttft=([\d.]+)ms = ([^|]*)", up.out
+    )
+    assert summary is not None
+    stages = [float(stage) for stage in re.findall(r" ([\d.]+)(?= \+|\s*$| \()", summary[2])]
+    assert sum(stages) == pytest.approx(float(summary[1]), abs=0.1 * len(stages))
+
+
+@pytest.mark.matrix
 def test_the_demo_answers_shows_where_its_time_went_and_ends(
     model: Path, tmp_path: Path, make: list[Up]
 ) -> None:
@@ -101,14 +111,10 @@ def test_the_demo_answers_shows_where_its_time_went_and_ends(
     assert up.end() == 0
     question, answer = up.out.index("Tell me something\n"), up.out.index("ok status=200 ")
     assert answer > question
-    summary = re.search(
-        r" in=\d+ cached=\d+ out=12 total=[\d.]+ms ttft=([\d.]+)ms = ([^|]*)", up.out
-    )
-    assert summary is not None
-    stages = [float(stage) for stage in re.findall(r" ([\d.]+)(?= \+|\s*$| \()", summary[2])]
-    assert sum(stages) == pytest.approx(float(summary[1]), abs=0.1 * len(stages))
+    assert_it_shows_where_its_time_went(up, 12)
 
 
+@pytest.mark.matrix
 def test_engines_that_cannot_pair_are_an_error(model: Path, tmp_path: Path, make: list[Up]) -> None:
     up = Up(model, tmp_path, "--prefill.dtype", "float32", "--decode.dtype", "bfloat16")
     make.append(up)
@@ -136,6 +142,7 @@ def test_it_serves_the_curl_it_prints_until_ctrl_c(
     up = Up(model, tmp_path, "--max-tokens", "4", "--api-key", "sesame")
     make.append(up)
     up.wait_for("/metrics")
+    assert_it_shows_where_its_time_went(up, 4)
     printed = re.search(r"  (curl \S+/v1/.*(?:\n .*)*?'\{.*\}')", up.out)
     assert printed is not None
     done = subprocess.run(

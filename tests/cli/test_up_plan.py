@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
+from pdserve.commands.up import Supervisor
 from pdserve.commands.up_plan import DeploymentPlan, plan
 from pdserve.config.boxed import BOXED
 from pdserve.config.load import build, resolve
@@ -11,6 +15,9 @@ from pdserve.config.settings import up_table
 from pdserve.config.up import UpConfig
 from pdserve.errors import ConfigError
 from tests.cli.process import free_neighbours, free_ports
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 PORTS = ("port", "prefill-port", "decode-port", "both-port", "kv-port", "kv-http-port")
 FOR_BOTH = {"prefill-replicas": 0, "decode-replicas": 0, "both-replicas": 3}
@@ -85,3 +92,32 @@ def test_a_deployment_where_nobody_does_a_part_of_the_work_is_refused(
     with pytest.raises(ConfigError) as refused:
         planned(given)
     assert refused.value.param == flag
+
+
+class _Told:
+    """An HTTP session that tells a dtype of each engine."""
+
+    def __init__(self, dtypes: dict[str, str]) -> None:
+        self._dtypes = dtypes
+
+    @contextlib.asynccontextmanager
+    async def get(self, url: str) -> AsyncIterator[_Told]:
+        self._dtype = self._dtypes[url.removesuffix("/pdserve/info")]
+        yield self
+
+    async def json(self) -> dict[str, object]:
+        return {"engine": {"layout_digest": self._dtype, "layout": {"dtype": self._dtype}}}
+
+
+async def test_engines_that_cannot_pair_are_an_error() -> None:
+    deployment = planned({})
+    prefill, decode, _ = (member.url for member in deployment.members)
+    supervisor = Supervisor(UpConfig(), deployment)
+    session: Any = _Told({prefill: "float32", decode: "float32"})
+    await supervisor._require_pairs(session)
+    session = _Told({prefill: "float32", decode: "bfloat16"})
+    with pytest.raises(
+        ConfigError,
+        match="dtype float32 and bfloat16; start both with the same model and --dtype",
+    ):
+        await supervisor._require_pairs(session)

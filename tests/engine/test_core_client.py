@@ -120,6 +120,7 @@ async def test_threads_of_torch_in_a_core_spin_for_a_short_time_only(
     assert b"GOMP_SPINCOUNT=4000" in environment.split(b"\0")
 
 
+@pytest.mark.matrix
 async def test_preemption_by_a_small_pool_changes_no_token(tiny_model: Path) -> None:
     prompts = [[10 + i, *range(20, 120)] for i in range(6)]
     expected = greedy_by_transformers(tiny_model, prompts, 40)
@@ -185,10 +186,20 @@ async def test_a_killed_core_ends_its_requests_with_an_error(tiny_model: Path) -
 @pytest.mark.parametrize(
     "backend", ["inline", pytest.param("multiprocess", marks=pytest.mark.matrix)]
 )
-async def test_a_stopped_core_is_not_ready_at_once_and_ends_its_requests_soon(
+async def test_a_core_stopped_for_a_moment_goes_on_and_for_longer_ends_its_requests_soon(
     tiny_model: Path, backend: str
 ) -> None:
+    (expected,) = greedy_by_transformers(tiny_model, PROMPTS[2:3], 200)
     async with running(impatient(engine_config(tiny_model, backend=backend))) as client:
+        tokens: list[int] = []
+        async for output in client.generate(request("r", PROMPTS[2], 200)):
+            if not tokens:
+                os.kill(client.pid, signal.SIGSTOP)
+                asyncio.get_running_loop().call_later(0.5, os.kill, client.pid, signal.SIGCONT)
+            tokens += output.new_token_ids
+        assert tokens == expected
+        assert client.dead_reason is None
+
         outputs = client.generate(request("r", PROMPTS[2], 900))
         await anext(outputs)
         os.kill(client.pid, signal.SIGSTOP)
@@ -202,6 +213,7 @@ async def test_a_stopped_core_is_not_ready_at_once_and_ends_its_requests_soon(
         assert not Path(f"/proc/{client.pid}").exists()
 
 
+@pytest.mark.matrix
 async def test_a_stopped_rank_ends_the_engine_with_its_reason(tiny_model: Path) -> None:
     async with running(impatient(engine_config(tiny_model, backend="multiprocess"))) as client:
         (rank,) = await asyncio.to_thread(_children_of, client.pid)
@@ -237,19 +249,6 @@ async def test_a_rank_stopped_while_nothing_runs_ends_the_engine(tiny_model: Pat
         assert "stopped" in await asyncio.wait_for(client.wait_dead(), 40)
 
 
-async def test_a_core_stopped_for_a_moment_goes_on(tiny_model: Path) -> None:
-    (expected,) = greedy_by_transformers(tiny_model, PROMPTS[2:3], 200)
-    async with running(impatient(engine_config(tiny_model))) as client:
-        tokens: list[int] = []
-        async for output in client.generate(request("r", PROMPTS[2], 200)):
-            if not tokens:
-                os.kill(client.pid, signal.SIGSTOP)
-                asyncio.get_running_loop().call_later(0.5, os.kill, client.pid, signal.SIGCONT)
-            tokens += output.new_token_ids
-        assert tokens == expected
-        assert client.dead_reason is None
-
-
 async def test_a_killed_rank_ends_the_engine_with_its_reason(tiny_model: Path) -> None:
     async with running(engine_config(tiny_model, backend="multiprocess")) as client:
         children = await asyncio.to_thread(_children_of, client.pid)
@@ -257,16 +256,6 @@ async def test_a_killed_rank_ends_the_engine_with_its_reason(tiny_model: Path) -
             async for _ in client.generate(request("r", PROMPTS[2], 900)):
                 for pid in children:
                     os.kill(pid, signal.SIGKILL)
-
-
-async def test_shutting_down_lets_what_runs_finish(tiny_model: Path) -> None:
-    client = await launch_engine(engine_config(tiny_model), progress=lambda text: None)
-    await client.wait_ready()
-    running_one = asyncio.create_task(tokens_of(client, request("r", PROMPTS[1], 60)))
-    while client.stats is None or client.stats.num_running == 0:
-        await asyncio.sleep(0.005)
-    await client.close(timeout_s=20)
-    assert len(await running_one) == 60
 
 
 async def test_a_wrong_model_is_a_config_error_that_names_it(tmp_path: Path) -> None:
@@ -338,7 +327,9 @@ async def test_strange_rules_that_can_be_served_are(engine: CoreClient) -> None:
     assert await tokens_of(engine, wanted) == [5] * 8
 
 
-async def test_more_prompt_tokens_than_may_wait_are_refused(tiny_model: Path) -> None:
+async def test_more_prompt_tokens_than_may_wait_are_refused_and_what_runs_at_the_end_may_finish(
+    tiny_model: Path,
+) -> None:
     config = msgspec.structs.replace(
         engine_config(tiny_model), scheduler=SchedulerConfig(max_waiting_tokens=100)
     )
@@ -357,6 +348,12 @@ async def test_more_prompt_tokens_than_may_wait_are_refused(tiny_model: Path) ->
                 num_tokens += len(output.new_token_ids)
         assert num_tokens == 4 * 9
         assert len(await tokens_of(client, request("b", PROMPTS[1], 4))) == 4
+
+        last = asyncio.create_task(tokens_of(client, request("last", PROMPTS[1], 60)))
+        while client.stats is None or client.stats.num_running == 0:
+            await asyncio.sleep(0.005)
+        await client.close(timeout_s=20)
+        assert len(await last) == 60
 
 
 @in_its_loop

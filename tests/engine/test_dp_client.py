@@ -164,6 +164,7 @@ async def test_two_cores_share_the_requests_and_write_the_same_tokens(tiny_model
         assert len(await last) == 60, "a shutdown lets what runs finish"
 
 
+@pytest.mark.matrix
 async def test_a_killed_core_ends_every_request_at_once(tiny_model: Path) -> None:
     begun: set[str] = set()
 
@@ -199,6 +200,7 @@ async def test_a_killed_coordinator_ends_the_engine(tiny_model: Path) -> None:
                     os.kill(client.coordinator_pid, signal.SIGKILL)
 
 
+@pytest.mark.matrix
 async def test_a_core_that_is_stopped_ends_the_engine_and_all_requests(tiny_model: Path) -> None:
     async with launched(impatient(dp_config(tiny_model))) as client:
         await client.wait_ready()

@@ -104,18 +104,30 @@ def empty(disk: Path) -> None:
         path.unlink()
 
 
-def test_what_is_on_disk_outlives_server_and_engine_and_wrong_files_are_misses(
+def test_what_is_on_disk_outlives_a_server_that_dies_and_its_engine_and_wrong_files_are_misses(
     make: Callable[..., StoreEngine],
     server: LMCacheServer,
     disk: Path,
     expected: list[list[int]],
 ) -> None:
     empty(disk)
-    writer = make(block_size=16)
+    writer = make(block_size=16, heartbeat_s=0.3)
     assert writer.run(*PROMPTS) == expected
     found = files(disk)
-    writer.close()
+    server.kill()
+    began_s = time.monotonic()
+    assert writer.run(*PROMPTS) == expected
+    assert time.monotonic() - began_s < LATE_S + 4.0  # on a machine that does much else
+    writer.until(lambda: not writer.stats.is_up)
+    num_lookups = writer.stats.num_lookups
+    assert writer.run(*PROMPTS) == expected
+    assert writer.stats.num_lookups == num_lookups  # nobody waits for it any more
     restart(server)
+    writer.until(lambda: writer.stats.is_up)
+    num_before = writer.num_external
+    assert writer.run(*PROMPTS) == expected
+    assert writer.num_external == num_before + NUM_CHUNKS * CHUNK
+    writer.close()
     reader = make(block_size=64, num_blocks=20, save="off")
     assert reader.run(*PROMPTS) == expected
     assert reader.num_external == NUM_CHUNKS * CHUNK
@@ -138,31 +150,6 @@ def test_what_is_on_disk_outlives_server_and_engine_and_wrong_files_are_misses(
     for num_times in range(2):  # what was computed instead is in the server's memory then
         assert mender.run(*PROMPTS) == expected
         assert mender.num_external == num_times * NUM_CHUNKS * CHUNK
-
-
-def test_a_server_that_dies_is_a_miss_and_one_that_is_back_is_used(
-    make: Callable[..., StoreEngine],
-    server: LMCacheServer,
-    disk: Path,
-    expected: list[list[int]],
-) -> None:
-    empty(disk)
-    engine = make(heartbeat_s=0.3)
-    engine.run(*PROMPTS)
-    files(disk)
-    server.kill()
-    began_s = time.monotonic()
-    assert engine.run(*PROMPTS) == expected
-    assert time.monotonic() - began_s < LATE_S + 4.0  # on a machine that does much else
-    engine.until(lambda: not engine.stats.is_up)
-    num_lookups = engine.stats.num_lookups
-    assert engine.run(*PROMPTS) == expected
-    assert engine.stats.num_lookups == num_lookups  # nobody waits for it any more
-    restart(server)
-    engine.until(lambda: engine.stats.is_up)
-    before = engine.num_external
-    assert engine.run(*PROMPTS) == expected
-    assert engine.num_external == before + NUM_CHUNKS * CHUNK  # from disk
 
 
 @pytest.mark.matrix

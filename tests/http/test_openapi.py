@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 NUM_EXAMPLES = max(3, hypothesis.settings().max_examples // 20)
 # Bodies of many fields, each of which takes seconds to draw.
-LARGE = ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
+LARGE = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
 ALIKE = [each.path for each in openapi.COMMON]
 OPERATIONS = {"proxy": openapi.PROXY, "engine": openapi.ENGINE}
 engines_schema = schemathesis.openapi.from_dict(openapi.document("engine", openapi.ENGINE))
