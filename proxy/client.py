@@ -20,7 +20,7 @@ from pdserve.errors import DeadlineError
 from pdserve.http.control import proof_headers
 from pdserve.observe.log import log_event
 from pdserve.proxy.background import BackgroundTasks
-from pdserve.proxy.connections import on_connected, open_session
+from pdserve.proxy.connections import SharedReader, on_connected, open_session
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
 from pdserve.wire.hop import (
@@ -221,6 +221,7 @@ class Leg:
         self._response: aiohttp.ClientResponse | None = None
         self._lost: WorkerError | None = None
         self._body = bytearray()
+        self._read: Callable[[], None] | None = None
         self.connection: Connection | None = None
         self.layout: str | None = None
         self.request_id = headers.get(REQUEST_ID_HEADER, "")
@@ -302,6 +303,53 @@ class Leg:
         except _FAILURES as error:
             raise self._lost or _failure(self.url, error) from error
 
+    async def read_to(self, take: Callable[[bytes], bool]) -> bool:
+        """Give bytes to `take` as they arrive; return whether it said stop before the end.
+
+        It is called where the connection is read, and returns whether it takes more: no task is
+        woken for what it takes.
+
+        Raises:
+            WorkerError: The connection was lost.
+            Exception: `take` raised it.
+        """
+        assert self._response is not None
+        content = self._response.content
+        stopped: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        failure: Exception | None = None
+
+        def read() -> None:
+            nonlocal failure
+            try:
+                while not stopped.done() and (data := content.read_nowait()):
+                    self.num_reads += 1
+                    if not take(data):
+                        stopped.set_result(True)
+                if content.at_eof() and not stopped.done():
+                    stopped.set_result(False)
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                failure = error
+                stopped.set_result(False)
+
+        reader = SharedReader.of(self._response.connection)
+        self._read = read
+        if reader is not None:
+            reader.on_read = read
+        try:
+            read()
+            if reader is None and not stopped.done():
+                raise ConnectionResetError("closed")
+            is_stopped = await stopped
+            if failure is not None:
+                raise failure
+        except _FAILURES as error:
+            raise self._lost or _failure(self.url, error) from error
+        finally:
+            self._read = None
+            if reader is not None:
+                reader.on_read = None
+        return is_stopped
+
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Yield the answer's events as they arrive, those of one read together.
 
@@ -319,6 +367,8 @@ class Leg:
         self._post.cancel()
         if self._response is not None:
             self._response.close()
+            if self._read is not None:
+                self._read()
         else:
             self._post.add_done_callback(_close_late)
 

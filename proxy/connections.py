@@ -1,7 +1,8 @@
 """Connections to engines, which are read into one shared buffer.
 
 asyncio allocates 256 KiB for each read and truncates it to the data received. That takes longer
-than the read itself, and is a third of the proxy's work for a token. Knows nothing of the data.
+than the read itself, and is a third of the proxy's work for a token. An answer may be taken where
+its connection is read, which wakes no task. Knows nothing of the data.
 """
 
 from __future__ import annotations
@@ -29,10 +30,21 @@ class SharedReader(asyncio.BufferedProtocol):
     """Stands between a transport and the protocol that receives its bytes.
 
     Use one event loop per process.
+
+    Attributes:
+        on_read: Called whenever the protocol has received bytes, and when the connection is lost.
     """
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         self._protocol = protocol
+        self.on_read: Callable[[], None] | None = None
+
+    @staticmethod
+    def of(connection: Connection | None) -> SharedReader | None:
+        """Return what reads an open connection; None if it is closed or has been given back."""
+        transport = None if connection is None else connection.transport
+        protocol = None if transport is None else transport.get_protocol()
+        return protocol if isinstance(protocol, SharedReader) else None
 
     @classmethod
     def put_before(cls, protocol: asyncio.Protocol, transport: asyncio.Transport) -> None:
@@ -47,6 +59,8 @@ class SharedReader(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """See the base class."""
         self._protocol.data_received(bytes(_BUFFER[:nbytes]))
+        if self.on_read is not None:
+            self.on_read()
 
     def eof_received(self) -> bool | None:
         """See the base class."""
@@ -63,6 +77,8 @@ class SharedReader(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See the base class."""
         self._protocol.connection_lost(exc)
+        if self.on_read is not None:
+            self.on_read()
 
 
 on_connected: ContextVar[Callable[[Connection], None] | None]

@@ -14,7 +14,7 @@ import re
 import uuid
 from typing import TYPE_CHECKING
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from pdserve.dialects.paths import error_of
 from pdserve.errors import PdserveError
@@ -130,6 +130,8 @@ class Delivery:
         self._response: web.StreamResponse | None = None
         self._transcript: Transcript | None = None
         self._replay: Replay | None = None
+        self._kept: bytes | None = None
+        self._has_headers = False  # sent to the client
         self.layout: str | None = None
         self.num_swallowed = 0
 
@@ -153,21 +155,65 @@ class Delivery:
             ClientGoneError: The client has gone.
             DivergedError: A repeated stream differs from the original.
         """
+        is_new = self.offer(data)
+        await self.flush()
+        return is_new
+
+    def offer(self, data: bytes) -> bool:
+        """Do what `send` does as far as the client reads at once, and keep the rest for `flush`.
+
+        Raises:
+            DivergedError: A repeated stream differs from the original.
+        """
         if self._replay is not None:
             data = self._unsent(self._replay, data)
             if not data:
                 return False
+        if self._transcript is None:
+            self._transcript = Transcript()
+        # Noted first: a send cancelled while the client is slow to read has taken place.
+        self._transcript.add(data)
+        if self._dialect is not None:
+            data = self._dialect.events(data)
+        if self._kept is not None:
+            self._kept += data
+        elif not self._write(data):
+            self._kept = data
+        return True
+
+    @property
+    def keeps(self) -> bool:
+        """Whether something waits for `flush`."""
+        return self._kept is not None
+
+    async def flush(self) -> None:
+        """Send what is kept, once the client reads.
+
+        Raises:
+            ClientGoneError: The client has gone.
+        """
+        if self._kept is None:
+            return
         try:
-            if self._response is None or self._transcript is None:
-                self._response, self._transcript = await self._begun(), Transcript()
-            # Noted first: a send cancelled while the client is slow to read has taken place.
-            self._transcript.add(data)
-            if self._dialect is not None:
-                data = self._dialect.events(data)
+            if self._response is None:
+                self._response = await self._begun()
+            data, self._kept = self._kept, None
             if data:
+                self._has_headers = True
                 await self._response.write(data)
         except ConnectionResetError:
             raise ClientGoneError from None
+
+    def _write(self, data: bytes) -> bool:
+        """Write a chunk unless it would have to wait; return whether that was done."""
+        response, transport = self._response, self._request.transport
+        if response is None or not self._has_headers or transport is None:
+            return False
+        if transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        if data:
+            is_framed = response.chunked  # not for HTTP/1.0
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_framed else data)
         return True
 
     async def end(self) -> web.StreamResponse:
@@ -227,6 +273,8 @@ class Delivery:
 
     async def _begun(self) -> web.StreamResponse:
         response = StreamAnswer({REQUEST_ID_HEADER: self._request[REQUEST_ID_KEY]})
+        if self._request.version >= HttpVersion11:
+            response.enable_chunked_encoding()
         await response.prepare(self._request)
         return response
 

@@ -22,7 +22,7 @@ from pdserve.proxy.errors import (
     failure_in_stream,
 )
 from pdserve.proxy.handoff import leave
-from pdserve.proxy.relay import Relay
+from pdserve.proxy.passing import Passing
 from pdserve.proxy.setbacks import LegFailure
 from pdserve.proxy.story import Mode, Stage
 from pdserve.wire.hop import (
@@ -272,40 +272,35 @@ class Legs:
             MovedError: Another engine must continue it.
         """
         self._keep_to_layout(leg, backend)
-        relay = Relay()
-        num_events = 0
-        previous = b""
-        async for chunk in leg.chunks():
-            data = relay.feed(chunk)
-            leg.moved = relay.handoff
-            if data:
-                if not previous:
-                    breaker.succeed()
-                    self._computed()
-                self.story.stage = stage
-                sent_s = self._now_s()
-                if (stall_s := self.story.goes_on(sent_s)) is not None:
-                    self.services.metrics.stalls.observe(stall_s)
-                num_known = self.delivery.num_swallowed
-                if await self.delivery.send(data) and relay.num_events > num_events:
-                    self.story.chunk(sent_s)
-                num_known = self.delivery.num_swallowed - num_known
-                self.story.num_output_tokens += relay.num_events - num_events - num_known
-                num_events = relay.num_events
+        passing = Passing(
+            leg,
+            self.delivery,
+            self.story,
+            stage,
+            begun=lambda: self._begun(breaker),
+            stalled=self.services.metrics.stalls.observe,
+        )
+        relay = passing.relay
+        while await leg.read_to(passing.take):
+            await self.delivery.flush()
             if relay.done:
                 leg.drain()
                 stages = next(filter(None, map(stages_in, relay.internal)), None)
                 if relay.handoff is not None:
                     self.story.moved_from(stages)
                     raise MovedError(backend.url, relay.handoff)
-                self._count_tokens(usage_at_end(previous + data))
+                self._count_tokens(usage_at_end(passing.last))
                 return stages
             if relay.error is not None:
                 raise failure_in_stream(backend.url, relay.error)
-            previous = data or previous
         raise WorkerError(f"{backend.url} ended its stream too early", reason="dropped")
 
     # --- parts of the legs
+
+    def _begun(self, breaker: Breaker) -> None:
+        """Note that an engine's output has begun: it works."""
+        breaker.succeed()
+        self._computed()
 
     def _computed(self) -> None:
         """Tell the stream's engine, if its work is counted, that the prompt is computed."""
