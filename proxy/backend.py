@@ -17,7 +17,7 @@ from pdserve.proxy.errors import WorkerError
 
 if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
-    from pdserve.proxy.client import Leg
+    from pdserve.proxy.leg import Leg
     from pdserve.wire.events import RoutingLoad
     from pdserve.wire.request import EngineInfo, EngineStats
 

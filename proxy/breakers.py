@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pdserve.config.http import ProxyConfig
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.client import Leg
+    from pdserve.proxy.leg import Leg
     from pdserve.proxy.metrics import Metrics
     from pdserve.proxy.story import Story
     from pdserve.wire.transfer import KVMode

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.proxy.backend import Backend
     from pdserve.proxy.backends import Backends
-    from pdserve.proxy.client import EngineHttp, Leg
+    from pdserve.proxy.client import EngineHttp
+    from pdserve.proxy.leg import Leg
     from pdserve.proxy.totals import Totals
     from pdserve.wire.events import RoutingLoad
     from pdserve.wire.request import EngineInfo

@@ -2,7 +2,8 @@
 
 asyncio allocates 256 KiB for each read and truncates it to the data received. That takes longer
 than the read itself, and is a third of the proxy's work for a token. An answer may be taken where
-its connection is read, which wakes no task. Knows nothing of the data.
+its connection is read, which wakes no task. Says what a failed connection is to a request; knows
+nothing of the data.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from pdserve.proxy.errors import WorkerError
+
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from aiohttp.tracing import Trace
 
 CONNECT_TIMEOUT_S = 3.0
+FAILURES = (aiohttp.ClientError, ConnectionError, TimeoutError, UnicodeError)
+"""UnicodeError is for a host name that cannot be one, such as `a..b`."""
+_NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError)
 _NUM_BYTES = 64 << 10
 _BUFFER = memoryview(bytearray(_NUM_BYTES))
 """An event loop fills it and empties it in one go, so no connection finds another's bytes."""
@@ -113,3 +119,11 @@ def open_session(tls: ssl.SSLContext | bool) -> aiohttp.ClientSession:
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
     )
+
+
+def failure_of(url: str, error: BaseException) -> WorkerError:
+    """Return how a request to `url` failed, from one of `FAILURES`."""
+    if isinstance(error, _NOT_CONNECTED):
+        message = f"cannot connect to {url}: {error}"
+        return WorkerError(message, reason="connect", was_taken=False)
+    return WorkerError(f"{url} hung up: {error or type(error).__name__}", reason="dropped")

@@ -32,7 +32,7 @@ from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.client import Leg
+    from pdserve.proxy.leg import Leg
     from pdserve.proxy.services import Services
 
 log = logging.getLogger(__name__)

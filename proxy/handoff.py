@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from pdserve.proxy.backend import Backend
-    from pdserve.proxy.client import EngineHttp, Leg
+    from pdserve.proxy.client import EngineHttp
+    from pdserve.proxy.leg import Leg
     from pdserve.proxy.metrics import Metrics
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from pdserve.proxy.bodies import ClientBody
     from pdserve.proxy.brain.ledger import LedgerEntry
     from pdserve.proxy.breakers import TransferAttempt
-    from pdserve.proxy.client import Leg
     from pdserve.proxy.delivery import Delivery
     from pdserve.proxy.handoff import Handoff
+    from pdserve.proxy.leg import Leg
     from pdserve.proxy.relay import Event
     from pdserve.proxy.services import Services
     from pdserve.proxy.story import Story

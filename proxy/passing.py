@@ -12,8 +12,8 @@ from pdserve.proxy.relay import Relay
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.proxy.client import Leg
     from pdserve.proxy.delivery import Delivery
+    from pdserve.proxy.leg import Leg
     from pdserve.proxy.story import Stage, Story
 
 

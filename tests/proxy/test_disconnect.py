@@ -8,7 +8,8 @@ import random
 import pytest
 from aiohttp import web
 
-from pdserve.proxy.client import ABANDON_TIMEOUT_S, HANG_UP_TIMEOUT_S, EngineHttp
+from pdserve.proxy.client import EngineHttp
+from pdserve.proxy.leg import ABANDON_TIMEOUT_S, HANG_UP_TIMEOUT_S
 from tests.proxy.conftest import until
 from tests.proxy.hooks import ask, hangs, legs, streaming
 from tests.proxy.scripted import LEASES, ScriptedEngine, sse, text_in, text_of, word
