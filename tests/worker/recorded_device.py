@@ -15,7 +15,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -205,30 +204,35 @@ class _Recorder(TorchDispatchMode):
         """One tensor of each storage that the run has allocated."""
         return list(self._made.values())
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would be imported for that, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        given = _tensors((args, *kwargs.values()))
         is_masked = name.startswith("index") and any(t.dtype == torch.bool for t in given[1:])
         if name.startswith(_DYNAMIC) or is_masked:
             raise CannotBeCapturedError(f"{name} asks the device for a value")
         if self._staging & {_storage(each) for each in given}:
             raise RecordedError(f"{name} reads or writes the host's memory")
-        kept = tree_map_only(torch.Tensor, self._keep, (args, kwargs))
+        kept = self._keep(args), {key: self._keep(each) for key, each in kwargs.items()}
         known = {_storage(each) for each in given}
         result = func(*args, **kwargs)
         outputs: list[Tensor | None] = []
-        for leaf in tree_flatten(result)[0]:
-            if isinstance(leaf, torch.Tensor):
-                is_fresh = _storage(leaf) not in known
-                outputs.append(leaf if is_fresh else None)
-                if is_fresh:
-                    self._made[_storage(leaf)] = leaf
+        for tensor in _tensors(result):
+            is_fresh = _storage(tensor) not in known
+            outputs.append(tensor if is_fresh else None)
+            if is_fresh:
+                self._made[_storage(tensor)] = tensor
         self.operations.append((func, *kept, outputs))
         return result
 
-    def _keep(self, tensor: Tensor) -> Tensor | _Outside:
-        return tensor if _storage(tensor) in self._made else _Outside(tensor)
+    def _keep(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return argument if _storage(argument) in self._made else _Outside(argument)
+        return [*map(self._keep, argument)] if isinstance(argument, tuple | list) else argument
 
 
 class _NoHostReads(TorchFunctionMode):
@@ -268,6 +272,13 @@ class _Graph:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of arguments or results. torch's own walk takes most of a capture."""
+    if isinstance(value, tuple | list):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _found(argument: Any) -> Any:

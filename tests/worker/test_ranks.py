@@ -37,6 +37,13 @@ TP2_PP2 = MeshShape(tp=2, pp=2)
 MESHES = [TP2, PP2, PP3, TP2_PP2]
 
 
+def meshes(*quick: MeshShape) -> pytest.MarkDecorator:
+    """All; of which others than these are left to the night."""
+    marks = [[] if shape in quick else [pytest.mark.matrix] for shape in MESHES]
+    shapes = [pytest.param(s, marks=m) for s, m in zip(MESHES, marks, strict=True)]
+    return pytest.mark.parametrize("shape", shapes, ids=name_of)
+
+
 def name_of(shape: MeshShape) -> str:
     return f"tp {shape.tp} pp {shape.pp}"
 
@@ -141,7 +148,7 @@ def assert_equal(found: Outcome, wanted: Outcome) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=name_of)
+@meshes(PP3, TP2_PP2)
 def test_ranks_give_the_tokens_and_logprobs_of_one(
     directory: Path, expected: Outcome, shape: MeshShape
 ) -> None:
@@ -183,7 +190,7 @@ def test_so_they_do_with_drafts(
     assert found.num_preemptions > 0 or not tight
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=name_of)
+@meshes(TP2, PP2)
 def test_so_they_do_where_prompts_are_cut_and_requests_preempted(
     directory: Path, expected: Outcome, shape: MeshShape
 ) -> None:
