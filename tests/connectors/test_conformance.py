@@ -32,7 +32,6 @@ class TestMemory(ConnectorConformance):
         return MemoryConnector(exchange=Exchange())
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 class TestMemoryOfTwoRanks(TestMemory):
     prefill_shape = decode_shape = make_shape(tp=2)
@@ -44,8 +43,7 @@ class TestMemoryFromTwoStagesToTwoRanksOfLargerBlocks(TestMemory):
     decode_shape = make_shape(tp=2, block_size=64, num_blocks=8)
 
 
-@pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.matrix
 class TestMemoryFromFourRanksToOneOfSmallerBlocks(TestMemory):
     prefill_shape = make_shape(tp=4, num_kv_heads=2, block_size=64, num_blocks=8)
     decode_shape = make_shape(num_kv_heads=2, block_size=16)
@@ -59,8 +57,7 @@ class TestMemoryOfLatents(TestMemory):
     decode_shape = make_shape(pp=2, num_kv_heads=1, num_planes=1)
 
 
-@pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.matrix
 class TestFaultyWithoutFaults(TestMemory):
     def make_connector(self) -> KVConnectorBase:
         return FaultyConnector.around(super().make_connector(), Plan())

@@ -145,6 +145,7 @@ class TestMoreRanksThanHeads(LMCacheConformance):
     prefill_shape: ClassVar[KVShape] = make_shape(tp=4, num_kv_heads=2, num_layers=3)
 
 
+@pytest.mark.matrix
 class TestBesideNixl(PullConformance):
     """Real NIXL, with the store told of every request."""
 

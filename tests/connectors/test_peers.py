@@ -22,6 +22,7 @@ from pdserve.connectors.side_channel.channel import Listener, SideChannel
 from pdserve.connectors.side_channel.reactor import Reactor
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.machine import TransferMachine
+from pdserve.connectors.transfer.peering import MAX_REST_S, BackOff
 from pdserve.connectors.transfer.protocol import Refuse, RefuseReason, Region
 from pdserve.connectors.transfer.seams import Direction, ExposedMemory, Seams, UnreachableError
 from pdserve.connectors.transfer_thread.host import HostProcesses
@@ -346,13 +347,11 @@ def test_a_kept_agent_is_forgotten_when_its_peer_cannot_be_met_again(
     pair.until(lambda: pair.failed and not pair.agent.known)
 
 
-def test_the_back_off_ends_at_its_maximum_however_often_a_peer_is_tried(pair: Pair) -> None:
-    away = pair.away("away", nowhere())
-    for attempt in range(1100):
-        pair.load(away)
-        pair.until(lambda n=attempt + 1: len(pair.failed) == n)  # type: ignore[misc]
-        pair.clock.advance(60.0)
-    assert {failed.reason for failed in pair.failed} == {LoadFailure.PEER_LOST}
+def test_the_back_off_ends_at_its_maximum_however_often_a_peer_is_tried() -> None:
+    back_off = BackOff()
+    for _ in range(1100):
+        back_off.begin(LoadFailure.PEER_LOST, "", 0.0)
+    assert back_off.until_s == MAX_REST_S
 
 
 def test_no_free_descriptor_for_a_connection_fails_the_load_as_a_value(
@@ -398,11 +397,12 @@ def test_a_peer_that_nixl_half_learned_or_half_forgot_can_be_met_again(
 def test_more_leases_than_fit_into_one_frame_are_all_kept_alive(pair: Pair) -> None:
     pair.load()
     pair.until(lambda: pair.received)
-    nonces = [f"{n:043}" for n in range(30_000)]  # as long as those of production
-    for nonce in nonces:
+    nonces = [f"{n:043}" for n in range(24_000)]  # as long as those of production
+    for number, nonce in enumerate(nonces):
         pair.server.grant(Grant(nonce, RequestId(nonce), [], [], 0))
         pair.peers.watch(Watch(nonce, pair.owner, 30.0))
-        pair.reactor.wait(0)
+        if number % 50 == 0:
+            pair.reactor.wait(0)
     for _ in range(6):
         pair.clock.advance(10.0)
         pair.machine.tick()

@@ -81,8 +81,15 @@ SHAPES = {
 
 @pytest.mark.parametrize(
     ("shapes", "layerwise"),
-    [(shapes, bool(number % 2)) for number, shapes in enumerate(SHAPES.values(), start=1)],
-    ids=SHAPES,
+    [
+        pytest.param(
+            shapes,
+            bool(number % 2),
+            id=name,
+            marks=[pytest.mark.matrix] * (name in {"TP 1 to 2", "PP 2 to 1"}),
+        )
+        for number, (name, shapes) in enumerate(SHAPES.items(), start=1)
+    ],
 )
 def test_what_p_computes_is_byte_for_byte_at_every_rank_of_d(
     make: Callable[..., PushEngine], shapes: tuple[dict[str, int], dict[str, int]], layerwise: bool

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TINY = {"cpu": "tests.kernels.tiny_backend"}
 PROMPTS = [[3 + (17 * i + 5 * n) % 290 for i in range(n)] for n in (3, 40, 70)]
-NUM_STEPS = 8
+NUM_STEPS = 4
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

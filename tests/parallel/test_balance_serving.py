@@ -117,11 +117,24 @@ def _measured(ranks: list[dict[str, Any]], steps: slice) -> float:
     return max(served) / (sum(served) / len(served))
 
 
-@pytest.mark.parametrize("backend", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize(
-    "shape",
-    [MeshShape(tp=2), MeshShape(tp=4), MeshShape(dp=2), MeshShape(dp=2, tp=2)],
-    ids=["tp2", "tp4", "dp2", "dp2-tp2"],
+    ("shape", "backend"),
+    [
+        (MeshShape(tp=2), "all_gather"),
+        (MeshShape(dp=2), "all_to_all"),
+        (MeshShape(dp=2, tp=2), "all_to_all"),
+        *(
+            pytest.param(shape, backend, marks=pytest.mark.matrix)
+            for shape, backend in [
+                (MeshShape(tp=2), "all_to_all"),
+                (MeshShape(tp=4), "all_gather"),
+                (MeshShape(tp=4), "all_to_all"),
+                (MeshShape(dp=2), "all_gather"),
+                (MeshShape(dp=2, tp=2), "all_gather"),
+            ]
+        ),
+    ],
+    ids=str,
 )
 def test_a_skewed_stream_is_balanced_and_every_token_stays_right(
     shape: MeshShape, backend: str

@@ -93,8 +93,16 @@ def _many_calls_in_pieces(world: World, seed: int, is_impatient: bool) -> None:
                     assert torch.equal(shared.all_to_all(parts[me], received, sent[me]), wanted)
 
 
-@pytest.mark.parametrize("is_impatient", [False, True])
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("num_ranks", "is_impatient"),
+    [
+        *((2, False), (3, True)),
+        *(
+            pytest.param(*each, marks=pytest.mark.matrix)
+            for each in ((2, True), (3, False), (5, False), (5, True))
+        ),
+    ],
+)
 def test_any_series_of_calls_in_pieces_gives_what_arithmetic_gives(
     num_ranks: int, is_impatient: bool
 ) -> None:

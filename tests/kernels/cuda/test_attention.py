@@ -36,7 +36,7 @@ SMALL = replace(tiles_for(torch.float16, 32), tile=16, segment=32, whole_rows=32
 EVERY_GROUP = [grouped_attention(group, head_dim) for group in GROUPS for head_dim in HEAD_DIMS]
 CASES = {case.name: case for case in (*OPERATION.cases(), *EVERY_GROUP)}.values()
 QUICK = {
-    *((name, FP16) for name in ("empty", "first_token", "decode", "prefill", "chunk", "mixed")),
+    *((name, FP16) for name in ("empty", "first_token", "mixed")),
     *((name, FP16) for name in ("window", "window_long", "window_of_one")),
     *((name, FP16) for name in ("empty_rows", "group_4_head_192")),
     ("mixed", FP32),
@@ -226,7 +226,10 @@ def test_what_lies_behind_a_steps_inputs_is_not_read() -> None:
 
 
 @pytest.mark.usefixtures("hopper_products")
-@pytest.mark.parametrize(("num_tokens", "window"), [(1, None), (3, None), (40, None), (40, 9)])
+@pytest.mark.parametrize(
+    ("num_tokens", "window"),
+    [(1, None), (40, 9), *(pytest.param(n, None, marks=pytest.mark.matrix) for n in (3, 40))],
+)
 def test_rows_without_context_are_zero_and_leave_others_alone(
     num_tokens: int, window: int | None
 ) -> None:

@@ -38,6 +38,8 @@ LARGE = {
     ("1x16x512x128_strided", torch.float16),
     ("33x4x128x512", torch.float32),
     ("64x320x1536", torch.float32),
+    ("1x576x576", torch.float32),
+    ("600x2x32x24_strided", torch.float32),
 }
 """What takes more than a second, and in another dtype or shape less."""
 
@@ -264,8 +266,16 @@ def test_fp32_has_one_tile_for_every_number_of_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
-@pytest.mark.parametrize("num_rows", [0, 1, 40, 65])
+@pytest.mark.parametrize(
+    ("num_rows", "bias"),
+    [
+        *((0, True), (1, False), (65, True)),
+        *(
+            pytest.param(*each, marks=pytest.mark.matrix)
+            for each in ((0, False), (1, True), (40, True), (40, False), (65, False))
+        ),
+    ],
+)
 def test_an_mlp_has_the_bits_of_its_operations(num_rows: int, bias: bool) -> None:
     # Columns keep their places in tiles of 64, which NumPy's product depends on.
     width, inner = 48, 64

@@ -63,8 +63,8 @@ ROWS = {
 }
 
 
-COVERING = ("linear 64x4096", "experts 1")
-"""Calls of each kind: `make test` compiles no more."""
+COVERING = ("linear 64x4096",)
+"""`make test` compiles no more: that through descriptors, on tensor cores."""
 
 
 def every_call() -> gate.Calls:
@@ -142,8 +142,8 @@ def other_calls() -> gate.Calls:
 @pytest.mark.parametrize(
     ("calls", "num_products"),
     [
-        pytest.param(covering_calls, 3, id="of each kind"),
-        pytest.param(other_calls, len(ROWS) - 3, id="others", marks=pytest.mark.matrix),
+        pytest.param(covering_calls, 1, id="one"),
+        pytest.param(other_calls, len(ROWS) - 1, id="others", marks=pytest.mark.matrix),
     ],
 )
 def test_what_a_product_becomes(calls: Callable[[], gate.Calls], num_products: int) -> None:
