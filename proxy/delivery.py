@@ -14,7 +14,7 @@ import re
 import uuid
 from typing import TYPE_CHECKING
 
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 
 from pdserve.dialects.paths import error_of
 from pdserve.errors import PdserveError
@@ -127,11 +127,10 @@ class Delivery:
     def __init__(self, request: web.Request, dialect: Dialect | None) -> None:
         self._request = request
         self._dialect = dialect
-        self._response: web.StreamResponse | None = None
+        self._response: StreamAnswer | None = None
         self._transcript: Transcript | None = None
         self._replay: Replay | None = None
         self._kept: bytes | None = None
-        self._has_headers = False  # sent to the client
         self.layout: str | None = None
         self.num_swallowed = 0
 
@@ -177,7 +176,7 @@ class Delivery:
             data = self._dialect.events(data)
         if self._kept is not None:
             self._kept += data
-        elif not self._write(data):
+        elif self._response is None or not self._response.write_at_once(data):
             self._kept = data
         return True
 
@@ -199,22 +198,9 @@ class Delivery:
                 self._response = await self._begun()
             data, self._kept = self._kept, None
             if data:
-                self._has_headers = True
                 await self._response.write(data)
         except ConnectionResetError:
             raise ClientGoneError from None
-
-    def _write(self, data: bytes) -> bool:
-        """Write a chunk unless it would have to wait; return whether that was done."""
-        response, transport = self._response, self._request.transport
-        if response is None or not self._has_headers or transport is None:
-            return False
-        if transport.is_closing() or transport.get_write_buffer_size():
-            return False
-        if data:
-            is_framed = response.chunked  # not for HTTP/1.0
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_framed else data)
-        return True
 
     async def end(self) -> web.StreamResponse:
         """Close the stream."""
@@ -271,10 +257,8 @@ class Delivery:
                 transport.abort()
             raise ClientGoneError from None
 
-    async def _begun(self) -> web.StreamResponse:
+    async def _begun(self) -> StreamAnswer:
         response = StreamAnswer({REQUEST_ID_HEADER: self._request[REQUEST_ID_KEY]})
-        if self._request.version >= HttpVersion11:
-            response.enable_chunked_encoding()
         await response.prepare(self._request)
         return response
 
