@@ -6,6 +6,7 @@ Knows OpenAI's error object, but neither clients nor requests.
 from __future__ import annotations
 
 import math
+from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -157,10 +158,14 @@ def error_object(error: PdserveError) -> dict[str, dict[str, str | None]]:
 
 
 def error_headers(error: PdserveError) -> dict[str, str]:
-    """Return the headers that go with an error: Retry-After in whole seconds, at least 1."""
+    """Return the headers that go with an error.
+
+    Retry-After is in whole seconds, at least 1; each 503 has one, though it may not be known when
+    another engine is there.
+    """
     headers: dict[str, str] = {}
-    if error.retry_after_s is not None:
-        headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.retry_after_s is not None or error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_s or 0)))
     if isinstance(error, MethodNotAllowedError):
         headers[hdrs.ALLOW] = error.allowed
     if isinstance(error, UnauthorizedError):

@@ -189,7 +189,7 @@ async def test_a_fallback_beyond_the_budget_is_a_503_that_says_when_to_come_back
 @pytest.mark.parametrize(
     ("code", "status", "retry_after"),
     [
-        ("kv_transfer_failed", 503, None),
+        ("kv_transfer_failed", 503, "1"),
         ("recompute_budget_exhausted", 503, "3"),
         ("handoff_refused", 409, None),
         ("bad_request", 400, None),
