@@ -71,10 +71,10 @@ class Fields:
         raise self.error(name, value, "a number is needed")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """A positive integer of at most 31 bits."""
         value = self.number(name, default)
-        if value != int(value) or value <= 0:
-            raise self.error(name, value, "a positive integer is needed")
+        if value != int(value) or not 0 < value < 1 << 31:
+            raise self.error(name, value, "an integer from 1 to 2147483647 is needed")
         return int(value)
 
     def flag(self, name: str, *, default: bool) -> bool:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+_MAX_LAYERS = 10_000
+
 
 def read_arch(directory: Path) -> ModelArch:
     """Read `directory/config.json`.
@@ -66,6 +68,8 @@ def parse_arch(config: dict[str, Any]) -> ModelArch:
     fields = Fields(name, config)
     read, model_types = _FAMILIES[name]
     fields.only("model_type", *model_types)
+    if "num_hidden_layers" in fields and (num := fields.count("num_hidden_layers")) > _MAX_LAYERS:
+        raise fields.error("num_hidden_layers", num, f"at most {_MAX_LAYERS} layers are served")
     return read(fields)
 
 

@@ -6,6 +6,8 @@ know requests.
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -15,7 +17,9 @@ from pdserve.errors import ConfigError
 from pdserve.text.tokenizer import read_json
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from pdserve.config.schema import ModelConfig
+
+_log = logging.getLogger(__name__)
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +37,31 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
     max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+
+_IDLE: dict[str, object] = {
+    "bad_words_ids": [],
+    "begin_suppress_tokens": [],
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "sequence_bias": {},
+    "stop_strings": [],
+    "suppress_tokens": [],
+    "typical_p": 1.0,
+}
+"""What else generation_config.json of transformers 4 and 5 may say of sampling, and the value that
+asks for nothing."""
 
 
 def load_generation_defaults(
@@ -63,6 +92,15 @@ def load_generation_defaults(
         raise ConfigError(
             f"{path}: {error}; correct it, or use --generation-config none"
         ) from error
+
+
+def tell_not_applied(model: ModelConfig) -> None:
+    """Warn of fields of a model's generation_config.json that ask for what is not done here."""
+    path = Path(model.model) / "generation_config.json"
+    config = read_json(path) if model.generation_config == "auto" else {}
+    asked = [name for name, idle in _IDLE.items() if config.get(name) not in (idle, None)]
+    if asked:
+        _log.warning("%s: not applied: %s", path, ", ".join(asked))
 
 
 def _ids(config: dict[str, Any], path: Path) -> set[int]:
