@@ -140,13 +140,11 @@ def require_one_request(
     per_request = blocks_for(max_model_len, block_size)
     if scarcest.num_blocks >= per_request:
         return
+    setting = "--kv-cache-memory-bytes"
     if cache.num_gpu_blocks_override is not None:
-        giver = "--num-gpu-blocks-override"
-    elif cache.kv_cache_memory_bytes is not None:
-        giver = "--kv-cache-memory-bytes"
-    else:
-        giver = "the free memory"
-    flag, remedy = "max-model-len", "raise --kv-cache-memory-bytes"
+        setting = "--num-gpu-blocks-override"
+    giver = setting if is_sized(cache) else "the free memory"
+    flag, remedy = "max-model-len", f"raise {setting}"
     if is_share:
         flag = "gpu-memory-utilization"
         giver = f"what --{flag} {cache.gpu_memory_utilization:g} leaves after weights and steps"
@@ -186,7 +184,7 @@ def allocate(layout: KVLayout, device: torch.device) -> Tensor:
     except RuntimeError as error:
         raise ConfigError(
             f"{num_bytes / (1 << 20):.0f} MiB of KV memory cannot be allocated ({error}): lower "
-            "--max-model-len or --kv-cache-memory-bytes",
+            "--max-model-len, --kv-cache-memory-bytes or --num-gpu-blocks-override",
             param="kv-cache-memory-bytes",
         ) from None
     start = -raw.data_ptr() % mmap.PAGESIZE
