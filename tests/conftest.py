@@ -6,9 +6,11 @@ The others live beside the tests that use them.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import signal
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -74,6 +76,37 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 _MARKS_OF_ALL = re.compile(r"^pytestmark = (?:\[[^\]]*\]|.*)", re.MULTILINE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to the night what a test marked `covering` has no need of, see pyproject.toml."""
+    alike: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+            alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in alike.values():
+        mark = cases[0].get_closest_marker("covering")
+        assert mark is not None
+        told = {case: _combinations(case, *mark.args) for case in cases}
+        left = set().union(*told.values())
+        used: Counter[tuple[tuple[str, str], ...]] = Counter()
+        while left:
+            # Of those that bring as much, the one whose values have been seldom.
+            best = max(told, key=lambda case: (len(told[case] & left), -_times(case, used)))
+            left -= told.pop(best)
+            used.update(_combinations(best, 1))
+        for case in told:
+            case.add_marker(pytest.mark.matrix)
+
+
+def _combinations(case: pytest.Function, num: int) -> set[tuple[tuple[str, str], ...]]:
+    """Of so many of its parameters' values, all that it has."""
+    values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
+    return set(itertools.combinations(values, num))
+
+
+def _times(case: pytest.Function, used: Counter[tuple[tuple[str, str], ...]]) -> int:
+    return sum(used[value] for value in _combinations(case, 1))
 
 
 # Deployments that files share, by the names of the tests. Groups of xdist 3.8 are no help: under

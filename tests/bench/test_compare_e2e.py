@@ -46,16 +46,23 @@ def is_served(url: str) -> bool:
     return True
 
 
+RANDOM = ("--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "6")
+INTERFERENCE = ("--interference-duration", "2", "--interference-burst-input-len", "256")
+AT_A_RATE = ("--no-bound", *RANDOM, "--num-prompts", "16", "--request-rate", "8")
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(
+    "requests", [pytest.param(INTERFERENCE, marks=pytest.mark.matrix), AT_A_RATE]
+)
+def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_path, requests):
     report = tmp_path / "c.html"
     done = subprocess.run(
         command(
             *("--topologies", "colocated", "pd", "--cores", "0", "1", "--report", str(report)),
-            *("--interference-duration", "2", "--interference-burst-input-len", "256"),
-            *("--goodput", "ttft:5000", "--allow-invalid"),
+            *(*requests, "--goodput", "ttft:5000", "--allow-invalid"),
         ),
         capture_output=True,
         text=True,
@@ -78,10 +85,11 @@ def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_p
     # The client of so small a run may take less than a core's thousandth.
     assert {part for part, share in used.parts.items() if share} >= servers
     assert "Cores in use on average: colocated " in done.stdout
-    assert found.rates is not None
-    assert "for the pace of the requests and the rate-matched bound" in done.stdout
-    assert re.search(r" --interference-burst-period [\d.]+$", found.command)
-    table = rows(found, None)
+    if requests is INTERFERENCE:
+        assert found.rates is not None
+        assert "for the pace of the requests and the rate-matched bound" in done.stdout
+        assert re.search(r" --interference-burst-period [\d.]+$", found.command)
+    table = rows(found, found.measured[0].rate)
     page = report.read_text()
     for row in table:
         for figure, value in row.values.items():
@@ -94,9 +102,6 @@ def test_a_small_comparison_gives_table_report_and_file_and_leaves_nothing(tmp_p
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     with contextlib.chdir(cwd):
         return pdserve_here("bench", "compare", "boxed", *SMALL, *words)
-
-
-RANDOM = ("--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "6")
 
 
 @pytest.mark.e2e

@@ -70,7 +70,6 @@ def opened(stage: Stage, prompt: list[int]) -> tuple[list[Call], list[list[int]]
     return calls, [right] * len(calls)
 
 
-@pytest.mark.short_form("TCP-push")
 def test_p_dies_with_a_transfer_open(stage: Stage) -> None:
     calls, right = opened(stage, stage.prompt())
     before = stage.num_failed_loads("decode")

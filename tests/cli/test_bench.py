@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,7 @@ from tests.cli.process import ROOT, environment, pdserve, pdserve_here
 
 pytestmark = pytest.mark.slow
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
 # Of random prompts; main of November 2026: `vllm/benchmarks/serve.py`.
 AS_VLLMS_CLIENT = "temperature left to the server, ends of text ignored"
 
@@ -29,8 +30,10 @@ def server() -> Iterator[ScriptedServer]:
         yield started
 
 
-def bench(server: ScriptedServer, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return pdserve(
+def bench(
+    server: ScriptedServer, *arguments: str, run: Run = pdserve_here
+) -> subprocess.CompletedProcess[str]:
+    return run(
         *("bench", "serve", "--base-url", server.url, "--tokenizer", "boxed"),
         *("--random-input-len", "32", "--random-output-len", "4", "--allow-invalid"),
         *arguments,
@@ -45,6 +48,7 @@ def test_a_run_prints_vllms_block_and_saves_what_it_saw(
         *("--num-prompts", "12", "--request-rate", "30", "--goodput", "ttft:5000"),
         *("--save-result", "--save-detailed", "--result-dir", str(tmp_path)),
         *("--result-filename", "r.json"),
+        run=pdserve,
     )
     assert done.returncode == 0, done.stderr
     assert "Successful requests:                     12" in done.stdout

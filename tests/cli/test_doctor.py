@@ -13,7 +13,7 @@ import pytest
 from pdserve.commands import doctor, transfer_probe
 from pdserve.commands.findings import Finding, Grade
 from pdserve.commands.transfer_probe import ProbeError, Rates, measure
-from tests.cli.process import free_ports, pdserve
+from tests.cli.process import free_ports, pdserve_here
 
 LAYOUT = {"model": "/models/tiny", "dtype": "float32", "num_kv_heads": "2"}
 
@@ -176,7 +176,7 @@ def test_the_probe_says_why_it_cannot() -> None:
 def test_json_holds_every_check_and_an_unreachable_peer_is_code_4() -> None:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    done = pdserve("doctor", "--json", "--peer", url, timeout_s=200)
+    done = pdserve_here("doctor", "--json", "--peer", url)
     checks = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
     assert {"versions", "cpu", "devices", "kernels", "shared memory", "transfer"} <= set(checks)
     assert checks["transfer"]["verdict"] in {"ok", "warn"}

@@ -6,8 +6,7 @@ import importlib.metadata
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -47,23 +46,28 @@ def declared(*, extras: bool) -> set[str]:
     return {_canonical(re.split(r"[\[<>=!~; ]", line)[0]) for line in wanted}
 
 
-def imported(path: Path) -> Iterator[tuple[str, Path]]:
-    """Top-level packages of others that the files of a folder import."""
-    for file in path.rglob("*.py"):
-        if "node_modules" in file.parts:
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names = [node.module]
-            for name in names:
-                top = name.partition(".")[0]
-                if top not in OURS and top not in sys.stdlib_module_names:
-                    yield top, file
+def imported(text: str, is_known: Callable[[str], bool]) -> set[str]:
+    """Top-level packages that a module imports, neither ours nor Python's nor known."""
+    found = {
+        top
+        for top in _IMPORT.findall(text)
+        if top not in OURS and top not in sys.stdlib_module_names and not is_known(top)
+    }
+    # It may be a line of a text.
+    return found and found.intersection(_imports(ast.parse(text)))
 
 
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        yield from (name.partition(".")[0] for name in names)
+
+
+_IMPORT = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
 _packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
@@ -75,11 +79,17 @@ def _canonical(name: str) -> str:
 def test_every_package_that_is_imported_is_declared(paths: tuple[str, ...], extras: bool) -> None:
     owners = _packages_distributions()
     known = declared(extras=extras) | ALONGSIDE
+
+    def is_known(top: str) -> bool:
+        return not known.isdisjoint({top} | {_canonical(owner) for owner in owners.get(top, [])})
+
     missing = {
-        f"{top} in {file.relative_to(ROOT)}"
+        f"{top} in {name}"
         for path in paths
-        for top, file in imported(ROOT / path)
-        if OPTIONAL.get(top) != str(file.relative_to(ROOT))
-        and known.isdisjoint({top} | {_canonical(owner) for owner in owners.get(top, [])})
+        for file in (ROOT / path).rglob("*.py")
+        if "node_modules" not in file.parts
+        for name in [str(file.relative_to(ROOT))]
+        for top in imported(file.read_text(), is_known)
+        if OPTIONAL.get(top) != name
     }
     assert missing == set()

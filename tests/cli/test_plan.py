@@ -79,7 +79,8 @@ def test_json_is_one_object_with_every_figure():
 
 
 def test_objectives_that_no_layout_holds_are_no_success():
-    found = plan("--layout", "1P1D", *TIMES, "--slo", "ttft:1", *RANDOM, "--no-progress")
+    dense = ("--request-rate", "100")  # a simulated second takes its time
+    found = plan("--layout", "1P1D", *TIMES, "--slo", "ttft:1", *RANDOM, *dense, "--no-progress")
     assert found.returncode == 1
     assert "No load was found at which 1P1D reaches 90%." in found.stdout
 

@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.wire.trace import Collection, Missing, Part
 from tests.cli.answering import Asked, answering
-from tests.cli.process import free_ports, pdserve, pdserve_here
+from tests.cli.process import free_ports, pdserve_here
 from tests.observe.test_chrome_trace import UNTIL_S, decoded, front, prefilled, process
 from tests.observe.trace_checks import check
 
@@ -49,7 +49,7 @@ def tracing(status: int, body: bytes) -> AbstractContextManager[str]:
 def test_the_file_is_a_trace_and_what_is_printed_says_what_it_holds(tmp_path, name):
     path = tmp_path / name
     with tracing(200, msgspec.json.encode(COLLECTION)) as url:
-        done = pdserve("trace", "--url", url, "-o", str(path), "--api-key", "k")
+        done = pdserve_here("trace", "--url", url, "-o", str(path), "--api-key", "k")
     assert done.returncode == 0, done.stderr
     data = path.read_bytes()
     checked = check(json.loads(gzip.decompress(data) if name.endswith("gz") else data))
@@ -71,7 +71,7 @@ def test_a_deployment_that_was_idle_leaves_no_file_and_is_told(tmp_path):
         COLLECTION, processes=[process(Part.PROXY, "", []), process(Part.CORE, "prefill", [])]
     )
     with tracing(200, msgspec.json.encode(idle)) as url:
-        done = pdserve("trace", "--url", url, "-o", str(path), "--api-key", "k")
+        done = pdserve_here("trace", "--url", url, "-o", str(path), "--api-key", "k")
     assert done.returncode == 1
     assert "nothing ran in the last 10 s" in done.stderr
     assert "missing: http://127.0.0.1:1: cannot connect" in done.stderr
@@ -94,7 +94,7 @@ def test_a_disk_without_room_is_told_and_no_part_of_a_trace_is_left(tmp_path):
 
 def test_nobody_at_the_url_is_told_with_what_to_give():
     (port,) = free_ports(1)
-    done = pdserve("trace", "--url", f"http://127.0.0.1:{port}")
+    done = pdserve_here("trace", "--url", f"http://127.0.0.1:{port}")
     assert done.returncode == 4
     assert "cannot be reached" in done.stderr
     assert "--url" in done.stderr
@@ -102,19 +102,19 @@ def test_nobody_at_the_url_is_told_with_what_to_give():
 
 def test_a_wrong_key_is_told_with_the_flag_that_gives_another():
     with tracing(200, b"{}") as url:
-        done = pdserve("trace", "--url", url, "--api-key", "wrong")
+        done = pdserve_here("trace", "--url", url, "--api-key", "wrong")
     assert done.returncode == 3
     assert "--api-key" in done.stderr
 
 
 def test_an_answer_that_is_no_trace_is_told_as_that():
     with tracing(200, b"<html>") as url:
-        done = pdserve("trace", "--url", url, "--api-key", "k")
+        done = pdserve_here("trace", "--url", url, "--api-key", "k")
     assert done.returncode == 4
     assert "did not answer with a trace of pdserve" in done.stderr
 
 
 def test_a_directory_that_is_not_there_is_told_before_anybody_is_asked(tmp_path):
-    done = pdserve("trace", "-o", str(tmp_path / "none" / "t.json"))
+    done = pdserve_here("trace", "-o", str(tmp_path / "none" / "t.json"))
     assert done.returncode == 3
     assert "--output is" in done.stderr

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from pdserve.bench import files, sweep
-from tests.cli.process import ROOT, environment, pdserve
+from tests.cli.process import ROOT, environment, pdserve, pdserve_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,12 +186,11 @@ def swept(
     """A sweep over two rates; and how many prompt tokens came out of caches meanwhile."""
     path = directory / "sweep.json"
     before = cached_tokens(boxed)
-    done = pdserve(
+    done = pdserve_here(
         *("bench", "sweep", "--base-url", boxed.url("proxy"), *LOAD, "--seed", "2"),
         *("--num-prompts", str(NUM_PROMPTS)),
         *("--request-rates", "15,30", "--slo", "ttft:60000", "--no-bisect", "--label", "P/D"),
         *("--result-dir", str(path.parent), "--result-filename", path.name),
-        timeout_s=120.0,
     )
     return done, path, cached_tokens(boxed) - before
 
@@ -225,7 +224,7 @@ def test_a_sweep_finds_no_prompt_that_an_earlier_run_has_left(swept: Any) -> Non
 def test_runs_and_a_sweep_are_drawn(split: Seen, whole: Seen, swept: Any, directory: Path) -> None:
     for name, paths in (("runs", [split.path, whole.path]), ("sweep", [swept[1]])):
         out = directory / f"{name}.html"
-        done = pdserve("bench", "plot", *map(str, paths), "--output", str(out))
+        done = pdserve_here("bench", "plot", *map(str, paths), "--output", str(out))
         assert done.returncode == 0, done.stderr
         assert "P/D" in out.read_text()
         assert 'class="chart"' in out.read_text()

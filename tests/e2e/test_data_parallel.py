@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 PROMPTS = [[3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (1, 17, 64, 150, 300, 40)]
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_outputs_of_drawn_schemas_follow_them(
 ) -> None:
     """A short form of `python -m tests.schemas`."""
     compiler = GrammarCompiler(load_text(ModelConfig(model=str(model_of("llama")))))
-    schemas = draw_schemas(24, first_seed=77)
+    schemas = draw_schemas(12, first_seed=77)
 
     def choice(number: int) -> dict[str, Any]:
         answer = httpx.post(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 LONG = [3 + (17 * i + 5 * 300) % 311 for i in range(300)]
 # The last one begins as the one before: D has a part of it already, whatever its block size.
 PROMPTS = [[3 + (17 * i + 5 * n) % 311 for i in range(n)] for n in (1, 17, 64, 129)]

@@ -225,6 +225,7 @@ async def test_a_stopped_rank_ends_the_engine_with_its_reason(tiny_model: Path) 
                 pass
 
 
+@pytest.mark.matrix
 async def test_a_step_that_does_not_come_back_ends_its_requests(tiny_model: Path) -> None:
     config = msgspec.structs.replace(
         engine_config(tiny_model, backend="multiprocess"),

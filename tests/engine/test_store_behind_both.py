@@ -159,6 +159,7 @@ def test_a_store_that_lies_about_the_prefix_changes_ds_answer_so_it_came_from_th
     assert pushed(p, d, LONGER) != right
 
 
+@pytest.mark.covering(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("hand_over", [pulled, pushed])
 @pytest.mark.parametrize("store", ["store", "lmcache"])

@@ -15,7 +15,7 @@ from pdserve.config.http import ProxyConfig, TlsConfig
 from pdserve.errors import ConfigError
 from pdserve.http.tls import client_context, server_context
 from pdserve.proxy.app import Proxy
-from tests.cli.process import pdserve
+from tests.cli.process import pdserve_here
 from tests.http.certificates import Authority
 from tests.server.conftest import events, make_engine, until
 from tests.server.test_lifecycle import Running
@@ -145,7 +145,7 @@ def test_a_key_may_stand_behind_its_certificate(authority, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [("proxy",), ("serve", "boxed")])
 def test_a_server_ends_before_it_starts_anything(command):
-    done = pdserve(*command, "--port", "0", "--ssl-certfile", "/nowhere")
+    done = pdserve_here(*command, "--port", "0", "--ssl-certfile", "/nowhere")
     assert done.returncode == 3
     assert "--ssl-certfile /nowhere cannot be read" in done.stderr
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from benchmarks.routing import figures, settings_of
@@ -47,17 +49,21 @@ def run(policy: str, layout: str = "2P2D", workload: list[Work] = TURNS):
     return figures(outcomes, least_computed(workload))
 
 
+known = functools.cache(run)
+"""A run is the same whenever it is."""
+
+
 @pytest.mark.parametrize(
     "policy",
     [*sorted(POLICIES), "least_loaded/never", "prefix_sticky/ppd", "dynamo_cost+least_loaded/llmd"],
 )
 def test_every_request_ends_and_leaves_nothing_under_every_policy(policy):
-    assert run(policy)["unfinished"] == 0
+    assert known(policy)["unfinished"] == 0
 
 
 def test_policies_that_look_at_prefixes_compute_fewer_tokens():
     blind, sticky, aware = (
-        run(policy)["computed_tokens"]
+        known(policy)["computed_tokens"]
         for policy in ("least_loaded", "prefix_sticky", "cache_aware")
     )
     assert sticky < 0.8 * blind
@@ -65,7 +71,7 @@ def test_policies_that_look_at_prefixes_compute_fewer_tokens():
 
 
 def test_split_policies_split_all_none_or_what_is_not_cached():
-    shares = {name: run(f"prefix_sticky/{name}")["split"] for name in SPLIT_POLICIES}
+    shares = {name: known(f"prefix_sticky/{name}")["split"] for name in SPLIT_POLICIES}
     assert shares["always"] == 100.0
     assert shares["never"] == 0.0
     assert 0.0 < shares["isl_bounding"] < 100.0
@@ -98,7 +104,7 @@ def test_a_prompt_that_is_pushed_is_computed_once_its_blocks_are_there():
 
 
 def test_the_same_run_is_the_same_again():
-    assert run("prefix_sticky") == run("prefix_sticky")
+    assert run("prefix_sticky") == known("prefix_sticky")
 
 
 def test_a_turn_repeats_what_was_answered_before_it():

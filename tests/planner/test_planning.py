@@ -50,7 +50,7 @@ def planner(workload: list[Work], *, slo=("ttft:1000", "tpot:30"), off=0.2, **se
     return Planner(question)
 
 
-PROMPTS = work(40, 16.0, 3000, 8)
+PROMPTS = work(24, 16.0, 3000, 8)
 """Two engines for prompts are next to full."""
 
 

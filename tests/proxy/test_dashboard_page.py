@@ -83,7 +83,7 @@ async def test_the_policy_stops_scripts_that_are_not_its_own(make_stack, browser
         await page.evaluate("fetch('http://127.0.0.1:9/x')")
 
 
-@pytest.mark.parametrize("width", [390, 768, 1440])
+@pytest.mark.parametrize("width", [390, pytest.param(768, marks=pytest.mark.matrix), 1440])
 async def test_nothing_is_wider_than_the_window(make_stack, browser, engines, width):
     stack = await make_stack(*engines)
     async with stack.post(headers={"X-Request-Id": "r" * 128}) as response:
@@ -99,7 +99,7 @@ async def test_nothing_is_wider_than_the_window(make_stack, browser, engines, wi
     assert smallest >= 11
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.matrix)])
 async def test_text_can_be_read_against_what_is_behind_it(make_stack, browser, engines, scheme):
     """Contrast of at least 4.5:1 (WCAG 2.2, 1.4.3) on everything that has text of its own."""
     stack = await make_stack(*engines)

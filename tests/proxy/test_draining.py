@@ -61,6 +61,7 @@ async def test_what_runs_at_an_engine_ends_there_and_nothing_more_is_sent_to_it(
     assert metrics['pdserve_migrations_total{outcome="replayed",why="drain"}'] == 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("way", ["local", "pull", "push"])
@@ -243,6 +244,7 @@ async def drain_by_half(stack, clock: ManualClock, engine: ScriptedEngine) -> as
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("way", "path"),
     [("local", COMPLETIONS), ("pull", COMPLETIONS), ("push", COMPLETIONS), ("push", CHAT)],

@@ -76,6 +76,7 @@ async def test_all_goes_well_and_no_rung_is_counted(make_stack, caplog):
     assert "ladder" not in caplog.text
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("hook", "reason"),

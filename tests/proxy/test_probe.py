@@ -68,7 +68,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return replace(loaded, answers=style, chat_template=template)
 
 
-@pytest.mark.parametrize("mode", [{}, {"can_push": True}], ids=["pull", "push"])
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param({}, marks=pytest.mark.matrix), {"can_push": True}],
+    ids=["pull", "push"],
+)
 async def test_every_scenario_of_the_probe_passes_through_p_and_d(
     text: Text, mode: dict[str, Any]
 ) -> None:

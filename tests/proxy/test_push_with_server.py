@@ -48,6 +48,7 @@ async def assert_same(deployment, body: dict, path: str = COMPLETIONS) -> None:
     assert got == whole
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("slow", ["prefill", "decode"])
 async def test_the_text_does_not_depend_on_which_engine_is_slow(text, stream, slow):
@@ -80,6 +81,7 @@ class Astray(SystemClock):
         return super().wall_s() + self._ahead_s
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ahead_s", [-300.0, 300.0])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_engines_whose_clocks_are_minutes_off_are_pushed_to_in_time(text, stream, ahead_s):
@@ -114,6 +116,7 @@ async def test_a_request_that_ends_at_its_first_token_leaves_no_receiver(text, s
         assert len(both.servers[0].engine.requests) == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("after", [0, 1])
 async def test_the_text_is_the_same_when_the_prefill_engine_dies(text, stream, after):
@@ -140,6 +143,7 @@ async def test_the_text_is_the_same_when_the_prefill_engine_dies_while_its_recei
         await request
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("after", range(0, 12, 3))
 async def test_the_stream_is_the_same_when_the_receiver_dies(text, path, after):
@@ -174,6 +178,7 @@ async def test_a_push_that_does_not_arrive_is_pulled(text, stream):
         assert len(both.servers[0].engine.requests) == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_failing", [2, 3, 5, 9])
 async def test_the_ladder_ends_in_the_same_text(text, stream, num_failing):
@@ -202,7 +207,10 @@ async def test_a_spent_budget_is_a_503_with_retry_after(text):
         assert both.servers[1].engine.stats.recompute_tokens == 0
 
 
-@pytest.mark.parametrize("mode", list(KVTransfer))
+@pytest.mark.parametrize(
+    "mode",
+    [KVTransfer.PUSH, KVTransfer.PULL, pytest.param(KVTransfer.AUTO, marks=pytest.mark.matrix)],
+)
 async def test_streams_cut_off_at_random_moments_leave_nothing_behind(text, mode):
     rng = random.Random(3)
     async with deployed(text, prefill=[SLOW, SLOW], decode=[SLOW, SLOW], kv_mode=mode) as both:

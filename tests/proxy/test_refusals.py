@@ -80,6 +80,7 @@ async def test_a_leg_that_was_given_up_leaves_its_connection_to_nobody(
     assert len(slow.peers) == 2, "a half closed connection carried a request"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", [KVTransfer.PULL, KVTransfer.PUSH])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_refusal_opens_no_breaker_and_engines_keep_serving(

@@ -36,6 +36,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS.keys())

@@ -152,6 +152,7 @@ def assert_moved(both: Deployment, body: dict[str, Any], *, can_push: bool) -> N
     assert both.servers[1].engine.stats.kv_loads["pull" if is_pushed else "push"] == 0
 
 
+@pytest.mark.covering(2)
 @PULL_AND_PUSH
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("extra", [*EXTRAS, {"stream_options": COUNTED}], ids=str)
@@ -165,6 +166,7 @@ async def test_a_stream_through_two_engines_is_the_stream_of_one(text, path, ext
     assert by_choice(disaggregated) == by_choice(alone)
 
 
+@pytest.mark.covering(2)
 @PULL_AND_PUSH
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("extra", [*EXTRAS, {"prompt_logprobs": 1}], ids=str)
@@ -176,6 +178,7 @@ async def test_an_answer_through_two_engines_is_the_answer_of_one(text, path, ex
     assert disaggregated | {"created": 0} == alone | {"created": 0}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("after", range(0, 12, 3))
 async def test_the_stream_is_the_same_when_its_decode_engine_dies(text, path, after):
@@ -226,6 +229,7 @@ CALLS = (
 )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("engine", [{}, {"can_push": True}], ids=["pull", "push"])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.6, 0.9])
 async def test_a_call_is_the_same_when_its_decode_engine_dies_in_it(text, share, engine):

@@ -17,6 +17,7 @@ def pieces(kind: str, token_ids: list[int], *, skip: bool = True) -> list[str]:
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
 @given(data=st.data())
@@ -36,6 +37,7 @@ def test_encoded_text_streams_to_what_it_decodes_to(kind: str, text: str):
     assert "".join(pieces(kind, token_ids)) == tokenizer.decode(token_ids)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
 @given(prompt=st.text(alphabet="ab dog", max_size=9), data=st.data())

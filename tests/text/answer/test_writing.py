@@ -162,8 +162,15 @@ LIMITED = [
 ]
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *TOKEN_MACHINES])
-@pytest.mark.parametrize("limited", LIMITED)
+@pytest.mark.parametrize(
+    ("name", "limited"),
+    [
+        # Of each format a third, and of each schema; all of them at night.
+        pytest.param(name, limited, marks=[pytest.mark.matrix] * ((row + column) % 3 != 0))
+        for row, name in enumerate([*FORMATS, *TOKEN_MACHINES])
+        for column, limited in enumerate(LIMITED)
+    ],
+)
 def test_a_string_is_limited_as_its_schema_says_in_every_format(name, limited):
     schema = {
         "type": "object",
@@ -227,6 +234,7 @@ def test_a_format_takes_what_is_valid_and_nothing_else(
         assert (num_taken == len(token_ids)) is (text in valid), text
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [*FORMATS])
 @pytest.mark.parametrize("has_tokens", [True, False])
 def test_reasoning_may_come_before_what_is_forced(name, has_tokens):
@@ -236,6 +244,7 @@ def test_reasoning_may_come_before_what_is_forced(name, has_tokens):
     assert all(delta.reasoning == "a fox" for delta in found)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [*FORMATS, "openai"])
 @pytest.mark.parametrize("has_tokens", [True, False])
 def test_calls_that_are_chosen_follow_their_schemas_and_other_text_is_free(name, has_tokens):
