@@ -19,6 +19,7 @@ from pdserve.http.series import HttpSeries
 from pdserve.observe.engine_series import cache_family, counts_of, engine_families
 from pdserve.observe.metrics import (
     STAGE_BUCKETS_S,
+    HistogramFamily,
     counter_of,
     exposition,
     loop_lag_histogram,
@@ -177,12 +178,12 @@ class ServerMetrics:
             registry=self.registry,
         )
         self._kv_wait = {kind: wait.labels(kind) for kind in ("load", "handover", "step")}
-        self._event_tokens = Histogram(
+        self._event_tokens = HistogramFamily(
             "pdserve_event_tokens",
             "Tokens of an output: one, and one for each token of a draft that was right.",
             buckets=_EVENT_TOKENS,
             registry=self.registry,
-        )
+        ).of()
         self._disconnects = counter_of(
             self.registry,
             "pdserve_client_disconnects",
