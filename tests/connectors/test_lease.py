@@ -307,4 +307,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeaseMachine = LeaseMachine.TestCase
-TestLeaseMachine.settings = in_ci(150)
+TestLeaseMachine.settings = in_ci(75)

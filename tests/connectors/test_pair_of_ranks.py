@@ -81,4 +81,4 @@ class RanksMachine(PairMachine):
 @pytest.mark.timeout(900)
 def test_two_ranks_that_differ_in_time_and_luck_give_only_right_tokens_and_keep_no_block() -> None:
     wanted = ("pulled", "pushed", "failed on one rank", "aborted on one rank", "expired")
-    run_until_reached(RanksMachine, wanted, max_examples=10)
+    run_until_reached(RanksMachine, wanted, max_examples=10, first_seed=5)

@@ -91,7 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = in_ci(200)
+TestPool.settings = in_ci(100)
 
 
 def test_a_free_block_can_neither_be_released_nor_published() -> None:

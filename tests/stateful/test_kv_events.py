@@ -243,7 +243,7 @@ class KVEventsMachine(RuleBasedStateMachine):
 
 
 TestKVEvents = KVEventsMachine.TestCase
-TestKVEvents.settings = in_ci(150, num_steps=50)
+TestKVEvents.settings = in_ci(75, num_steps=50)
 
 
 def synced(stream: GrainStream, *, now_s: float = 0.0) -> tuple[EventReader, GrainSet]:

@@ -347,4 +347,4 @@ SITUATIONS = (
 def test_a_pair_of_engines_gives_only_right_tokens_and_keeps_no_block(
     machine: type[PairMachine],
 ) -> None:
-    run_until_reached(machine, SITUATIONS, max_examples=15)
+    run_until_reached(machine, SITUATIONS, max_examples=15, first_seed=22)

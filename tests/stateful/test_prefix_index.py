@@ -165,7 +165,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = in_ci(100, num_steps=40)
+TestIndex.settings = in_ci(50)
 
 
 def test_a_retired_holder_is_out_of_every_answer_at_once():

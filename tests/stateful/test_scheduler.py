@@ -184,7 +184,7 @@ class ShallowPipelineSchedulerMachine(PrioritySchedulerMachine):
     depth = 2
 
 
-SETTINGS = in_ci(60)
+SETTINGS = in_ci(30)
 
 TestFcfs = SchedulerMachine.TestCase
 TestFcfs.settings = SETTINGS
