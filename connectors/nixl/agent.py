@@ -51,6 +51,7 @@ _log = logging.getLogger(__name__)
 # H100, and 1,100 with this. Where it has not loaded its CUDA part, it warns of the variable.
 _UCX_GPU_DEFAULTS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 _NET_DEVICES = "UCX_NET_DEVICES"
+_OF_STORAGE = frozenset({"BLK_SEG", "FILE_SEG", "OBJ_SEG"})
 _OTHER_COPY = "ucxx"
 
 
@@ -116,11 +117,8 @@ class NixlAgent:
         available = self._agent.getAvailPlugins()
         for backend in backends:
             if backend not in available:
-                raise ConfigError(
-                    f"--kv-transfer-config.nixl.backends contains {backend!r}, which this NIXL "
-                    f"lacks: use some of {', '.join(sorted(available))}",
-                    param="kv-transfer-config.nixl.backends",
-                )
+                known = ", ".join(sorted(available))
+                raise _wrong(backend, f"which this NIXL lacks: use some of {known}")
         self._backends = [self._create_backend(backend) for backend in backends]
         self._registered: list[Any] = []
 
@@ -261,13 +259,13 @@ class NixlAgent:
     def _create_backend(self, backend: str) -> int:
         with self._typed(f"create_backend({backend})"):
             try:
+                _, segments = self._agent.getPluginParams(backend)
+                if not _OF_STORAGE.isdisjoint(segments):
+                    raise _wrong(backend, "which reaches storage, not other engines: leave it out")
                 handle: int = self._agent.createBackend(backend, {})
             except self._nixl.nixlNotFoundError:  # its plugin is there, and cannot be loaded
-                raise ConfigError(
-                    f"--kv-transfer-config.nixl.backends contains {backend!r}, which NIXL cannot "
-                    "load here: install the libraries that its plugin needs, or leave it out",
-                    param="kv-transfer-config.nixl.backends",
-                ) from None
+                why = "which NIXL cannot load here: install what its plugin needs, or leave it out"
+                raise _wrong(backend, why) from None
         return handle
 
     def _post(self, handle: int) -> tuple[Transfer, TransferState]:
@@ -439,3 +437,8 @@ def _import_bindings() -> Any:
             f"kv_connector 'nixl' cannot load NIXL ({error}): install the package nixl",
             param="kv-transfer-config.kv_connector",
         ) from error
+
+
+def _wrong(backend: str, why: str) -> ConfigError:
+    name = "kv-transfer-config.nixl.backends"
+    return ConfigError(f"--{name} contains {backend!r}, {why}", param=name)

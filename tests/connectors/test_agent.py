@@ -16,6 +16,7 @@ import pytest
 from pdserve.connectors.nixl.agent import NixlAgent, TransferState
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.transfer.seams import Direction
+from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -89,6 +90,11 @@ def _ports() -> set[int]:
 
 def _region(memory: npt.NDArray[np.uint8]) -> Region:
     return Region(memory.ctypes.data, _UNIT_BYTES, memory.nbytes // _UNIT_BYTES, "DRAM", 0)
+
+
+def test_a_backend_that_reaches_storage_alone_is_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match=r"backends contains 'POSIX', which reaches storage"):
+        NixlAgent("stores", ["POSIX"])
 
 
 @pytest.mark.slow
