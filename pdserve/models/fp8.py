@@ -72,7 +72,7 @@ class Fp8Format(msgspec.Struct, frozen=True):
         if self.block is None or scale.shape != self.grid(shape):
             of_rows = scale.reshape(-1, 1)[rows.start : rows.stop]
             return (weight.float() * of_rows).to(to)
-        high, wide = self.block
+        high, wide = self.block[0], min(self.block[1], shape[1])
         found = weight.new_empty(weight.shape, dtype=to)
         for block in range(rows.start // high, -(-rows.stop // high)):
             first, last = max(rows.start, block * high), min(rows.stop, (block + 1) * high)
@@ -103,12 +103,14 @@ def read_fp8(fields: Fields) -> Fp8Format | None:
     if method == "fp8":
         given.only("fmt", "e4m3")
         block = _block(given, "weight_block_size")
-    elif method == "compressed-tensors" and given.get("format") == "float-quantized":
+    elif method == "compressed-tensors":
+        if (form := given.get("format")) != "float-quantized":
+            raise given.error("format", form, remedy)
         given.only("kv_cache_scheme")
         given.only("transform_config", {})
         block = _block_of_groups(given)
     else:
-        raise fields.error("quantization_config", method, remedy)
+        raise given.error("quant_method", method, remedy)
     return Fp8Format(block)
 
 

@@ -168,6 +168,14 @@ def test_a_region_is_widened_as_in_the_whole(
     assert torch.equal(found, whole[region])
 
 
+def test_a_block_may_be_much_wider_than_its_weight() -> None:
+    stored, scale, whole = rounded(torch.randn(6, 5), (2, 5))
+    form = Fp8Format((2, 1 << 40))
+    assert form.fits(tuple(scale.shape), (6, 5))
+    found = form.widened(stored, scale, shape=(6, 5), region=None, to=torch.float32)
+    assert torch.equal(found, whole)
+
+
 def test_a_rank_reads_its_region(tmp_path: Path) -> None:
     stored, scale, whole = rounded(torch.randn(96, 80), (24, 40))
     other = torch.zeros(3, dtype=torch.bfloat16)
@@ -221,8 +229,8 @@ PROJ = "model.layers.0.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quantization_config is 'awq': of quantised"),
-        ({}, "quantization_config is None: of quantised"),
+        ({"quant_method": "awq", "bits": 4}, "config.quant_method is 'awq': of quantised"),
+        ({}, "config.quant_method is None: of quantised"),
         ("fp8", "quantization_config is 'fp8': an object is needed"),
         ({**FP8, "fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'"),
         ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\]: two positive"),
@@ -230,7 +238,7 @@ PROJ = "model.layers.0.self_attn.q_proj.weight"
         (compressed(strategy="group"), "strategy is 'group'"),
         (compressed(num_bits=4), "num_bits is 4"),
         (compressed(type="int"), "type is 'int'"),
-        (compressed(strategy="tensor") | {"format": "pack-quantized"}, "'compressed-tensors'"),
+        (compressed(strategy="tensor") | {"format": "pack-quantized"}, "format is 'pack"),
         (compressed(strategy="tensor") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (compressed(strategy="tensor") | {"transform_config": {"config_groups": {}}}, "transform_"),
     ],
