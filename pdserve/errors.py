@@ -36,14 +36,16 @@ mistake* is an `InternalError`: it ends the engine, with the request's story.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import traceback
 from typing import ClassVar, Final
 
 _TRACEBACK: Final = re.compile(r"Traceback \(most recent call last\):\n(?: .*\n)+")
 
-_NO_THREAD: Final = "can't start new thread"
-"""CPython's words where clone(2) fails."""
+_NO_THREAD: Final = ("can't start new thread", os.strerror(errno.EAGAIN))
+"""What CPython, and C++'s std::thread through torch, say where clone(2) fails."""
 _MORE_PROCESSES: Final = (
     "raise the limit of processes with ulimit -u, TasksMax= or docker run --pids-limit"
 )
@@ -56,7 +58,7 @@ def without_tracebacks(story: str) -> str:
 
 def refused_process(error: BaseException) -> str:
     """Return what to do if the system has refused a thread or process; empty otherwise."""
-    is_thread = isinstance(error, RuntimeError) and str(error) == _NO_THREAD
+    is_thread = isinstance(error, RuntimeError) and str(error) in _NO_THREAD
     is_fork = isinstance(error, BlockingIOError) and error.filename is None
     return f"{error}: {_MORE_PROCESSES}" if is_thread or is_fork else ""
 

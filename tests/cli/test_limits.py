@@ -100,6 +100,7 @@ def test_no_socket_gets_the_descriptor_of_a_standard_stream_that_is_closed(tmp_p
     "refusal",
     [
         RuntimeError("can't start new thread"),  # CPython's words, where clone() fails
+        RuntimeError("Resource temporarily unavailable"),  # gloo's, likewise
         BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),  # fork() likewise
     ],
 )
