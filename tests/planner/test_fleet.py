@@ -24,7 +24,7 @@ from tests.scheduler.invariants import assert_nothing_held
 
 pytestmark = pytest.mark.slow
 
-TURNS = conversations(40, 8.0, num_turns=4, num_systems=2, seed=1)
+TURNS = conversations(24, 8.0, num_turns=4, num_systems=2, seed=1)
 
 
 def test_an_idle_hour_asks_no_engine_for_its_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
