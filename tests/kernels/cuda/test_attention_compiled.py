@@ -126,16 +126,9 @@ def calls() -> gate.Calls:
     }
 
 
-QUICK = ("tokens", "prompt")
-OTHERS = tuple(name for name in ROWS if name not in QUICK)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.matrix)], ids=["quick", "others"]
-)
-def test_what_attention_becomes(names: tuple[str, ...]) -> None:
-    for name, (main, *merge) in gate.compiled(f"{__name__}:calls", *names).items():
+@pytest.mark.matrix
+def test_what_attention_becomes() -> None:
+    for name, (main, *merge) in gate.compiled(f"{__name__}:calls", *ROWS).items():
         wanted = ROWS[name]
         form = "apart" if name in APART else "whole" if "prompt" in name else "split"
         assert main.kernel == f"attend_{form}", name
