@@ -15,18 +15,17 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
-from aiohttp.http import HttpVersion11
+from aiohttp.http import HttpVersion10
 from aiohttp.http_parser import RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from pdserve.proxy.connections import on_connected
+from pdserve.proxy.connections import SharedReader, on_connected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Mapping
 
 LATENCY_S = 0.0002
-_PROTOCOL: Any = SimpleNamespace(ssl_context=None, peername=None, sockname=None, transport=None)
 _URLS: dict[str, URL] = {}
 
 
@@ -37,6 +36,7 @@ class Connection:
         task: The server's handler.
         is_whole: The server has said all.
         is_cut: The server's end is gone before that.
+        reader: Told when there is something to read.
     """
 
     def __init__(self) -> None:
@@ -47,14 +47,24 @@ class Connection:
         self.data = bytearray()
         self.length: int | None = None
         self.output_size = 0
+        self.reader = SharedReader(asyncio.Protocol())
         self._changed = asyncio.Event()
+
+    def _change(self) -> None:
+        self._changed.set()
+        if self.reader.on_read is not None:
+            asyncio.get_running_loop().call_soon(self._read)
+
+    def _read(self) -> None:
+        if self.reader.on_read is not None:
+            self.reader.on_read()
 
     # --- the server's end (aiohttp's AbstractStreamWriter)
 
     async def write_headers(self, status_line: str, headers: CIMultiDict[str]) -> None:
         self.status = int(status_line.split(" ", 2)[1])
         self.headers = headers
-        self._changed.set()
+        self._change()
 
     def send_headers(self) -> None:
         pass
@@ -65,15 +75,18 @@ class Connection:
     async def write(self, data: bytes) -> None:
         if self.is_left or self.is_cut:
             raise ConnectionResetError("the other end has closed the connection")
+        self.put(data)
+
+    def put(self, data: bytes) -> None:
         self.data += data
         self.output_size += len(data)
-        self._changed.set()
+        self._change()
 
     async def write_eof(self, data: bytes = b"") -> None:
         if data:
             await self.write(data)
         self.is_whole = True
-        self._changed.set()
+        self._change()
 
     async def drain(self) -> None:
         pass
@@ -82,7 +95,7 @@ class Connection:
         """The server's end breaks."""
         if not self.is_whole:
             self.is_cut = True
-            self._changed.set()
+            self._change()
 
     # --- the client's end
 
@@ -105,13 +118,15 @@ class Connection:
 
     async def take(self) -> bytes:
         """Return what has come; nothing at the end."""
-        while not self.data:
-            if self.is_whole:
-                return b""
-            if self.is_cut or self.is_left:
-                raise aiohttp.ClientPayloadError("Response payload is not completed")
+        while not (data := self.taken()) and not self.is_whole:
             self._changed.clear()
             await self._changed.wait()
+        return data
+
+    def taken(self) -> bytes:
+        """Return what has come by now."""
+        if not self.data and not self.is_whole and (self.is_cut or self.is_left):
+            raise aiohttp.ClientPayloadError("Response payload is not completed")
         data = bytes(self.data)
         self.data.clear()
         return data
@@ -131,6 +146,9 @@ class _Transport:
     def protocol(self) -> _Transport | None:
         return None if self._connection.is_whole else self
 
+    def get_protocol(self) -> SharedReader:
+        return self._connection.reader
+
     def force_close(self) -> None:
         pass
 
@@ -146,12 +164,34 @@ class _Transport:
             asyncio.get_running_loop().call_later(LATENCY_S, task.cancel)
 
 
+class _ServerTransport:
+    """As much of the server's transport as writing at once needs."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def is_closing(self) -> bool:
+        return self._connection.is_left or self._connection.is_cut
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: bytes) -> None:
+        self._connection.put(data)
+
+    def abort(self) -> None:
+        self._connection.cut()
+
+
 class _Content:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     async def readany(self) -> bytes:
         return await self._connection.take()
+
+    def read_nowait(self) -> bytes:
+        return self._connection.taken()
 
     def at_eof(self) -> bool:
         return self._connection.is_whole and not self._connection.data
@@ -169,9 +209,9 @@ class Response:
         self.content_type = kind.partition(";")[0]
 
     @property
-    def connection(self) -> Connection | None:
+    def connection(self) -> _Transport | None:
         whole = self.content.at_eof()
-        return None if whole or self._connection.is_left else self._connection
+        return None if whole or self._connection.is_left else _Transport(self._connection)
 
     async def read(self) -> bytes:
         parts = []
@@ -302,7 +342,7 @@ class Host:
         message = RawRequestMessage(
             method,
             path,
-            HttpVersion11,
+            HttpVersion10,  # or what is written would be framed
             CIMultiDictProxy(CIMultiDict(headers)),
             (),
             False,
@@ -313,10 +353,16 @@ class Host:
         )
         loop = asyncio.get_running_loop()
         nothing: Any = None
+        protocol: Any = SimpleNamespace(
+            ssl_context=None,
+            peername=None,
+            sockname=None,
+            transport=_ServerTransport(connection),
+        )
         request = web.Request(
             message,
             _Body(body),  # type: ignore[arg-type]
-            _PROTOCOL,
+            protocol,
             connection,  # type: ignore[arg-type]
             nothing,
             loop,
