@@ -41,7 +41,7 @@ $(BIN)/python -m pytest $(1) -m "$(2)" $(ARGS) || { \
   echo "== It passed alone: the tests named above are unsteady"; }
 endef
 
-matrix: $(VENV)/.installed-dev ## What `make test` leaves to the night: every family in every parallel shape, every pair of shapes, every case of CUDA kernels, more simulated lives (half an hour)
+matrix: $(VENV)/.installed-dev ## What `make test` leaves to the night: every family in every parallel shape, every pair of shapes, every case of CUDA kernels, more simulated lives
 	@$(BIN)/python -m pytest -m "matrix and not gpu and not chaos" $(ARGS)
 
 # All at once: what waits leaves its core to the others. Each tells at its end.
