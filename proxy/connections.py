@@ -2,7 +2,7 @@
 
 asyncio allocates 256 KiB for each read and truncates it to the data received. That takes longer
 than the read itself, and is a third of the proxy's work for a token. An answer may be taken where
-its connection is read, which wakes no task. Says what a failed connection is to a request; knows
+its connection is read, which wakes no task. Says how a request fails with its connection; knows
 nothing of the data.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 3.0
 FAILURES = (aiohttp.ClientError, ConnectionError, TimeoutError, UnicodeError)
-"""UnicodeError is for a host name that cannot be one, such as `a..b`."""
+"""What requests raise if their connection fails; UnicodeError is for a host name such as `a..b`."""
 _NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError)
 _NUM_BYTES = 64 << 10
 _BUFFER = memoryview(bytearray(_NUM_BYTES))

@@ -130,7 +130,7 @@ class Delivery:
         self._response: StreamAnswer | None = None
         self._transcript: Transcript | None = None
         self._replay: Replay | None = None
-        self._kept: bytes | None = None
+        self._kept: bytes | None = None  # noted as sent; waits for `flush`
         self.layout: str | None = None
         self.num_swallowed = 0
 

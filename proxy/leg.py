@@ -151,10 +151,10 @@ class Leg:
             raise self._lost or failure_of(self.url, error) from error
 
     async def read_to(self, take: Callable[[bytes], bool]) -> bool:
-        """Give bytes to `take` as they arrive; return whether it said stop before the end.
+        """Pass bytes to `take` as they arrive, until it returns False or the answer ends.
 
-        It is called where the connection is read, and returns whether it takes more: no task is
-        woken for what it takes.
+        It is called where the connection is read, so that no task is woken for each read. Returns
+        whether `take` has stopped it: then more may follow.
 
         Raises:
             WorkerError: The connection was lost.
@@ -214,7 +214,7 @@ class Leg:
         self._post.cancel()
         if self._response is not None:
             self._response.close()
-            if self._read is not None:
+            if self._read is not None:  # or it would hear of it once the transport has closed
                 self._read()
         else:
             self._post.add_done_callback(_close_late)

@@ -27,7 +27,7 @@ class Passing:
 
     Attributes:
         relay: What was found in the stream.
-        last: The last whole events that were passed on: at the end mark, all of the last two reads.
+        last: The events of the last read that had any; with the end mark, of the last two.
     """
 
     def __init__(

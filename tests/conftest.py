@@ -79,7 +79,7 @@ _MARKS_OF_ALL = re.compile(r"^pytestmark = (?:\[[^\]]*\]|.*)", re.MULTILINE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to the night what a test marked `covering` has no need of, see pyproject.toml."""
+    """Leave to the night the cases that a test marked `covering` can do without."""
     alike: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
@@ -100,12 +100,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _combinations(case: pytest.Function, num: int) -> set[tuple[tuple[str, str], ...]]:
-    """Of so many of its parameters' values, all that it has."""
+    """All combinations of `num` of a case's parameters, with their values."""
     values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
     return set(itertools.combinations(values, num))
 
 
 def _times(case: pytest.Function, used: Counter[tuple[tuple[str, str], ...]]) -> int:
+    """How often a case's values stand in the cases chosen so far."""
     return sum(used[value] for value in _combinations(case, 1))
 
 

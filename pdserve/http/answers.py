@@ -111,9 +111,10 @@ class StreamAnswer(web.StreamResponse):
             await super().write(data)
 
     def write_at_once(self, data: bytes) -> bool:
-        """Write after the first bytes, unless the client is slow to read; return whether it did.
+        """Write a chunk if the client keeps up with reading; return whether it was written.
 
-        That is a third less work than the base class's, which counts what the transport counts.
+        The first bytes are not for it: the headers go with them. It skips the base class's count
+        of unread bytes, since the transport has one.
         """
         transport = self._transport
         if not self._has_begun or transport is None or transport.is_closing():
@@ -160,8 +161,7 @@ def error_object(error: PdserveError) -> dict[str, dict[str, str | None]]:
 def error_headers(error: PdserveError) -> dict[str, str]:
     """Return the headers that go with an error.
 
-    Retry-After is in whole seconds, at least 1; each 503 has one, though it may not be known when
-    another engine is there.
+    Retry-After is in whole seconds, at least 1. Each 503 has one: 1 if nothing better is known.
     """
     headers: dict[str, str] = {}
     if error.retry_after_s is not None or error.status == HTTPStatus.SERVICE_UNAVAILABLE:

@@ -23,4 +23,4 @@ FAILED_ONCE_WITH_STORE = {
 }
 
 LIKE_OTHERS = {544, 2043, 2046, 4098, 5080}
-"""Those that are left to the night, as a cheaper one of their kind is not."""
+"""Left to the night: a cheaper seed of the same kind is in `make test`."""

@@ -64,7 +64,7 @@ ROWS = {
 
 
 COVERING = ("linear 64x4096",)
-"""`make test` compiles no more: that through descriptors, on tensor cores."""
+"""All that `make test` compiles: one through descriptors, on tensor cores."""
 
 
 def every_call() -> gate.Calls:
