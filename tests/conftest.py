@@ -24,6 +24,7 @@ from tests.lmcache_server import LMCacheServer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterator
     from pathlib import Path
+    from types import ModuleType
 
     from tests.browser import Browser, Chromium
 
@@ -136,6 +137,23 @@ class _ByDeployment(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByDeployment | None:
     """How `--dist loadscope` shares tests out."""
     return _ByDeployment(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
+# Clients that take seconds to import, which one of several processes needs.
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> ModuleType:
+    import anthropic
+
+    return anthropic
+
+
+@pytest.fixture(scope="session")
+def openai() -> ModuleType:
+    import openai
+
+    return openai
 
 
 @pytest.fixture(autouse=True)

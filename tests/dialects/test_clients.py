@@ -6,8 +6,6 @@ import contextlib
 import json
 from dataclasses import replace
 
-import anthropic
-import openai
 import pydantic
 import pytest
 
@@ -56,7 +54,7 @@ async def saying(text, said: str):
 
 
 @contextlib.asynccontextmanager
-async def anthropics(text, said: str = SAID):
+async def anthropics(anthropic, text, said: str = SAID):
     async with (
         saying(text, said) as deployment,
         anthropic.AsyncAnthropic(base_url=deployment.url, api_key="key", max_retries=0) as client,
@@ -65,7 +63,7 @@ async def anthropics(text, said: str = SAID):
 
 
 @contextlib.asynccontextmanager
-async def openais(text, said: str = SAID):
+async def openais(openai, text, said: str = SAID):
     async with (
         saying(text, said) as deployment,
         openai.AsyncOpenAI(base_url=f"{deployment.url}/v1", api_key="key", max_retries=0) as client,
@@ -86,9 +84,9 @@ def assert_is_the_message(message) -> None:
     assert message.usage.output_tokens > 10
 
 
-async def test_anthropics_client_gets_thoughts_and_calls(text):
+async def test_anthropics_client_gets_thoughts_and_calls(text, anthropic):
     body = {"model": "tiny", "max_tokens": 512, "messages": HI, "tools": ANTHROPIC_TOOLS}
-    async with anthropics(text) as (client, deployment):
+    async with anthropics(anthropic, text) as (client, deployment):
         whole = await client.messages.create(**body)
         assert_is_the_message(whole)
         async with client.messages.stream(**body) as stream:
@@ -115,8 +113,8 @@ async def test_anthropics_client_gets_thoughts_and_calls(text):
     assert {r.remote_decode for r in deployment.servers[0].engine.requests} == {True}
 
 
-async def test_anthropics_client_raises_its_own_errors(text):
-    async with anthropics(text) as (client, _):
+async def test_anthropics_client_raises_its_own_errors(text, anthropic):
+    async with anthropics(anthropic, text) as (client, _):
         body = {"model": "tiny", "max_tokens": 9, "messages": HI}
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.create(**body | {"model": "other"})
@@ -124,9 +122,9 @@ async def test_anthropics_client_raises_its_own_errors(text):
             await client.messages.create(**body | {"max_tokens": 0})
 
 
-async def test_openais_client_gets_reasoning_and_calls(text):
+async def test_openais_client_gets_reasoning_and_calls(text, openai):
     body = {"model": "tiny", "input": "hi", "tools": OPENAI_TOOLS}
-    async with openais(text) as (client, _):
+    async with openais(openai, text) as (client, _):
         whole = await client.responses.create(**body)
         async with client.responses.stream(**body) as stream:
             kinds = {event.type async for event in stream}
@@ -143,8 +141,8 @@ async def test_openais_client_gets_reasoning_and_calls(text):
         assert response.usage.output_tokens_details.reasoning_tokens > 0
 
 
-async def test_openais_client_parses_what_it_asked_for(text):
-    async with openais(text, '{"x": 3}') as (client, deployment):
+async def test_openais_client_parses_what_it_asked_for(text, openai):
+    async with openais(openai, text, '{"x": 3}') as (client, deployment):
         answer = await client.responses.parse(model="tiny", input="hi", text_format=Found)
     assert answer.output_parsed == Found(x=3)
     grammars = [r.sampling.grammar for server in deployment.servers for r in server.engine.requests]

@@ -6,7 +6,6 @@ import contextlib
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 
 from pdserve.config.schema import ModelConfig
@@ -62,7 +61,7 @@ async def answer(url: str, body: Any, **headers: str) -> Any:
         return await response.json()
 
 
-async def test_openais_client_gets_a_response(url):
+async def test_openais_client_gets_a_response(url, openai):
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         response = await client.responses.create(
             model="tiny", input="hi", instructions="Be brief.", extra_body={"stpo": "x"}
@@ -80,7 +79,7 @@ async def test_openais_client_gets_a_response(url):
     assert (refused.value.param, empty.value.param) == ("store", "input")
 
 
-async def test_openais_client_streams_a_response(url):
+async def test_openais_client_streams_a_response(url, openai):
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         async with client.responses.stream(model="tiny", input="hi", temperature=0) as stream:
             kinds = [event.type async for event in stream]

@@ -50,23 +50,9 @@ def test_an_engine_does_what_its_document_says(case, served):
     case.call_and_validate(base_url=served.urls["engine"], excluded_checks=EXCLUDED)
 
 
-@pytest.mark.matrix
-@engines_schema.include(path=ALIKE).parametrize()
-@thorough
-def test_an_engine_does_what_the_proxy_before_it_does(case, served):
-    case.call_and_validate(base_url=served.urls["engine"], excluded_checks=EXCLUDED)
-
-
 @proxys_schema.exclude(path=LARGE).parametrize()
 @thorough
 def test_a_proxy_does_what_its_document_says(case, served):
-    case.call_and_validate(base_url=served.urls["proxy"], excluded_checks=EXCLUDED)
-
-
-@pytest.mark.matrix
-@proxys_schema.include(path=LARGE).parametrize()
-@thorough
-def test_a_proxy_does_so_with_large_bodies(case, served):
     case.call_and_validate(base_url=served.urls["proxy"], excluded_checks=EXCLUDED)
 
 

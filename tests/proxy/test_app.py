@@ -8,7 +8,6 @@ import signal
 import socket
 
 import aiohttp
-import openai
 import pytest
 from aiohttp import web
 
@@ -297,7 +296,7 @@ async def test_a_proxy_without_keys_passes_the_clients_on(stack):
 # --- openai's own client
 
 
-async def test_the_openai_client_streams_and_raises_its_own_errors(make_stack):
+async def test_the_openai_client_streams_and_raises_its_own_errors(make_stack, openai):
     prefill, decode = ScriptedEngine("prefill"), ScriptedEngine("decode")
     stack = await make_stack([prefill], [decode], api_keys=("k",), queue_timeout_s=0.1)
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="k", max_retries=0) as client:
@@ -318,7 +317,7 @@ async def test_the_openai_client_streams_and_raises_its_own_errors(make_stack):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 503])
-async def test_the_openai_client_tries_again_when_told_to(make_stack, status):
+async def test_the_openai_client_tries_again_when_told_to(make_stack, status, openai):
     decode = ScriptedEngine("decode")
     asked_s = []
 

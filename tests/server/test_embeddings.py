@@ -6,7 +6,6 @@ import base64
 from dataclasses import replace
 
 import numpy as np
-import openai
 import pytest
 
 from pdserve.text.pooling import PoolingStyle
@@ -66,7 +65,7 @@ async def test_base64_has_the_bytes_of_little_endian_numbers(server):
     np.testing.assert_array_equal(np.frombuffer(data, "<f4"), vectors(plain)[0].astype("<f4"))
 
 
-async def test_openais_client_gets_vectors(server):
+async def test_openais_client_gets_vectors(server, openai):
     url = f"{server.url}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
         answer = await client.embeddings.create(model="tiny", input=["a dog", "a fox"])

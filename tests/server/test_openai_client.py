@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import openai
 import pydantic
 import pytest
 
@@ -16,8 +15,12 @@ from tests.server.conftest import make_engine, scripted, serving
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def client_of(server, **settings) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="key", max_retries=0, **settings)
+@pytest.fixture
+def client_of(openai):
+    def client(server):
+        return openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="key", max_retries=0)
+
+    return client
 
 
 class See(pydantic.BaseModel):
@@ -30,7 +33,7 @@ class See(pydantic.BaseModel):
 SEEN = '<tool_call>\n{"name": "See", "arguments": {"x": 1, "what": "dog"}}\n</tool_call>'
 
 
-async def test_calls_of_the_clients_own_tools(text):
+async def test_calls_of_the_clients_own_tools(text, client_of, openai):
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}", {})
     style = AnswerStyle(calls=TOOL_PARSERS["hermes"])
     calling = replace(text, answers=style, chat_template=template)
@@ -54,7 +57,7 @@ async def test_calls_of_the_clients_own_tools(text):
         assert choice.message.tool_calls[0].function.parsed_arguments == See(x=1, what="dog")
 
 
-async def test_errors_are_the_clients_own_classes(text):
+async def test_errors_are_the_clients_own_classes(text, client_of, openai):
     engine = make_engine(text, max_waiting=0)
     async with serving(text, engine, api_keys=("key",)) as server, client_of(server) as client:
         with pytest.raises(openai.BadRequestError) as bad:
@@ -71,7 +74,7 @@ async def test_errors_are_the_clients_own_classes(text):
             await client.completions.create(model="tiny", prompt="x")
 
 
-async def test_an_error_in_mid_stream_is_raised(text):
+async def test_an_error_in_mid_stream_is_raised(text, client_of, openai):
     async with (
         serving(text, make_engine(text, die_after=3)) as server,
         client_of(server) as client,
