@@ -244,27 +244,29 @@ class _Left:
     """The part of one choice still to be swallowed.
 
     Attributes:
-        runs: The client's part, and how much of it the repeated stream has reached.
+        runs: Length and digest of the client's part, and how much of it the repeated stream has
+            reached.
         is_seen: Whether the repeated stream has reached this choice.
     """
 
     def __init__(self, sent: _Choice) -> None:
-        self.runs = {path: (run, _Run()) for path, run in sent.runs.items()}
-        self.roles = sent.roles
+        self.runs = {path: (run.length, run.digest, _Run()) for path, run in sent.runs.items()}
+        self.roles = frozenset(sent.roles)
         self.has_ended = sent.has_ended
         self.is_seen = False
 
     @property
     def is_any(self) -> bool:
         """Whether the repeated stream has yet to reach the end of a run."""
-        return any(repeated.length < sent.length for sent, repeated in self.runs.values())
+        return any(repeated.length < length for length, _, repeated in self.runs.values())
 
 
 class Replay:
     """Filters one repeated stream.
 
     Args:
-        transcript: What the client has; add nothing to it before the replay is over.
+        transcript: What the client has now; what is added later, of choices that are ahead of
+            others, is not swallowed.
 
     Raises:
         DivergedError: It cannot be compared with anything.
@@ -419,11 +421,11 @@ def _strip_run(part: Any, path: Path, state: _Left) -> Any:
     """Consume a text or a list against the delivered one at the same place."""
     if path not in state.runs:
         return part
-    sent, repeated = state.runs[path]
-    length = min(len(part), sent.length - repeated.length)
+    num_sent, digest, repeated = state.runs[path]
+    length = min(len(part), num_sent - repeated.length)
     if length:
         repeated.add(part[:length], path)
-        if repeated.length == sent.length and repeated.digest != sent.digest:
+        if repeated.length == num_sent and repeated.digest != digest:
             raise DivergedError("the repeated stream differs from the part that was sent")
     return part[length:]
 

@@ -93,6 +93,26 @@ def test_a_stream_broken_anywhere_goes_on_as_if_it_had_not_been(data):
     assert what_a_client_sees(stream) == expected
 
 
+def test_what_one_choice_gets_while_another_is_behind_is_not_swallowed_later():
+    transcript = Transcript()
+    transcript.add(event(chat(0, "a", role=True)) + event(chat(1, "a", role=True)))
+    replay = Replay(transcript)
+    stream = b""
+    for choice in (
+        chat(0, "a", role=True),
+        *[chat(0, "a")] * 3,
+        chat(0, "a", finish="stop"),
+        chat(1, "a", role=True),
+        chat(1, "a", finish="stop"),
+    ):
+        for one in SseParser().feed(event(choice)):
+            part = replay.feed(one)
+            transcript.add(part)
+            transcript.settle()
+            stream += part
+    assert what_a_client_sees(stream) == {0: ("aaaa", "aaaa", 0, 1), 1: ("a", "a", 0, 1)}
+
+
 def call_events(draw: st.DrawFn, calls: list[tuple[str, str]], ids: str) -> list[bytes]:
     """Calls of one choice, the arguments cut anywhere; some with more than a call in an event."""
     deltas = []
