@@ -20,6 +20,7 @@ from aiohttp import hdrs
 
 from pdserve.config.checks import is_loopback
 from pdserve.errors import ForbiddenError, UnauthorizedError
+from pdserve.http.pooling_bodies import POOLING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from pdserve.config.http import ProxyConfig
 
-_CLIENTS: Final = ("/v1/", "/tokenize", "/detokenize")
+_CLIENTS: Final = ("/v1/", "/tokenize", "/detokenize", *POOLING)
 _OPERATORS: Final = ("/debug/", "/dashboard", "/reset_prefix_cache", "/drain")
 API_KEY_HEADER: Final = "X-Api-Key"
 _PARTS: Final = "/pdserve/"

@@ -19,6 +19,7 @@ from pdserve.errors import (
     PdserveError,
     UnauthorizedError,
 )
+from pdserve.http.pooling_bodies import POOLING
 from pdserve.wire.hop import NONCE_HEADER
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ IS_LOGGED: web.RequestKey[bool] = web.RequestKey("is_logged", bool)
 
 def is_work(request: web.BaseRequest) -> bool:
     """Whether a request is for work, which always has a line in the log."""
-    return request.method == "POST" and request.path.startswith("/v1/")
+    return request.method == "POST" and request.path.startswith(("/v1/", *POOLING))
 
 
 class MethodNotAllowedError(NotFoundError):

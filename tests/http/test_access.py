@@ -6,6 +6,9 @@ import aiohttp
 import aiohttp.web
 import pytest
 
+from pdserve.http import openapi
+from pdserve.http.replies import ErrorAnswer
+
 API, OPERATOR = "a client's key", "the operator's key"
 GENERATION = ("POST", "/v1/completions")
 OPERATIONS = [
@@ -52,6 +55,13 @@ async def test_an_operator_may_do_what_a_client_may(serve):
     url = await serve({"api_keys": (API,), "operator_keys": (OPERATOR,)})
     for key, status in ((API, 200), (OPERATOR, 200), ("", 401), ("other", 401)):
         assert (await ask(url, GENERATION, key))[0] == status
+
+
+async def test_whatever_clients_send_work_to_needs_their_key(serve):
+    url = await serve({"api_keys": (API,)})
+    for each in openapi.COMMON:
+        if each.body is not None and each.error is ErrorAnswer:
+            assert await ask(url, ("POST", each.path)) == (401, "invalid_api_key"), each.path
 
 
 async def test_an_operator_key_alone_asks_clients_for_none(serve):

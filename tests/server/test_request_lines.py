@@ -29,6 +29,7 @@ def lines(caplog: pytest.LogCaptureFixture):
         (COMPLETIONS, {"prompt": "x", "model": "other"}, 404, "model_not_found"),
         (COMPLETIONS, {"prompt": [1] * 100_000}, 400, "context_length_exceeded"),
         ("/v1/nothing", {}, 404, "not_found"),
+        ("/score", {"text_1": "x"}, 400, "invalid_value"),
     ],
 )
 async def test_a_refused_request_has_one_line_that_is_no_warning(
