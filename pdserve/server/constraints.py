@@ -119,13 +119,13 @@ class GrammarChecks:
             async with asyncio.timeout(TIMEOUT_S):
                 return await asyncio.wrap_future(made)
         except TimeoutError:
-            if made.done():  # in time perhaps, but this loop was held up
-                return made.result()
             if made.cancel():
                 raise OverloadedError(
                     "the grammars of other requests take too long to compile: try again later",
                     retry_after_s=1.0,
                 ) from None
+            if made.done():  # in time perhaps, but this loop was held up
+                return made.result()
             raise BadRequestError(
                 f"{param} takes more than {TIMEOUT_S:g} s to compile: simplify it",
                 param=param,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.errors import BadRequestError
+from pdserve.errors import BadRequestError, OverloadedError
 from pdserve.server import constraints
 from pdserve.server.constraints import GrammarChecks
 from pdserve.server.sampling import Wanted
@@ -254,3 +255,17 @@ async def test_a_grammar_that_is_there_is_used_however_late_the_loop_looks(text,
     monkeypatch.setattr(constraints, "TIMEOUT_S", 0.0)
     wanted = Wanted("guided_json", "json", SCHEMA)
     assert await checks.grammar_of(wanted, is_checked=True)
+
+
+async def test_who_waits_too_long_for_others_grammars_is_told_to_come_again(text, monkeypatch):
+    checks = GrammarChecks(text)
+    others = threading.Event()
+    try:
+        for _ in range(constraints._NUM_THREADS):
+            checks._threads.submit(others.wait)
+        monkeypatch.setattr(constraints, "TIMEOUT_S", 0.01)
+        with pytest.raises(OverloadedError, match="other requests"):
+            await checks.grammar_of(Wanted("guided_json", "json", SCHEMA), is_checked=True)
+    finally:
+        others.set()
+        checks.close()
