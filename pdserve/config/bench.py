@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdserve.config.checks import require, require_not_negative
+from pdserve.config.checks import require, require_not_negative, require_url
 from pdserve.config.setting import declare
 
 
@@ -84,12 +84,8 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
         return _named(self.header)
 
     def __post_init__(self) -> None:
-        require(
-            not self.base_url or self.base_url.startswith(("http://", "https://")),
-            "base-url",
-            self.base_url,
-            "write it as http://127.0.0.1:8000, without the API's path",
-        )
+        if self.base_url:
+            require_url(self.base_url, "base-url")
         require(
             not self.base_url.rstrip("/").endswith("/v1"),
             "base-url",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import sys
 from typing import Final
+from urllib.parse import urlsplit
 
 from pdserve.errors import ConfigError
 
@@ -30,8 +31,14 @@ def require_port(port: int, flag: str = "port") -> None:
 
 
 def require_url(url: str, flag: str) -> None:
-    """Refuse what is no URL of HTTP."""
-    require(url.startswith(("http://", "https://")), flag, url, "write it as http://127.0.0.1:8100")
+    """Refuse what is no URL of HTTP, or has a host or port that nobody can be asked for."""
+    try:
+        parts = urlsplit(url)
+        is_url = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:
+        is_url = False
+    is_url = is_url and url.startswith(("http://", "https://"))
+    require(is_url, flag, url, "write it as http://127.0.0.1:8100")
 
 
 def require_positive(flag: str, value: float | None) -> None:
