@@ -138,6 +138,8 @@ class Child:
             preexec_fn=functools.partial(_stay_on, self.spec.cores) if self.spec.cores else None,
         )
         self._process = process
+        if self._stopping.is_set():  # `stop` found nothing to end
+            self._kill_group(process.pid)
         assert process.stderr is not None
         pump = asyncio.create_task(self._pump(process.stderr))
         watch = asyncio.create_task(self._watch(process.pid))

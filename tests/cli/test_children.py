@@ -103,6 +103,18 @@ async def test_a_stopped_child_is_gone_and_stays_gone() -> None:
     assert watched.child.pid is None
 
 
+async def test_a_child_that_is_stopped_while_it_starts_is_gone() -> None:
+    watched = Watched()
+    life = asyncio.create_task(watched.child.run())
+    await asyncio.sleep(0)  # it is being started, and has no process yet
+    await watched.child.stop(30)
+    try:
+        await asyncio.wait_for(asyncio.shield(life), 10)
+    finally:
+        watched.child.kill()
+    assert watched.child.pid is None
+
+
 async def test_a_child_that_does_not_end_is_killed() -> None:
     watched = Watched()
     async with watched.running():
