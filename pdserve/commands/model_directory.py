@@ -80,7 +80,7 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))
     except Exception as error:  # the hub's client raises many kinds: the model is not available
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"MODEL is {name}, which is neither a directory here nor a model that the hub gives "
             f"({type(error).__name__}: {reason}): name a model directory in Hugging Face format, "

@@ -71,7 +71,8 @@ def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
     """Ask a proxy for its layout and what it has learned.
 
     Raises:
-        PdserveError: It cannot be reached, records no decisions, or has learned too little.
+        PdserveError: It cannot be reached, records no decisions, has learned too little, or has no
+            ready engine.
     """
     learned = _ask(url, "/debug/decisions?limit=1", api_keys, DecisionsShown)
     if not learned.is_known:
@@ -82,6 +83,8 @@ def ask_fleet(url: str, api_keys: Sequence[str]) -> RunningFleet:
         )
     shown = _ask(url, "/dashboard/data", api_keys, _Shown)
     ready = [each for each in shown.engines if each.health == "ready"]
+    if not ready:
+        raise PdserveError(f"{url} has no ready engine, so there is no layout to plan from")
     roles = [each.role for each in ready]
     layout = FleetLayout(
         roles.count("prefill"),

@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 import pdserve as package
 from pdserve.cli import WITHOUT_FLAG, make_parser, normalise, settings_of
 from pdserve.commands import engine
 from pdserve.commands.catalogue import COMMANDS, Command
+from pdserve.commands.model_directory import model_directory
 from pdserve.config.load import Source
+from pdserve.errors import ConfigError
 from tests.cli.process import ROOT, environment, pdserve, pdserve_here
 from tests.python import run_python
 
@@ -218,6 +222,15 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
 def test_a_name_the_hub_does_not_give_is_refused(tmp_path: Path) -> None:
     message = _refused("serve", "nobody/nothing", HF_HOME=str(tmp_path))
     assert "nor a model that the hub gives" in message
+
+
+def test_a_failure_of_the_hub_without_words_is_told_by_its_name(monkeypatch) -> None:
+    def download(*_: object, local_files_only: bool = False, **__: object) -> str:
+        raise LocalEntryNotFoundError("none") if local_files_only else TimeoutError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ConfigError, match="TimeoutError"):
+        model_directory("nobody/nothing")
 
 
 def test_an_impossible_setting_names_its_flag_and_the_remedy() -> None:

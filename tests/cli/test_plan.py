@@ -286,6 +286,14 @@ def test_a_proxy_that_knows_too_little_is_to_be_sent_requests():
         ask_fleet(url, ())
 
 
+def test_a_deployment_without_a_ready_engine_is_named_as_that():
+    pages = learned()
+    for each in pages["/dashboard/data"]["engines"]:
+        each["health"] = "unreachable"
+    with proxy(pages) as url, pytest.raises(PdserveError, match=f"{url} has no ready engine"):
+        ask_fleet(url, ())
+
+
 def test_what_is_not_known_of_a_running_deployment_is_told():
     pages = learned(**{"/debug/requests": {"finished": []}})
     pages["/debug/decisions"]["model"]["wire"] = {"samples": 0, "error": 1.0, "weights": [0.0, 0.0]}
