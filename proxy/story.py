@@ -219,6 +219,11 @@ class Story:
         stages = (self.prefill_stages, self.decode_stages, self.fallback_stages)
         return [each for each in stages if each is not None]
 
+    @property
+    def has_one_choice(self) -> bool:
+        """Whether it has one choice of one prompt, as far as engines report."""
+        return all(each.num_choices == 1 >= len(each.finish_reasons) for each in self.accounts)
+
     def tell(self, text: str) -> None:
         """Add an event."""
         self.events.append((self.clock.monotonic_s() - self.arrived_s, text))

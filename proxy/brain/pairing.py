@@ -190,10 +190,11 @@ class Pairing:
     def learn(self, story: Story) -> None:
         """Learn from the measurements of a request that has ended well."""
         model, stages = self.model, story.prefill_stages
-        model.learn_output(story.num_output_tokens)
+        if story.num_output_tokens:  # vectors have none
+            model.learn_output(story.num_output_tokens)
         ttft_s = story.served_s if story.streamed else None
         entry = story.prompt_entry
-        if entry is not None and stages is not None and stages.num_choices == 1:
+        if entry is not None and stages is not None and story.has_one_choice:
             own = prompt_work(stages.prompt_tokens, stages.cached_tokens)
             computing_s = stages.queue_s + stages.prefill_s
             self.learn_prompt(entry, own, computing_s)
@@ -289,8 +290,11 @@ def _room_tokens(engine: Backend, work: EngineWork) -> int | None:
 def _gap_s(story: Story) -> float | None:
     """Return the time between a request's tokens; None if it cannot be derived.
 
-    For an answer in one piece it can if the first token came from another engine.
+    For an answer in one piece it can if the first token came from another engine. Chunks of several
+    choices come side by side.
     """
+    if not story.has_one_choice:
+        return None
     if len(story.token_gaps) >= _MIN_GAPS:
         return story.token_gaps.median_s
     num, first_s = story.num_output_tokens, story.first_token_s

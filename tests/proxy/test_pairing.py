@@ -10,9 +10,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from benchmarks.routing import figures, settings_of
 from benchmarks.routing_work import conversations
+from pdserve.config.http import ProxyConfig
 from pdserve.observe.clock import ManualClock
 from pdserve.planner.fleet import Fleet
 from pdserve.planner.work import FleetCosts, least_computed, parse_layout
@@ -23,9 +25,13 @@ from pdserve.proxy.brain.decision import (
     repeated,
 )
 from pdserve.proxy.brain.ledger import RECENT_S, WorkLedger
+from pdserve.proxy.brain.metrics import RouteMetrics
 from pdserve.proxy.brain.model import ServiceModel
+from pdserve.proxy.brain.pairing import Pairing
 from pdserve.proxy.brain.question import REASONS, PairCandidate, RouteQuestion, default_ttft_slo_s
 from pdserve.proxy.brain.work import EngineWork, prompt_work
+from pdserve.proxy.story import Story
+from pdserve.wire.hop import EngineStages
 from tests.proxy.scripted import ScriptedEngine, text_of
 
 COSTS = FleetCosts()
@@ -329,6 +335,36 @@ def test_what_engines_have_behind_whole_grains_is_learned():
         model.learn_hit(num_known, num_cached)
     assert model.hit(1024, 4000) == pytest.approx(1024 + 88, abs=1)
     assert (model.hit(1024, 1050), model.hit(0, 4000)) == (1050, 0)
+
+
+def pairing_by(clock: ManualClock) -> Pairing:
+    config = ProxyConfig(split_policy="predicted")
+    return Pairing(config, clock, RouteMetrics(CollectorRegistry()))
+
+
+def test_what_has_no_output_teaches_nothing_of_the_length_of_answers():
+    pairing = pairing_by(clock := ManualClock())
+    before = pairing.model.times()
+    pairing.learn(Story("a", "/v1/embeddings", clock))
+    assert pairing.model.times() == before
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_times_are_learned_of_requests_with_one_choice(num_choices):
+    """Of several, an engine says how long the first took, and their chunks come side by side."""
+    pairing = pairing_by(clock := ManualClock())
+    story = Story("a", "/v1/completions", clock)
+    with pairing.ledger.hold("d", "local", 600, 0) as entry:
+        entry.computed()
+    story.prompt_entry = story.stream_entry = entry
+    for _ in range(9):
+        story.token_gaps.add(0.01)
+    story.prefill_stages = EngineStages(
+        prompt_tokens=600, prefill_s=0.1, finish_reasons=("length",) * num_choices
+    )
+    pairing.learn(story)
+    learned_of = pairing.model.prefill.num_samples, pairing.model.step.num_samples
+    assert learned_of == ((1, 1) if num_choices == 1 else (0, 0))
 
 
 def test_what_an_engine_was_busy_with_counts_less_and_less_others_prompts_included():
