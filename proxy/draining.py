@@ -186,7 +186,8 @@ class _Drain:
             num_finished=len(self._known - moved - set(self._backend.legs)),
             num_moved=len(moved),
         )
-        self._metrics.drains.labels("empty" if is_empty else "deadline").inc()
+        if is_empty or self._backend.is_draining:  # else it was taken back before the deadline
+            self._metrics.drains.labels("empty" if is_empty else "deadline").inc()
         log_event(
             log,
             "drain is over",

@@ -153,6 +153,12 @@ async def test_a_drain_ends_when_its_engine_is_resumed(make_stack):
     await until(lambda: not is_ready(stack, engine))
     await resume(stack, engine)
     assert not (await draining)["is_empty"]
+    drains = {k: v for k, v in (await stack.metrics()).items() if k.startswith("pdserve_drains")}
+    assert drains == {
+        'pdserve_drains_total{outcome="resumed"}': 1,
+        'pdserve_drains_total{outcome="empty"}': 0,
+        'pdserve_drains_total{outcome="deadline"}': 0,
+    }
     engine.gate.set()
     assert await answer == text_of(3, 4)
     assert legs([engine]) == ["local"]
