@@ -165,7 +165,7 @@ def _chat(body: MessagesRequest) -> dict[str, Any]:
             "type": "json_schema",
             "json_schema": {"name": "output", "schema": schema, "strict": True},
         }
-    if chat.get("tools") and body.tool_choice is not None:
+    if body.tool_choice is not None:
         chat |= _choice(body.tool_choice)
     return chat
 

@@ -268,10 +268,10 @@ def _tools(body: ResponsesRequest) -> dict[str, Any]:
     Raises:
         BadRequestError: One is not the client's own function.
     """
-    if not body.tools:
+    if not body.tools and body.tool_choice in (None, "auto", "none"):
         return {}
     tools = []
-    for index, tool in enumerate(body.tools):
+    for index, tool in enumerate(body.tools or ()):
         if tool.get("type") != "function":
             raise BadRequestError(
                 f"tools[{index}].type is {tool.get('type')!r}: this server has no built-in tools; "

@@ -158,6 +158,10 @@ def test_what_is_not_served_is_named(field, value):
     assert field in raised.value.message
 
 
+def test_a_choice_of_a_tool_where_there_is_none_is_left_to_the_chat_to_refuse():
+    assert asked(tool_choice={"type": "any"})["tool_choice"] == "required"
+
+
 def test_a_choice_of_another_kind_is_named():
     with pytest.raises(BadRequestError, match="tool_choice"):
         asked(tools=[{"name": "x"}], tool_choice={"type": "some"})

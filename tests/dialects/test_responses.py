@@ -44,6 +44,10 @@ def test_what_asks_for_nothing_is_not_in_the_chat():
     assert asked(input="hi", **body).keys() == {"messages"}
 
 
+def test_a_choice_of_a_tool_where_there_is_none_is_left_to_the_chat_to_refuse():
+    assert asked(input="hi", tool_choice="required")["tool_choice"] == "required"
+
+
 def test_what_the_system_says_first_is_one_message():
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     items = [says("developer", parts), {"role": "user", "content": "hi"}, says("developer", "c")]
