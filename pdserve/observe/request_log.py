@@ -182,7 +182,8 @@ def times_of(
         if parts:
             words += " = " + " + ".join(parts)
     if gaps_s:
-        words += f" | itl p50 {statistics.median(gaps_s) * 1e3:.1f} max {max(gaps_s) * 1e3:.1f}"
+        median_s = statistics.median_high(gaps_s)
+        words += f" | itl p50 {median_s * 1e3:.1f} max {max(gaps_s) * 1e3:.1f}"
     if tokens_per_step is not None:
         words += f" | spec {tokens_per_step:.1f}/step"
     if kv is not None and (stored := kv.store.of(num_prompt_tokens)):

@@ -129,5 +129,11 @@ def test_the_time_to_first_token_is_taken_apart() -> None:
     )
 
 
+def test_of_two_gaps_in_the_middle_the_line_has_the_longer_as_its_fields_do() -> None:
+    gaps_s = [0.001, 0.004, 0.008, 0.009]
+    told = times_of(None, {}, num_prompt_tokens=3, gaps_s=gaps_s)
+    assert told == " | itl p50 8.0 max 9.0"
+
+
 def test_a_request_without_a_token_has_no_times() -> None:
     assert times_of(None, {}, num_prompt_tokens=3) == ""
