@@ -210,16 +210,12 @@ class Proxy:
         listener = HttpListener(runner, self._config)
         try:
             await listener.start()
+            self._listener = listener
+            if self._config.epp.port is not None:
+                await self._answer_gateways()
         except ConfigError:
             await self.stop()
             raise
-        self._listener = listener
-        if self._config.epp.port is not None:
-            try:
-                await self._answer_gateways()
-            except ConfigError:
-                await self.stop()
-                raise
         self._tasks = [
             asyncio.create_task(measure_loop_lag(self.metrics.loop_lag, self._clock)),
             asyncio.create_task(log_stats(self.live.stats)),

@@ -26,6 +26,7 @@ from pdserve.wire.hop import (
     PdserveParams,
 )
 from pdserve.wire.request import OnLoadFailure
+from pdserve.wire.seal import UNREADABLE
 
 _OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
 _PROMPT_SCORES = ("prompt_logprobs", "echo", "logprobs")
@@ -41,8 +42,6 @@ _BY_TEXT = (
 _ASKS_FOR_NOTHING = (b"null", b"[]")
 _MAY_BE_SEVERAL = re.compile(rb"\[\s*[\"\[]")
 """How a `prompt` begins that is a list of texts or of lists."""
-UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What JSON that is not to be trusted raises when it is read: ValueError is for its UTF-8."""
 _STAGES = f'"{STAGES}"'.encode()
 """As it stands in JSON: what is without it is not decoded."""
 

@@ -20,6 +20,7 @@ from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Health
 from pdserve.proxy.errors import WorkerError
 from pdserve.wire.hop import INFO_PATH, REACH_PATH, EngineReport, ReachReport, ReachRequest
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -310,7 +311,7 @@ def interval_of(backend: Backend, num_engines: int, interval_s: float) -> float:
 def _report_in(backend: Backend, body: bytes) -> EngineReport:
     try:
         return msgspec.json.decode(body, type=EngineReport)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         message = f"{backend.url}{INFO_PATH} cannot be read: {error}"
         raise WorkerError(message, reason="garbled") from error
 

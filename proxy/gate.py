@@ -17,11 +17,11 @@ from pdserve.errors import BadRequestError, OverloadedError
 from pdserve.http.access import engine_headers
 from pdserve.http.protocol import Objectives
 from pdserve.proxy.admission import CRITICAL, OUTPUT_WEIGHT, Claim, band_of
-from pdserve.proxy.bodies import UNREADABLE
 from pdserve.proxy.brain.decision import BIAS
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
 from pdserve.proxy.brain.question import ServiceObjectives
 from pdserve.proxy.brain.rejection import rejection
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

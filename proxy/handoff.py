@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.errors import BadRequestError
-from pdserve.proxy.bodies import UNREADABLE, Fields
+from pdserve.proxy.bodies import Fields
 from pdserve.proxy.errors import WorkerError
 from pdserve.wire.hop import HANDOFF, OURS, PARAMS, PdserveParams
+from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.transfer import HANDOFFS
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.errors import BadRequestError, UpstreamError
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -223,7 +224,7 @@ class Dialect(abc.ABC):
             return
         try:
             chunk = _decode_chunk(payload)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             raise UpstreamError(f"an engine's answer is not a chat completion: {error}") from error
         if chunk.error is not None:
             self._has_ended = True

@@ -20,6 +20,7 @@ from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.ids import GRAIN_TOKENS, grain_hashes
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,7 +196,7 @@ def _part(body: ClientBody, names: str, kind: type[T]) -> T:
     fields = {name: raw for name in names.split() if (raw := body.fields.get(name)) is not None}
     try:
         return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise _UnreadError("fields") from error
 
 
