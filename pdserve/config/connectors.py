@@ -30,6 +30,7 @@ BUILT_IN: Final = {
 }
 """Each is called without arguments and returns the connector, as what an entry point names is."""
 
+_WITHIN_A_PROCESS: Final = "memory"
 _METAVARS: Final = {bool: "", int: "N", float: "NUMBER", str: "TEXT", tuple: "NAME"}
 
 
@@ -98,12 +99,16 @@ def chosen(kv_connector: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def check_settings(kv_connector: str, values: Mapping[str, Any]) -> None:
-    """Refuse what an engine's connectors would refuse.
+    """Refuse what an engine's connectors would refuse, and one that reaches no other process.
 
     Raises:
         ConfigError: As of `read_settings`.
     """
     for name in chosen(kv_connector, values):
+        if name == _WITHIN_A_PROCESS:
+            param = "kv-transfer-config.kv-connector"
+            why = "joins engines of one process, for tests: use nixl"
+            raise ConfigError(f"--{param} contains {name!r}, which {why}", param=param)
         read_settings(name, values)
 
 

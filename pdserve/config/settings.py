@@ -132,7 +132,7 @@ _ENGINE: Final = (
         "KV transfer",
         (
             ("secret", "transfer.secret", "TEXT", "the deployment's shared secret (prefer PDSERVE_SECRET)"),
-            ("kv-transfer-config.kv-connector", "transfer.kv_connector", "NAME", "null, memory, nixl, ucx, lmcache, or another package's; several with commas"),
+            ("kv-transfer-config.kv-connector", "transfer.kv_connector", "NAME", "null, nixl, ucx, lmcache, or another package's; several with commas"),
             ("kv-transfer-config.host", "transfer.host", "ADDRESS", "address that the side channel binds and advertises; defaults to --host"),
             ("kv-transfer-config.port", "transfer.port", "PORT", "port of the side channel; 0 picks a free port"),
             ("kv-transfer-config.lease-s", "transfer.lease_s", "SECONDS", "time after its last heartbeat at which a lease expires"),

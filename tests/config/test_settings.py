@@ -9,7 +9,7 @@ import torch
 
 from pdserve.config import connectors
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
-from pdserve.config.connectors import read_settings
+from pdserve.config.connectors import check_settings, read_settings
 from pdserve.config.datasets import DatasetConfig
 from pdserve.config.doctor import DOCTOR_SETTINGS, DoctorConfig
 from pdserve.config.http import ProxyConfig, ServerConfig
@@ -129,6 +129,11 @@ def test_what_one_connector_alone_is_told_reaches_it(given: dict[str, object]) -
 def test_a_connector_names_the_flag_the_value_and_the_remedy_of_what_it_refuses() -> None:
     with pytest.raises(ConfigError, match=r"--kv-transfer-config\.nixl\.lanes is 0: it must be"):
         find("nixl", {"nixl.lanes": 0})
+
+
+def test_a_connector_that_reaches_no_other_process_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="contains 'memory', which joins engines of one process"):
+        check_settings("nixl, memory", {})
 
 
 def test_the_connector_of_another_package_brings_its_flags_along(
