@@ -145,7 +145,7 @@ def _chat(body: MessagesRequest) -> dict[str, Any]:
     """
     chat = prompt_fields(body)
     chat["max_tokens"] = body.max_tokens
-    for name in ("temperature", "top_p", "top_k"):
+    for name in ("temperature", "top_p", "top_k", "cache_salt"):
         if (value := getattr(body, name)) is not None:
             chat[name] = value
     if body.stop_sequences:

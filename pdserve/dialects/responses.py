@@ -30,9 +30,11 @@ PARAMS: Final = {
 }
 """Names of a chat's fields in this protocol."""
 _SAME: Final = (
-    "model", "temperature", "top_p", "user", "top_k", "repetition_penalty", "logit_bias", "seed",
-    "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "priority",
-    "cache_salt", "slo", "structured_outputs", "stream",
+    "model", "temperature", "top_p", "user", "top_k", "min_p", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids",
+    "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "priority", "cache_salt",
+    "session_id", "slo", "structured_outputs", "include_reasoning", "chat_template_kwargs",
+    "stream",
 )  # fmt: skip
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDABLE: Final = (_LOGPROBS, "reasoning.encrypted_content")

@@ -44,17 +44,24 @@ class ResponsesRequest(TextFields, frozen=True, kw_only=True):
 
     # vLLM's further ones, which are those of a chat.
     top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
     slo: Objectives | None = None
     structured_outputs: Any = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     background: Any = None
     store: Any = None
@@ -70,8 +77,13 @@ class ResponsesRequest(TextFields, frozen=True, kw_only=True):
     enable_response_messages: Any = None
     request_id: Any = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    media_io_kwargs: Any = None
+    mm_payload: Any = None
     mm_processor_kwargs: Any = None
+    return_mm_kwargs: Any = None
     vllm_xargs: Any = None
+    watermarking: Any = None
 
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = {
         "background": (False,),
@@ -88,8 +100,13 @@ class ResponsesRequest(TextFields, frozen=True, kw_only=True):
         "enable_response_messages": (False,),
         "request_id": (),
         "kv_transfer_params": (),
+        "ec_transfer_params": (),
+        "media_io_kwargs": ({},),
+        "mm_payload": ("tensors",),
         "mm_processor_kwargs": ({},),
+        "return_mm_kwargs": (True,),
         "vllm_xargs": ({},),
+        "watermarking": (False,),
     }
 
 
@@ -120,14 +137,25 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     top_k: int | None = None
     stream: bool | None = None
     metadata: JsonObject | None = None
+    cache_salt: str | None = None
 
     container: Any = None
     service_tier: Any = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    mm_payload: Any = None
+    return_mm_kwargs: Any = None
+    vllm_xargs: Any = None
+    watermarking: Any = None
 
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = {
         **CountTokensRequest.unsupported,
         "container": (),
         "service_tier": ("auto", "standard_only"),
         "kv_transfer_params": (),
+        "ec_transfer_params": (),
+        "mm_payload": ("tensors",),
+        "return_mm_kwargs": (True,),
+        "vllm_xargs": ({},),
+        "watermarking": (False,),
     }

@@ -54,12 +54,14 @@ _ONLY_TEXT = "only text is served"
 _ONE_SERVICE = "requests are alike here; leave it out"
 _COSINE = "a score is the cosine between two vectors"
 _NO_MEMORY = "nothing is kept: send the whole conversation each time"
+_NO_INSTRUCTION = "texts are taken as they are: write it into them"
 _NO_TEMPLATES = "a client's template is not run: start the engines with --chat-template FILE"
 _REMEDIES = {
     "audio": _ONLY_TEXT,
     "background": "stream the answer instead",
     "best_of": "ask for n choices with logprobs, and take the likeliest",
     "chat_template": _NO_TEMPLATES,
+    "chat_template_kwargs": _NO_INSTRUCTION,
     "container": "there are no tools of the server's own",
     "context_management": _NO_MEMORY,
     "conversation": _NO_MEMORY,
@@ -69,12 +71,16 @@ _REMEDIES = {
     "enable_response_messages": "/v1/chat/completions has messages",
     "function_call": "use tool_choice",
     "functions": "call them tools, or use function_call none",
+    "instruction": _NO_INSTRUCTION,
     "length_penalty": "it means something to a beam search only",
     "kv_transfer_params": "engines are asked for chat completions",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "messages": "render them by /tokenize, and send the tokens as input",
+    "max_tokens_per_doc": "truncate_prompt_tokens cuts each text",
+    "max_tokens_per_query": "truncate_prompt_tokens cuts each text",
     "mcp_servers": "call them yourself, and offer what they can do as tools",
     "media_io_kwargs": _ONLY_TEXT,
+    "mm_payload": _ONLY_TEXT,
     "mm_processor_kwargs": _ONLY_TEXT,
     "modalities": _ONLY_TEXT,
     "moderation": "nothing is moderated",

@@ -72,7 +72,25 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True):
     }
 
 
-class ScoreRequest(PoolingFields, frozen=True, kw_only=True):
+class ScoringFields(PoolingFields, frozen=True, kw_only=True):
+    """The common fields of scores and reranking."""
+
+    use_activation: Any = None
+    instruction: Any = None
+    chat_template_kwargs: Any = None
+    max_tokens_per_doc: Any = None
+    max_tokens_per_query: Any = None
+
+    unsupported: ClassVar[dict[str, tuple[object, ...]]] = PoolingFields.unsupported | {
+        "use_activation": (True,),
+        "instruction": (),
+        "chat_template_kwargs": ({},),
+        "max_tokens_per_doc": (0,),
+        "max_tokens_per_query": (0,),
+    }
+
+
+class ScoreRequest(ScoringFields, frozen=True, kw_only=True):
     """The body of `POST /v1/score`: one text and several others, or the same number of both.
 
     Both fields have several names, as in vLLM.
@@ -85,12 +103,6 @@ class ScoreRequest(PoolingFields, frozen=True, kw_only=True):
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
     items: str | list[str] | None = None
-
-    use_activation: Any = None
-
-    unsupported: ClassVar[dict[str, tuple[object, ...]]] = PoolingFields.unsupported | {
-        "use_activation": (True,)
-    }
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of texts to score.
@@ -108,7 +120,7 @@ class ScoreRequest(PoolingFields, frozen=True, kw_only=True):
         raise BadRequestError("text_1 or text_2 is missing: give both", param="text_1")
 
 
-class RerankRequest(PoolingFields, frozen=True, kw_only=True):
+class RerankRequest(ScoringFields, frozen=True, kw_only=True):
     """The body of `POST /v1/rerank`.
 
     Attributes:
@@ -119,12 +131,6 @@ class RerankRequest(PoolingFields, frozen=True, kw_only=True):
     documents: list[str]
     top_n: int | None = None
     return_documents: bool | None = None
-
-    use_activation: Any = None
-
-    unsupported: ClassVar[dict[str, tuple[object, ...]]] = PoolingFields.unsupported | {
-        "use_activation": (True,)
-    }
 
 
 POOLING: Final[Mapping[str, type[PoolingFields]]] = {

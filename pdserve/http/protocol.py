@@ -208,6 +208,7 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
     routed_experts_prompt_start: Any = None
     return_token_offsets: Any = None
     return_mm_kwargs: Any = None
+    mm_payload: Any = None
 
     unsupported: ClassVar[dict[str, tuple[object, ...]]] = {
         "use_beam_search": (False,),
@@ -223,6 +224,7 @@ class SamplingFields(TextFields, frozen=True, kw_only=True):
         "routed_experts_prompt_start": (0,),
         "return_token_offsets": (False,),
         "return_mm_kwargs": (True,),
+        "mm_payload": ("tensors",),
     }
 
     @property

@@ -77,6 +77,7 @@ def test_vllms_words_for_a_value_are_understood(flag: str, theirs: str, ours: st
         ({"enable-log-requests": False}, "log-requests", False),
         ({"max-num-queued-reqs": 7}, "max-waiting", 7),
         ({"distributed-timeout-seconds": "60"}, "step-timeout", 60.0),
+        ({"device-memory-utilization": "0.5"}, "gpu-memory-utilization", 0.5),
     ],
 )
 def test_a_flag_of_another_name_sets_ours(

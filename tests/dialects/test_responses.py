@@ -17,6 +17,16 @@ from tests.dialects.chats import (
     translator,
 )
 
+SAME_IN_CHATS = {
+    "min_p": 0.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "stop_token_ids": [3],
+    "session_id": "s",
+    "include_reasoning": False,
+    "chat_template_kwargs": {"a": 1},
+}
+
 
 def asked(**body):
     """The chat that a request becomes."""
@@ -110,9 +120,11 @@ def test_fields_of_a_chat_have_their_names_there():
         parallel_tool_calls=False,
         store=False,
         metadata={"a": "b"},
+        **SAME_IN_CHATS,
     )
     del chat["messages"]
     assert chat == {
+        **SAME_IN_CHATS,
         "max_completion_tokens": 7,
         "temperature": 0,
         "seed": 3,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from pdserve.http.dialect_bodies import ResponsesRequest
+from pdserve.http.dialect_bodies import MessagesRequest, ResponsesRequest
 from pdserve.http.ignored import IGNORED_HEADER
 from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from pdserve.http.protocol import (
@@ -28,6 +28,7 @@ SHARED = """
     structured_outputs priority request_id session_id return_tokens_as_token_ids return_token_ids
     routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt kv_transfer_params
     ec_transfer_params vllm_xargs repetition_detection thinking_token_budget stream_interval
+    mm_payload
 """
 VLLM: dict[type[msgspec.Struct], str] = {
     CompletionRequest: f"{SHARED} prompt suffix prompt_embeds",
@@ -42,8 +43,18 @@ VLLM: dict[type[msgspec.Struct], str] = {
     EmbeddingRequest: """model user input messages encoding_format dimensions embed_dtype endianness
         use_activation add_special_tokens truncate_prompt_tokens truncation_side padding request_id
         priority mm_processor_kwargs cache_salt""",
+    ScoreRequest: "model user truncate_prompt_tokens truncation_side instruction "
+    "chat_template_kwargs max_tokens_per_doc max_tokens_per_query",
+    RerankRequest: "model query documents top_n truncate_prompt_tokens instruction "
+    "chat_template_kwargs max_tokens_per_doc max_tokens_per_query",
+    ResponsesRequest: """model input instructions max_output_tokens temperature top_p top_k min_p
+        frequency_penalty presence_penalty repetition_penalty stop stop_token_ids session_id
+        include_reasoning chat_template_kwargs ec_transfer_params media_io_kwargs mm_payload
+        return_mm_kwargs watermarking vllm_xargs""",
+    MessagesRequest: """model messages max_tokens cache_salt ec_transfer_params mm_payload
+        return_mm_kwargs vllm_xargs watermarking""",
 }
-"""Fields of the bodies of vLLM 0.30's server, as its protocols have them."""
+"""Fields of the bodies of vLLM 0.32's server, as its protocols have them."""
 
 PATHS = {
     "/v1/completions": (CompletionRequest, {"prompt": "The"}),

@@ -7,4 +7,4 @@ taken.
 
 from typing import Final
 
-RELEASE: Final = "0.29"
+RELEASE: Final = "0.32"

@@ -8,6 +8,9 @@ ABSENT_COMMANDS: Final = {
     "chat": "use any client of OpenAI's API, or `pdserve up --prompt TEXT`",
     "complete": "use any client of OpenAI's API, or `pdserve up --prompt TEXT`",
     "launch": "the engines' own servers tokenize",
+    "download-kernels": "the kernels are part of the package",
+    "preload": "each engine reads its own weights, and digests of them are cached",
+    "snapshot": "an engine starts from its checkpoint",
     "collect-env": "use `pdserve doctor`, which checks this machine",
     "run-batch": "requests come over HTTP: `pdserve bench serve` sends them from files",
     "bench latency": "`pdserve bench serve --max-concurrency 1` measures a running server",
@@ -24,12 +27,19 @@ BENCH_NO_EFFECT: Final = {
     "no-stream": "data sets are read as a whole",
 }
 
-BENCH_RENAMED: Final = {"endpoint-type": "backend", "served-model-name": "model"}
+BENCH_RENAMED: Final = {
+    "endpoint-type": "backend",
+    "input-len": "random-input-len",
+    "output-len": (
+        "random-output-len sharegpt-output-len custom-output-len prefix-repetition-output-len"
+    ),
+    "served-model-name": "model",
+}
 
 BENCH_ABSENT: Final = {
     "set it as a field of the request with --extra-body '{\"top_p\": 0.75}'": """
         top-p top-k min-p frequency-penalty presence-penalty repetition-penalty best-of logprobs
-        use-beam-search
+        use-beam-search chat-template-kwargs
     """,
     "only --dataset-name random, sharegpt, custom, prefix_repetition and trace are as in vLLM": """
         hf-name hf-subset hf-split hf-output-len random-mm-base-items-per-request
@@ -38,6 +48,15 @@ BENCH_ABSENT: Final = {
         sonnet-prefix-len spec-bench-output-len spec-bench-category speed-bench-category
         blazedit-min-distance blazedit-max-distance asr-min-audio-len-sec asr-max-audio-len-sec
         enable-multimodal-chat custom-ensure-client-side-data common-prefix-len
+        bfcl-categories speed-bench-dataset-subset speed-bench-output-len
+    """,
+    "--dataset-name trace reads a timed trace in Mooncake's or Azure's format": """
+        self-timed timed-trace-chunk-hash-size timed-trace-label-hash-ids
+        timed-trace-label-input-length timed-trace-label-output-length timed-trace-label-timestamp
+        timed-trace-sec-multiplier
+    """,
+    "--dataset-name pd-interference plays steady requests beside bursts": """
+        probe-request-rate
     """,
     "--no-progress hides the progress bar": """
         disable-tqdm

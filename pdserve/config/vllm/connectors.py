@@ -31,6 +31,7 @@ ABSENT_CONNECTORS: Final = {
     "ExampleHiddenStatesConnector": "there is no such output",
     "FlexKVConnectorV1": _STORE,
     "HF3FSKVConnector": _STORE,
+    "HiSparseConnector": "no model with sparse attention is served",
     "LMCacheConnectorV1Dynamic": "use LMCacheConnectorV1",
     "MoRIIOConnector": _OTHER,
     "MooncakeConnector": _OTHER,
@@ -71,6 +72,7 @@ EXTRA: Final = {
 
 ABSENT_EXTRA: Final = {
     "decoder-kv-blocks-ttl": "KV does not return to the prefill engine",
+    "bidirectional-kv-xfer": "KV does not return to the prefill engine",
     "enable-cross-layers-blocks": "a block always contains all layers",
     "num-threads": "kv-transfer-config.nixl.lanes sets the number of threads that post transfers",
 }

@@ -10,14 +10,15 @@ from typing import Final
 
 SAME: Final = """
     model served-model-name tokenizer dtype max-model-len load-format seed generation-config
-    chat-template device tensor-parallel-size pipeline-parallel-size data-parallel-size
+    chat-template enforce-eager device
+    tensor-parallel-size pipeline-parallel-size data-parallel-size
     enable-expert-parallel all2all-backend expert-placement-strategy enable-eplb eplb-config
     speculative-config
     distributed-executor-backend block-size kv-cache-memory-bytes num-gpu-blocks-override
     gpu-memory-utilization enable-prefix-caching max-num-seqs max-num-batched-tokens
     enable-chunked-prefill long-prefill-token-threshold scheduling-policy kv-transfer-config
     kv-events-config host port api-key shutdown-timeout config root-path
-    ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs
+    ssl-keyfile ssl-certfile ssl-ca-certs ssl-cert-reqs log-level
     allowed-origins allowed-methods allowed-headers allow-credentials
     tool-call-parser enable-auto-tool-choice reasoning-parser
 """
@@ -31,10 +32,14 @@ DIFFERENCES: Final = {
     "config": "YAML with the flags as keys",
     "distributed-executor-backend": "vLLM's mp is multiprocess, uni is inline",
     "dtype": "vLLM's half and float are float16 and float32",
+    "gpu-memory-utilization": "0.9 by default; vLLM's default is 0.92",
     "host": "the default serves only this host (127.0.0.1); vLLM serves all",
     "kv-transfer-config": "connectors and keys: see below",
     "load-format": "auto, safetensors or dummy; vLLM's hf is auto",
+    "log-level": "vLLM's CRITICAL is error, and NOTSET is debug",
     "max-model-len": "vLLM's -1 is auto",
+    "max-num-batched-tokens": "2048 by default; vLLM's default depends on the GPU",
+    "max-num-seqs": "128 by default; vLLM's default depends on the GPU",
     "ssl-ca-certs": "it also verifies proxies and engines",
     "shutdown-timeout": "starts after --drain-delay; default 30 seconds, while vLLM ends at once",
 }
@@ -73,6 +78,14 @@ WORDS: Final = {
     "distributed-executor-backend": {"mp": "multiprocess", "uni": "inline"},
     "dtype": {"half": "float16", "float": "float32"},
     "load-format": {"hf": "auto"},
+    "log-level": {
+        "CRITICAL": "error",
+        "DEBUG": "debug",
+        "ERROR": "error",
+        "INFO": "info",
+        "NOTSET": "debug",
+        "WARNING": "warning",
+    },
     "max-model-len": {"-1": "auto"},
 }
 """vLLM's words for values of settings, and ours."""
@@ -85,6 +98,7 @@ RENAMED_SWITCHES: Final = {
 """Switches with another name here: our switch, and its value when theirs is on."""
 
 RENAMED: Final = {
+    "device-memory-utilization": "gpu-memory-utilization",
     "distributed-timeout-seconds": "step-timeout",
     "max-num-queued-reqs": "max-waiting",
     "max-num-queued-tokens": "max-waiting-tokens",
@@ -115,17 +129,23 @@ NO_EFFECT: Final = {
     "enable-reasoning": "reasoning is parsed if --reasoning-parser or the template sets it",
     "enable-request-id-headers": "X-Request-Id is always read, returned and passed on",
     "enable-server-load-tracking": "/load always reports the running requests",
+    "enable-shm-tensor-arena": "only text is served",
     "exclude-tools-when-tool-choice-none": "tools are then always left out of the prompt",
     "fail-on-environ-validation": "unknown variables are reported at the start",
     "language-model-only": "only text is served",
     "skip-mm-profiling": "only text is served",
     "trust-remote-code": "code that comes with a checkpoint is never run",
+    "trust-request-mm-kwargs": "only text is served",
     "use-tqdm-on-load": "the log shows the progress of loading",
     "use-v2-block-manager": "there is one block manager",
 }
 """Switches that are accepted and change nothing, and what is true instead."""
 
 ONLY: Final[dict[str, tuple[tuple[str, ...], str]]] = {
+    "anthropic-disabled-thinking-effort": (
+        ("auto", "none"),
+        "a template is told enable_thinking false",
+    ),
     "api-server-count": (("1",), "one process serves HTTP; start engines behind `pdserve proxy`"),
     "chat-template-content-format": (("auto", "string"), "templates receive a string"),
     "code-revision": ((), "code that comes with a checkpoint is never run"),
@@ -136,6 +156,7 @@ ONLY: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "cpu-offload-gb": (("0", "0.0"), "weights stay on the device"),
     "data-parallel-backend": (("mp",), "engine cores are processes on this host"),
     "decode-context-parallel-size": (("1",), "a sequence's KV is not split over ranks"),
+    "dp-sync-interval": ((), "a coordinator ends the steps of cores that share experts"),
     "guided-decoding-backend": (("auto",), "llguidance is the only backend"),
     "kv-cache-dtype": (("auto",), "KV has the dtype of the weights: see --dtype"),
     "logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, as in vLLM's default"),
@@ -159,10 +180,12 @@ ONLY: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "renderer-num-workers": ((), "two threads tokenize prompts"),
     "response-role": (("assistant",), "answers have the role assistant"),
     "runner": (("auto", "generate"), "only models that generate text are served"),
+    "sse-keep-alive-interval": (("0",), "nothing is sent between tokens"),
     "stream-interval": (("1",), "every token is streamed at once"),
     "swap-space": ((), "preempted requests are recomputed, as in vLLM's V1"),
     "task": (("auto", "generate"), "only models that generate text are served"),
     "tokenizer-mode": (("auto", "hf"), "tokenizer.json is read"),
+    "tool-strict-level": (("auto",), "`strict` of a tool decides"),
     "uvicorn-log-level": ((), "there is no uvicorn; --log-level sets what is logged"),
     "worker-cls": (("auto",), "the worker is pdserve's own"),
 }
@@ -202,7 +225,7 @@ ABSENT: Final = {
         specialize-active-lora enable-mixed-moe-lora-format enable-moe-shared-loras
         enable-tower-connector-lora lora-extra-vocab-size long-lora-scaling-factors
         enable-prompt-adapter max-prompt-adapters max-prompt-adapter-token prompt-adapters
-        qlora-adapter-name-or-path
+        qlora-adapter-name-or-path max-lora-cls-labels
     """,
     "a draft model is a directory; it is used as it is, whole on the first rank": """
         speculative-draft-tensor-parallel-size speculative-max-model-len
@@ -227,11 +250,20 @@ ABSENT: Final = {
         disable-mm-preprocessor-cache ec-transfer-config ec-manager-config
         enable-flash-late-interaction
     """,
+    "no model with such layers is served": """
+        enable-hc-sp engram-config swa-bounded-replay
+    """,
+    "Cohere's models and API are not served": """
+        cohere-format cohere-is-reasoning-model
+    """,
+    "--max-num-seqs limits the requests of a step": "max-num-active-seqs",
+    "the buckets of `/metrics` are fixed": "custom-histogram-buckets",
     "there are no Mamba models": """
         mamba-ssm-cache-dtype mamba-block-size mamba-cache-mode mamba-backend
         mamba-ssu-algorithm enable-mamba-cache-stochastic-rounding mamba-cache-philox-rounds
         use-replayssm enable-mamba-fine-grained-prefix-cache replayssm-buffer-len
-        gdn-prefill-backend kda-prefill-backend prefix-match-unit
+        gdn-prefill-backend kda-prefill-backend kda-decode-backend prefix-match-unit
+        enable-mamba-shared-prefix-checkpoint
     """,
     "only models that generate text are served": """
         pooler-config override-pooler-config diffusion-config io-processor-plugin
@@ -267,7 +299,7 @@ ABSENT: Final = {
         enable-dbo ubatch-size dbo-decode-token-threshold dbo-prefill-token-threshold
     """,
     "the number of ranks is fixed at the start": """
-        enable-elastic-ep enable-fault-tolerance fault-tolerance-config
+        enable-elastic-ep elastic-ep-max-dp-size enable-fault-tolerance fault-tolerance-config
     """,
     "each rank reads only its part of the files": """
         enable-ep-weight-filter safetensors-load-strategy safetensors-prefetch-num-threads
@@ -298,11 +330,13 @@ ABSENT: Final = {
     "weights stay on the device": """
         offload-backend cpu-offload-params offload-group-size offload-num-in-group
         offload-prefetch-step offload-params enable-sleep-mode enable-cumem-allocator
-        weight-transfer-config
+        weight-transfer-config enable-nccl-comm-suspend sleep-mode-offload-cudagraph
+        sleep-preserve-parameter-names
     """,
     "--max-num-batched-tokens and --long-prefill-token-threshold limit a step": """
         prefill-schedule-interval max-num-partial-prefills max-long-partial-prefills
         scheduler-delay-factor num-scheduler-steps multi-step-stream-outputs
+        long-prefill-token-threshold-adaptive
     """,
     "name a directory with that revision, as huggingface_hub downloads it": """
         revision tokenizer-revision hf-config-path model-weights
@@ -329,19 +363,20 @@ ABSENT: Final = {
         trust-request-chat-template
     """,
     "prompts are tokenized here, because the proxy splits requests by their tokens": """
-        skip-tokenizer-init enable-prompt-embeds tokens-only tokenizer-pool-size
+        skip-tokenizer-init enable-prompt-embeds tokens-only enable-scale-out tokenizer-pool-size
         tokenizer-pool-type tokenizer-pool-extra-config
     """,
     "there is no such output": """
         enable-return-routed-experts return-sampling-mask enable-trace-replay
-        enable-per-request-metrics fingerprint-mode fingerprint-value
+        enable-per-request-metrics fingerprint-mode fingerprint-value aux-output-config
+        watermark-config
     """,
     "`pdserve trace` and `/metrics` show it without a collector": """
         otlp-traces-endpoint show-hidden-metrics-for-version enable-layerwise-nvtx-tracing
         enable-mfu-metrics enable-logging-iteration-details profiler-config
     """,
     "prompts and answers are never logged; --log-level sets what is logged": """
-        enable-log-outputs log-config-file log-error-stack
+        enable-log-outputs log-config-file log-error-stack logging-config
     """,
     "the proxy's dashboard is the only page; /openapi.json describes the API": """
         disable-fastapi-docs enable-offline-docs enable-tokenizer-info-endpoint
@@ -350,7 +385,7 @@ ABSENT: Final = {
         h11-max-incomplete-event-size h11-max-header-count
     """,
     "HTTP is served over TCP": """
-        uds grpc
+        uds grpc grpc-port
     """,
     "no foreign code handles requests: put a gateway in front": """
         middleware

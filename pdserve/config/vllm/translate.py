@@ -160,7 +160,7 @@ def bench_shorthands(group: str) -> tuple[Shorthand, ...]:
 
 
 def _renamed(flag: str, ours: str, group: str) -> Shorthand:
-    return Shorthand(flag, lambda raw: {ours: raw}, group=group, hidden=True)
+    return Shorthand(flag, lambda raw: dict.fromkeys(ours.split(), raw), group=group, hidden=True)
 
 
 def _switched(ours: str, is_on: bool, raw: object) -> Mapping[str, object]:
