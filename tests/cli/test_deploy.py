@@ -84,6 +84,13 @@ def test_every_variable_that_is_set_is_a_setting():
     assert unknown_variables(tables[0], tables, variables) == []
 
 
+def test_units_keep_all_caches_where_the_image_does():
+    kept = set(re.findall(r"(\w+=/var/cache\S*)", (DEPLOY / "Containerfile").read_text()))
+    assert len(kept) == 3
+    for each in UNITS.values():
+        assert kept <= {word for line in each["Environment"] for word in line.split()}
+
+
 def test_health_is_asked_where_each_listens():
     for name, service in SERVICES.items():
         if name != "store":
