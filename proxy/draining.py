@@ -185,6 +185,7 @@ class _Drain:
             seconds=round(seconds, 3),
             num_finished=len(self._known - moved - set(self._backend.legs)),
             num_moved=len(moved),
+            num_left=len(self._backend.legs),
         )
         if is_empty or self._backend.is_draining:  # else it was taken back before the deadline
             self._metrics.drains.labels("empty" if is_empty else "deadline").inc()
@@ -196,5 +197,6 @@ class _Drain:
             seconds=report.seconds,
             finished=report.num_finished,
             moved=report.num_moved,
+            left=report.num_left,
         )
         return report

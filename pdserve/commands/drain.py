@@ -86,7 +86,12 @@ def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
 
 def described(report: DrainReport, proxy: str) -> str:
     """One line: whether the engine is empty, and what became of its requests."""
-    state = "is empty" if report.is_empty else "still holds something"
+    if report.is_empty:
+        state = "is empty"
+    elif report.num_left:
+        state = f"still has {report.num_left} requests"
+    else:
+        state = "still has requests that no proxy relays, or KV that another engine is to read,"
     of = f" of {proxy}" if proxy else ""
     return (
         f"{report.url} {state} after {report.seconds:.1f} s: of the requests{of} that ran there, "

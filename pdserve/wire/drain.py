@@ -32,6 +32,7 @@ class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
         seconds: How long it took.
         num_finished: Exchanges that ended there by themselves.
         num_moved: Exchanges that were ended there, and go on elsewhere.
+        num_left: Exchanges of this proxy that still run there.
     """
 
     url: str
@@ -39,3 +40,4 @@ class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     num_finished: int
     num_moved: int
+    num_left: int = 0

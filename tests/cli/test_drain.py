@@ -31,9 +31,10 @@ def proxy(status: int = 200, **answer: Any) -> Iterator[tuple[str, list[tuple[st
         yield url, asked
 
 
-def report(*, is_empty: bool = True) -> dict[str, Any]:
+def report(*, is_empty: bool = True, num_left: int = 0) -> dict[str, Any]:
     return {
         "url": ENGINE, "is_empty": is_empty, "seconds": 2.14, "num_finished": 3, "num_moved": 1,
+        "num_left": num_left,
     }  # fmt: skip
 
 
@@ -49,10 +50,13 @@ def test_every_proxy_is_asked_and_what_became_of_the_requests_is_told(capsys):
     ]
 
 
-def test_an_engine_that_is_not_empty_is_no_success(capsys):
-    with proxy(**report(is_empty=False)) as (url, _):
+@pytest.mark.parametrize(
+    ("num_left", "told"), [(2, "still has 2 requests after 2.1 s"), (0, "or KV that another")]
+)
+def test_an_engine_that_is_not_empty_is_no_success_and_what_it_has_is_told(capsys, num_left, told):
+    with proxy(**report(is_empty=False, num_left=num_left)) as (url, _):
         assert main(["drain", ENGINE, "--proxy", url]) == 1
-    assert "still holds something after 2.1 s" in capsys.readouterr().out
+    assert told in capsys.readouterr().out
 
 
 def test_requests_are_sent_there_again(capsys):
