@@ -264,6 +264,7 @@ class Checkpoint:
         ]
         foreign = [
             f"{each} is {stored[each].dtype}"
+            + (" and has no scale" if self._fp8 and stored[each].dtype == fp8.STORED else "")
             for name in slots
             if name in stored and stored[each := scales.get(name, name)].dtype not in _DTYPES
         ]
