@@ -178,7 +178,9 @@ class HealthChecks:
                 backend.health, backend.reason = Health.READY, ""
             else:
                 backend.health = Health.NOT_READY
-                backend.reason = f"/readyz answers {status}: {body[:200].decode(errors='replace')}"
+                backend.reason = (
+                    f"/readyz answers {status}: {body[:200].decode(errors='replace').strip()}"
+                )
         self._tell(backend, before)
 
     def _tell(self, backend: Backend, before: Health) -> None:

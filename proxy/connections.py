@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from pdserve.http.plain_client import reason_of
 from pdserve.proxy.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -124,6 +125,6 @@ def open_session(tls: ssl.SSLContext | bool) -> aiohttp.ClientSession:
 def failure_of(url: str, error: BaseException) -> WorkerError:
     """Return how a request to `url` failed, from one of `FAILURES`."""
     if isinstance(error, _NOT_CONNECTED):
-        message = f"cannot connect to {url}: {error}"
+        message = f"cannot connect to {url}: {reason_of(error)}"
         return WorkerError(message, reason="connect", was_taken=False)
     return WorkerError(f"{url} hung up: {error or type(error).__name__}", reason="dropped")

@@ -19,6 +19,7 @@ from pdserve.bench.bodies import Asking, adapt
 from pdserve.bench.records import Planned, Prompt
 from pdserve.bench.target import Target
 from pdserve.errors import PeerError
+from pdserve.http.plain_client import reason_of
 
 AnswerT = TypeVar("AnswerT")
 
@@ -149,7 +150,7 @@ async def _patiently(ask: Callable[[], Awaitable[AnswerT]], url: str, timeout_s:
         try:
             return await ask()
         except (aiohttp.ClientError, TimeoutError, _NotYetError) as error:
-            why = str(error) or type(error).__name__
+            why = reason_of(error) or type(error).__name__
         if time.monotonic() + _AGAIN_S > end_s:
             hint = "" if timeout_s else "; --ready-check-timeout-sec waits for it"
             raise PeerError(f"{url} does not answer: {why}{hint}")

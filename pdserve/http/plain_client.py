@@ -6,6 +6,7 @@ They never go through `HTTP_PROXY`, which is for other servers.
 from __future__ import annotations
 
 import http.client
+import os
 import ssl
 import urllib.request
 
@@ -41,4 +42,12 @@ def reason_and_remedy(error: Exception, remedy: str) -> tuple[str, str]:
             if reason.verify_code in _HOST_IS_ANOTHER
             else "set SSL_CERT_FILE to the file of the CA that signed its certificate"
         )
-    return str(reason), remedy
+    return reason_of(error), remedy
+
+
+def reason_of(error: BaseException) -> str:
+    """Say why there was no answer; not where, as aiohttp does, which names TLS in any case."""
+    cause = getattr(error, "os_error", getattr(error, "reason", error))
+    if isinstance(cause, ssl.SSLError) or not isinstance(cause, OSError) or not cause.errno:
+        return str(cause)
+    return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import socket
+from unittest.mock import Mock
 
+import aiohttp
 import pytest
 
 from pdserve.config.http import ProxyConfig
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.app import Proxy
+from pdserve.proxy.connections import failure_of
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine
 from tests.proxy.test_registration import register, send
@@ -52,6 +56,19 @@ async def test_an_engine_that_was_never_there_is_a_warning_after_a_minute_and_ea
         await proxy.stop()
     assert [level for level, _ in said(url)] == ["INFO", "WARNING", "WARNING"]
     assert {event for _, event in said(url)} == {"engine unreachable"}
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        (ConnectionRefusedError(111, "Connect call failed ('::1', 2)"), "Connection refused"),
+        (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
+    ],
+    ids=["refused", "unknown"],
+)
+def test_an_engine_that_cannot_be_reached_is_told_with_its_url_once(cause, reason):
+    error = aiohttp.ClientConnectorError(Mock(), cause)
+    assert failure_of("http://d:2/", error).detail == f"cannot connect to http://d:2/: {reason}"
 
 
 async def test_an_engine_that_leaves_in_order_is_no_warning(make_stack, started, said):
