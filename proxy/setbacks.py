@@ -210,6 +210,6 @@ class Setbacks:
         if len(self._ended) > 1:
             urls = " and ".join(sorted(url for url, _ in self._ended))
             raise PoisonousError(
-                "two engines ended while they had this request, so it is not sent to a third",
+                "two engines ended or stopped answering with this request: no third one gets it",
                 detail=f"{urls} ended while they had this request",
             )
