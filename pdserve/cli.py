@@ -189,7 +189,10 @@ def normalise(argv: Sequence[str]) -> list[str]:
     """Write every flag's name with dashes; its value and what follows `--` stay as they are.
 
     vLLM writes a further item of a list with a + behind the flag: here every item is a further one.
+    What `vllm-flags` looks for may have its dashes.
     """
+    if argv and argv[0] == "vllm-flags":
+        return [each if each in ("-h", "--help") else each.lstrip("-") for each in argv]
     result: list[str] = []
     for index, word in enumerate(argv):
         if word == "--":

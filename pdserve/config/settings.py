@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from pdserve.config.bench import RESULT_SETTINGS, TARGET_SETTINGS, TRAFFIC_SETTINGS
@@ -331,6 +331,10 @@ def _engine_shorthands() -> tuple[Shorthand, ...]:
     return (_TRANSFER, *own, _EVENTS, _EPLB, _SPECULATIVE, *renamed)
 
 
+def _elsewhere(flags: Iterable[str], whose: str) -> dict[str, str]:
+    return {flag: f"--{flag} is a flag of {whose}" for flag in flags}
+
+
 def engine_table(role: Role) -> Table:
     """The settings of `pdserve prefill`, `decode` and `serve`."""
     port, connector = {
@@ -338,20 +342,25 @@ def engine_table(role: Role) -> Table:
         Role.DECODE: (8200, "nixl"),
         Role.BOTH: (8000, "null"),
     }[role]
+    settings = _engine_settings()
+    known = {each.flag for each in settings}
     return Table(
-        _engine_settings(),
+        settings,
         _engine_shorthands(),
         {"model": "", "port": port, "kv-transfer-config.kv-connector": connector},
         translate.variable_readers(),
-        absent_flags(),
+        _elsewhere({_POLICY.flag, *(each.flag for each in _PROXY)} - known, "`pdserve proxy`")
+        | absent_flags(),
     )
 
 
 def proxy_table() -> Table:
     """The settings of `pdserve proxy`."""
-    settings = (*_PROXY, *LOG_SETTINGS)
+    settings = (*_PROXY, *translate.with_words(LOG_SETTINGS))
     readers = translate.variable_readers({setting.flag for setting in settings})
-    return Table(settings, (_POLICY,), other_variables=readers)
+    known = {each.flag for each in settings}
+    absent = _elsewhere(engine_flags() - known, "engines")
+    return Table(settings, (_POLICY,), other_variables=readers, absent=absent)
 
 
 SHORT: Final = {"output": "-o"} | {flag: f"-{short}" for short, flag in SHORT_FORMS.items()}

@@ -148,10 +148,11 @@ def test_an_unknown_flag_names_the_nearest() -> None:
         (("--data_parallel_rank", "1"), "start several behind `pdserve proxy`"),
         (("--kv-cache-dtype", "fp8"), "'fp8' is not supported, only auto: KV has the dtype"),
         (("--some-flag-of-next-year",), "nothing here has a name like it"),
+        (("--queue-size", "3"), "--queue-size is a flag of `pdserve proxy`"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_a_flag_of_vllm_that_is_not_here_says_why(arguments: tuple[str, ...], words: str) -> None:
+def test_a_flag_that_is_not_here_says_why(arguments: tuple[str, ...], words: str) -> None:
     done = pdserve_here("serve", "m", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
@@ -190,6 +191,7 @@ def test_the_table_of_vllms_names_is_printed_by_words_of_a_row() -> None:
     done = pdserve_here("vllm-flags", "NIXL")
     assert "  NixlConnector" in done.stdout
     assert "-> --kv-transfer-config.host" in done.stdout
+    assert "same: 0.9 by default" in pdserve_here("vllm-flags", "--gpu-memory-utilization").stdout
     assert pdserve_here("vllm-flags", "no such word").returncode == 1
     whole = pdserve_here("vllm-flags").stdout
     assert len(whole.splitlines()) > 450
