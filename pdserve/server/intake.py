@@ -72,10 +72,12 @@ async def read_request(request: web.Request, kind: type[Body]) -> tuple[Body, in
     """
     data = await read_body(request)
     body = parse_body(data, kind)
-    say_unknown_fields(request, data, kind)
-    if isinstance(body, SamplingFields) and PREFILL_HEADER in request.headers:
-        body = await as_ordered(request, body, data, request.path)
-    return body, len(data)
+    if not (isinstance(body, SamplingFields) and PREFILL_HEADER in request.headers):
+        say_unknown_fields(request, data, kind)
+        return body, len(data)
+    replaced = [] if body.kv_transfer_params is None else ["kv_transfer_params"]
+    say_unknown_fields(request, data, kind, also=replaced)
+    return await as_ordered(request, body, data, request.path), len(data)
 
 
 async def encode_prompts(

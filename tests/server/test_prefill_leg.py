@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdserve.http.ignored import IGNORED_HEADER
 from pdserve.server import prefill_leg
 from pdserve.wire.hop import PREFILL_HEADER, PREFILL_ORDERS, PrefillOrder
 from tests.server.conftest import events, make_engine, serving, until
@@ -79,6 +80,16 @@ async def test_an_ordered_answer_is_the_answer_of_one_engine(text, path):
     assert len(both.prefill.engine.requests) == 1
     assert "kv_transfer_params" not in split
     assert split | {"created": 0} == alone | {"created": 0}
+
+
+async def test_transfer_parameters_that_an_order_replaces_are_named(text):
+    body = BODIES[COMPLETIONS] | {"kv_transfer_params": {"do_remote_decode": True}}
+    async with pair(text) as both:
+        url, headers = both.decode.url + COMPLETIONS, {"X-Pdserve-Prefill": both.order()}
+        async with both.decode.session.post(url, json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers[IGNORED_HEADER] == "kv_transfer_params"
+        assert await both.legs() == {"handed_over": 1}
 
 
 @pytest.mark.parametrize("extra", [{}, {"n": 2}, {"stream_options": {"include_usage": True}}])
