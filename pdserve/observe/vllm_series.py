@@ -218,6 +218,7 @@ VLLM_SERIES = (
         ),
         ("vllm:watermark_requests", "counter", "Output has no watermark."),
         ("vllm:mooncake_*", "histogram", "There is no Mooncake connector."),
+        ("vllm:hf3fs_*", "histogram", "There is no HF3FS connector."),
         ("vllm:umbp_*", "counter", "There is no UMBP connector."),
         ("vllm:diffusion_*", "counter", "There are no diffusion models."),
         ("vllm:rl_*", "histogram", "Weights are not updated in place."),
