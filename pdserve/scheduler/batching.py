@@ -103,7 +103,7 @@ class Batcher:
             )
         are_free = [
             self._transfers.attempt(
-                partial(self._preempt, each, now_s), each.request_id, now_s, otherwise=True
+                partial(self._preempt, each, now_s), each.request_id, now_s, otherwise=False
             )
             for each in map(batch.__getitem__, plan.preempted)
         ]

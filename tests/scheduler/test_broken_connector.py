@@ -141,6 +141,18 @@ def test_a_connector_that_fails_over_a_preemption_ends_the_request() -> None:
     ended_alone(engine, [])
 
 
+def test_blocks_that_are_held_after_a_failed_preemption_go_to_nobody() -> None:
+    engine = engine_that_fails("preempted", num_blocks=7)
+    engine.connector.saving.add("bad")
+    engine.scheduler.add(make_request("good", PROMPT))
+    engine.scheduler.add(make_request("bad", [3] * 22))
+    outputs: list[EngineOutput] = []
+    while not engine.connector.holds:
+        outputs += engine.step()
+    outputs += engine.report(settled=[settled("bad", nonce="save 0")])
+    ended_alone(engine, outputs)
+
+
 @pytest.mark.parametrize("kind", ["received", "failed", "failing"])
 def test_a_connector_that_fails_over_what_became_of_a_load_ends_the_request(kind: str) -> None:
     engine = Engine()
