@@ -248,13 +248,15 @@ class LoadingThread(threading.Thread):
 
     def _load(self, job: LayerwiseLoad) -> None:
         chunks, client, units = job.load.chunks, self._link.client, self._layout.units
+        slots = None
         try:
-            slots = client.locked(chunks, units)
+            if self._link.is_up:  # or each load of a step would wait for a store that is gone
+                slots = client.locked(chunks, units)
         except StoreGoneError as error:
             self._link.lost(error)
-            job.keep(chunks.first, LoadFailure.PEER_LOST)
-            return
         except StoreMissError:
+            pass
+        if slots is None:
             job.keep(chunks.first, LoadFailure.PEER_LOST)
             return
         try:
