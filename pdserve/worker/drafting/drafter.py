@@ -28,7 +28,7 @@ their states were never seen here). After `remove` its row may be another reques
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,8 +38,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.kernels.step import StepInputs
+    from pdserve.parallel.group import Group
     from pdserve.wire.step import NewRequest
     from pdserve.worker.step import PreparedStep
+
+Key = TypeVar("Key")
 
 
 class Drafter(Protocol):
@@ -152,3 +155,25 @@ def states_of(
         hidden=hidden,
         aux=tuple(aux),
     )
+
+
+def lists_from(
+    group: Group, source: int, lengths: Mapping[Key, int], lists: Mapping[Key, list[int]]
+) -> dict[Key, list[int]]:
+    """Return one rank's lists of integers on all ranks of a group, without the empty ones.
+
+    Args:
+        source: The rank that sends.
+        lengths: Maximum length of each; the same on all.
+        lists: The lists to send; ignored on other ranks.
+    """
+    if group.size > 1 and lengths:
+        width = 1 + max(lengths.values())
+        mine: list[int] = []
+        for key in lengths:
+            each = lists.get(key, [])
+            mine += [len(each), *each, *[0] * (width - 1 - len(each))]
+        sent = group.gather_ints(mine)[source]
+        lines = [sent[start : start + width] for start in range(0, len(sent), width)]
+        lists = {key: line[1 : 1 + line[0]] for key, line in zip(lengths, lines, strict=True)}
+    return {key: lists[key] for key in lengths if lists.get(key)}

@@ -11,9 +11,9 @@ end the request, are cut off here, so that a drafter may propose anything.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from pdserve.worker.drafting.drafter import states_of
+from pdserve.worker.drafting.drafter import lists_from, states_of
 from pdserve.worker.drafting.heads import HeadDrafter
 from pdserve.worker.drafting.medusa import MedusaDrafter
 from pdserve.worker.drafting.ngram import NgramDrafter
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 _NUM_ROUNDS: Final = 5
 """Of all numbers of rows, so that what else runs for a moment is in no row's best time alone."""
-Key = TypeVar("Key")
 
 
 class ForcedTokens:
@@ -72,33 +71,9 @@ class ForcedTokens:
         Args:
             wanted: Maximum draft length by row.
         """
-        rows = [row for row in wanted if row in self._bound]
-        if not rows:
-            return {}
-        found = {row: self._known(row)[: wanted[row]] for row in rows}
-        if self._tp.size > 1:
-            found = lists_from(self._tp, 0, {row: wanted[row] for row in rows}, found)
-        return {row: tokens for row, tokens in found.items() if tokens}
-
-
-def lists_from(
-    group: Group, source: int, lengths: Mapping[Key, int], lists: Mapping[Key, list[int]]
-) -> dict[Key, list[int]]:
-    """Return one rank's lists of integers on all ranks of a group, without the empty ones.
-
-    Args:
-        source: The rank that sends.
-        lengths: Maximum length of each; the same on all.
-        lists: The lists to send; ignored on other ranks.
-    """
-    width = 1 + max(lengths.values())
-    mine: list[int] = []
-    for key in lengths:
-        each = lists.get(key, [])
-        mine += [len(each), *each, *[0] * (width - 1 - len(each))]
-    sent = group.gather_ints(mine)[source]
-    lines = ((key, sent[at * width : (at + 1) * width]) for at, key in enumerate(lengths))
-    return {key: line[1 : 1 + line[0]] for key, line in lines if line[0]}
+        lengths = {row: most for row, most in wanted.items() if row in self._bound}
+        known = {row: self._known(row)[:most] for row, most in lengths.items()}
+        return lists_from(self._tp, 0, lengths, known)
 
 
 class Drafts:
@@ -258,7 +233,7 @@ class Drafts:
                 draft = self._cut(row, forced)
             if draft[:most]:
                 drafts[request_id] = draft[:most]
-        if self._stages is None or not num_rows:
+        if self._stages is None:
             return drafts
         return lists_from(self._stages, self._stages.size - 1, num_rows, drafts)
 

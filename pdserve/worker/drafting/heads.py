@@ -21,7 +21,8 @@ import torch
 
 from pdserve.worker import kv_memory
 from pdserve.worker.drafting.contents import BlockContents
-from pdserve.worker.drafting.model import drafts_of_first, rehearsed
+from pdserve.worker.drafting.drafter import lists_from
+from pdserve.worker.drafting.model import rehearsed
 from pdserve.worker.step_buffers import StepBuffers
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class HeadDrafter:
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         """See `Drafter`. Every rank of the group must ask for the same."""
-        return drafts_of_first(self._tp, wanted, self._draft(wanted))
+        return lists_from(self._tp, 0, wanted, self._draft(wanted))
 
     def _draft(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         self._catch_up(wanted)

@@ -21,6 +21,7 @@ import numpy as np
 
 from pdserve.worker import kv_memory
 from pdserve.worker.drafting.contents import BlockContents
+from pdserve.worker.drafting.drafter import lists_from
 from pdserve.worker.graphs import StepGraphs, decode_sizes, num_graph_rows
 from pdserve.worker.step_buffers import StepBuffers
 
@@ -274,7 +275,7 @@ class FirstRanksDrafts:
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         """See `Drafter`. Every rank of the group must ask for the same."""
         drafts = {} if self._own is None else self._own.propose(wanted)
-        return drafts_of_first(self._tp, wanted, drafts)
+        return lists_from(self._tp, 0, wanted, drafts)
 
 
 def rehearsed(buffers: StepBuffers, steps: Sequence[tuple[int, int]]) -> Iterator[StepInputs]:
@@ -287,26 +288,3 @@ def rehearsed(buffers: StepBuffers, steps: Sequence[tuple[int, int]]) -> Iterato
     for num_rows, num_tokens in dict.fromkeys([*single, *steps]):
         if num_tokens <= buffers.max_num_tokens:
             yield buffers.rehearse(num_rows, num_tokens)
-
-
-def drafts_of_first(
-    tp: Group, wanted: Mapping[int, int], drafts: dict[int, list[int]]
-) -> dict[int, list[int]]:
-    """Return the drafts of the group's first rank on all of them.
-
-    Args:
-        wanted: Maximum draft length by row; the same on all.
-        drafts: This rank's drafts.
-    """
-    if tp.size == 1 or not wanted:
-        return drafts
-    mine: list[int] = []
-    for row, most in wanted.items():
-        draft = drafts.get(row, [])
-        mine += [len(draft), *draft, *[0] * (most - len(draft))]
-    sent = iter(tp.gather_ints(mine)[0])
-    found = {}
-    for row, most in wanted.items():
-        length, *draft = [next(sent) for _ in range(1 + most)]
-        found[row] = draft[:length]
-    return found
