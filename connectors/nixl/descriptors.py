@@ -67,12 +67,16 @@ def close_gently(destroy: Callable[[], None], *, quiet_s: float = 1.0) -> None:
         quiet_s: Time without an answer after which a peer is asleep, or has nothing more to send.
     """
     with _one_at_a_time:
-        copies = _copies_of_connections()
+        copies: dict[int, socket.socket] = {}
+        with contextlib.suppress(OSError):  # no descriptor is left to look with
+            copies = _copies_of_connections()
         try:
             destroy()
         finally:
-            in_use = open_sockets(besides={copy.fileno() for copy in copies.values()})
-            for inode in copies.keys() & in_use:
+            others = set(copies)  # if it cannot be seen which are still in use, none is kept
+            with contextlib.suppress(OSError):
+                others &= open_sockets(besides={copy.fileno() for copy in copies.values()}).keys()
+            for inode in others:
                 copies.pop(inode).close()
     if copies:
         threading.Thread(

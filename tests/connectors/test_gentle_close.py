@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 from typing import TYPE_CHECKING
 
@@ -96,3 +97,14 @@ def test_what_cannot_be_destroyed_leaves_no_copies_behind() -> None:
         with pytest.raises(OSError, match="no"):
             close_gently(fail)
         wait_until_held_once(inode_of(here))
+
+
+def test_an_owner_is_destroyed_though_no_descriptor_is_left_to_look_for_its_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    destroyed: list[bool] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        close_gently(lambda: destroyed.append(True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert destroyed == [True]
