@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 # check: a few; dev: quick; ci: the same examples at every run, so that red means a change;
 # nightly: a search.
-hypothesis.settings.register_profile("check", max_examples=10, deadline=None)
-hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
-hypothesis.settings.register_profile("ci", max_examples=30, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("check", max_examples=7, deadline=None)
+hypothesis.settings.register_profile("dev", max_examples=35, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=20, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=2000, deadline=None)
 _PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 hypothesis.settings.load_profile(_PROFILE)
