@@ -209,9 +209,7 @@ class StartingError(UnavailableError):
     code = "engine_starting"
 
     def __init__(self) -> None:
-        super().__init__(
-            "the engine is starting: ask again; /readyz says when it is ready", retry_after_s=1.0
-        )
+        super().__init__("the engine is starting: ask again; /readyz says when it is ready")
 
 
 class ShuttingDownError(UnavailableError):
@@ -224,9 +222,7 @@ class ShuttingDownError(UnavailableError):
     code = "shutting_down"
 
     def __init__(self, who: str) -> None:
-        super().__init__(
-            f"{who} is shutting down: ask another one, or again once it is back", retry_after_s=1.0
-        )
+        super().__init__(f"{who} is shutting down: ask another one, or again once it is back")
 
 
 class RecomputeBudgetError(UnavailableError):

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-RETRY_AFTER_S = 1.0
 OUTPUT_WEIGHT: Final = 2.0
 """Of an output token, where a prompt token that is computed counts 1."""
 CRITICAL, STANDARD, SHEDDABLE = -1, 0, 1
@@ -333,8 +332,7 @@ class AdmissionQueue:
         if is_full and is_busy and self.places.newest_of_greediest(tenant) is None:
             raise OverloadedError(
                 f"{self.num_running} requests are running and {self.num_waiting} are waiting: try "
-                "again later",
-                retry_after_s=RETRY_AFTER_S,
+                "again later"
             )
 
     async def _acquire(self, claim: Claim) -> None:
@@ -350,8 +348,7 @@ class AdmissionQueue:
         except TimeoutError:
             self._give_up(claim)
             raise OverloadedError(
-                f"the request waited {self._queue_timeout_s:g} s for a place: try again later",
-                retry_after_s=RETRY_AFTER_S,
+                f"the request waited {self._queue_timeout_s:g} s for a place: try again later"
             ) from None
         except asyncio.CancelledError:
             self._give_up(claim)
@@ -359,10 +356,7 @@ class AdmissionQueue:
         finally:
             del self._waiters[claim]
         if not has_place:
-            raise OverloadedError(
-                "other tenants that have used less are waiting: try again later",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            raise OverloadedError("other tenants that have used less are waiting: try again later")
 
     def _turn_away(self, tenant: str) -> None:
         """Make room in the queue for a tenant's next request, if another tenant fills it."""

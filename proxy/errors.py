@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DONE = b"data: [DONE]\n\n"
-_RETRY_AFTER_S = 1.0
 CAUSES: Final = {
     "connect": ("engine_unreachable", "an engine could not be reached"),
     "timeout": ("engine_unreachable", "an engine did not answer in time"),
@@ -232,7 +231,6 @@ def failure_in(
         return WorkerBusyError(
             message,
             reason="not_ready",
-            retry_after_s=_RETRY_AFTER_S,
             was_taken=code == EngineDeadError.code,
             is_end=code == EngineDeadError.code,
         )
@@ -266,7 +264,7 @@ def _coded(
             return BudgetSpentError(
                 message,
                 reason="budget",
-                retry_after_s=wait_s or _RETRY_AFTER_S,
+                retry_after_s=wait_s,
                 was_taken=False,
             )
         case NonFiniteLogitsError.code:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdserve.errors import DeadlineError
+from pdserve.http.answers import SSE
 from pdserve.proxy.connections import FAILURES, SharedReader, failure_of, on_connected
 from pdserve.proxy.errors import RefusedError, WorkerError, failure_in
 from pdserve.proxy.relay import MAX_EVENT_BYTES, SseParser
@@ -310,7 +311,7 @@ class Leg:
 
     async def _read_until(self, is_handoff: Callable[[bytes], bool]) -> None:
         assert self._response is not None
-        if self._response.content_type != "text/event-stream":
+        if self._response.content_type != SSE:
             is_handoff(await self.read())
             return
         async for events in self.batches():

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from pdserve.proxy.brain.question import PairCost, PairDecision
     from pdserve.proxy.policies import BackendView, Policy
 
-RETRY_AFTER_S = 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class Disaggregate:
@@ -400,7 +398,6 @@ class Router:
             message = "no ready engine has the weights with which this stream started"
             return UnavailableError(
                 message,
-                retry_after_s=RETRY_AFTER_S,
                 code="weights_replaced",
                 detail=f"{message}: its layout is {layout}, and "
                 + ", ".join(f"{each.url} has {each.layout}" for each in others[:5]),
@@ -420,7 +417,6 @@ class Router:
             )
         return UnavailableError(
             message,
-            retry_after_s=RETRY_AFTER_S,
             code="no_prefill_available" if role == "prefill" else "no_decode_available",
             detail=detail,
         )

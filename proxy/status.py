@@ -128,7 +128,6 @@ class Status:
             raise UnavailableError(
                 "this proxy knows no engine: start engines with --proxy URL, or name them with "
                 "--prefill URL and --decode URL",
-                retry_after_s=1.0,
                 code="no_engine_known",
             )
         headers = operator_headers(self._services.config, request.headers)

@@ -146,16 +146,14 @@ class OpenRequests:
         if num_waiting >= self._max_waiting:
             raise OverloadedError(
                 f"too many requests are waiting ({num_waiting}, at most {self._max_waiting}): "
-                "try again later",
-                retry_after_s=1.0,
+                "try again later"
             )
         num_tokens_waiting = sum(self._num_tokens_waiting.values())
         if num_tokens_waiting and num_tokens_waiting + num_tokens > self._max_waiting_tokens:
             raise OverloadedError(
                 f"too many prompt tokens are waiting ({num_tokens_waiting}, and this request adds "
                 f"{num_tokens} over all its choices; at most {self._max_waiting_tokens}): try "
-                "again later",
-                retry_after_s=1.0,
+                "again later"
             )
 
     def deliver(self, output: EngineOutput) -> bool:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 """What a middleware stands before."""
 SSE = "text/event-stream"
+_TEMPORARY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 IS_LOGGED: web.RequestKey[bool] = web.RequestKey("is_logged", bool)
 """Set if the handler of a request logs its end."""
@@ -162,10 +163,11 @@ def error_object(error: PdserveError) -> dict[str, dict[str, str | None]]:
 def error_headers(error: PdserveError) -> dict[str, str]:
     """Return the headers that go with an error.
 
-    Retry-After is in whole seconds, at least 1. Each 503 has one: 1 if nothing better is known.
+    Retry-After is in whole seconds, at least 1. Each 429 and 503 has one: 1 if nothing better is
+    known.
     """
     headers: dict[str, str] = {}
-    if error.retry_after_s is not None or error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+    if error.retry_after_s is not None or error.status in _TEMPORARY:
         headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_s or 0)))
     if isinstance(error, MethodNotAllowedError):
         headers[hdrs.ALLOW] = error.allowed

@@ -35,7 +35,6 @@ COPIES = 3
 while it is read, its pieces and their sum; at an engine, the values parsed from it."""
 MIN_BYTES_PER_S = 500
 """A body that is slower than this over a whole time-out is refused."""
-_RETRY_AFTER_S = 1.0
 _ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
 """What aiohttp reads or, where it lacks the library for it, refuses; others it takes for plain."""
 _HELD: web.RequestKey[int] = web.RequestKey("held_bytes", int)
@@ -132,8 +131,7 @@ class Bodies:
         if self.num_held_bytes + more + COPIES * num_bytes > self._limits.body_memory:
             raise OverloadedError(
                 f"there is no memory for a body of {num_bytes} bytes beside those of the running "
-                "requests: try again later",
-                retry_after_s=_RETRY_AFTER_S,
+                "requests: try again later"
             )
         self.num_held_bytes += more
         request[_HELD] = request.get(_HELD, 0) + more

@@ -35,7 +35,7 @@ _FINE_BUCKETS_S = (
 
 
 class HttpSeries:
-    """Counts the requests of one application; `middleware` must be the outermost one."""
+    """Counts an application's requests; `middleware` must enclose what makes answers of errors."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter(

@@ -130,7 +130,7 @@ def raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_s
             raise DeadlineError("the request's deadline passed before its output was complete")
         case FinishReason.ABORT:
             why = output.error or "the engine gave the request up: it is shutting down"
-            raise UnavailableError(why, retry_after_s=1.0, code="shutting_down")
+            raise UnavailableError(why, code="shutting_down")
 
 
 def _is_late(request: GenerateRequest | None, now_s: float) -> bool:
@@ -144,7 +144,7 @@ def _failure(output: EngineOutput) -> PdserveError:
         case ErrorCode.KV_TRANSFER_FAILED.value:
             return KvTransferError(message, load_failures=tuple(output.load_failures))
         case ErrorCode.RECOMPUTE_BUDGET_EXHAUSTED.value:
-            return RecomputeBudgetError(message, retry_after_s=output.retry_after_s or 1.0)
+            return RecomputeBudgetError(message, retry_after_s=output.retry_after_s)
         case ErrorCode.HANDOFF_REFUSED.value:
             return HandoffRefusedError(message)
         case ErrorCode.BAD_REQUEST.value:

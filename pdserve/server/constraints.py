@@ -109,8 +109,7 @@ class GrammarChecks:
         if self._num_waiting >= _MAX_WAITING:
             raise OverloadedError(
                 f"{self._num_waiting} requests are waiting for their grammars to be compiled: try "
-                "again later",
-                retry_after_s=1.0,
+                "again later"
             )
         made: Future[_Made] = Future()
         self._num_waiting += 1
@@ -121,8 +120,7 @@ class GrammarChecks:
         except TimeoutError:
             if made.cancel():
                 raise OverloadedError(
-                    "the grammars of other requests take too long to compile: try again later",
-                    retry_after_s=1.0,
+                    "the grammars of other requests take too long to compile: try again later"
                 ) from None
             if made.done():  # in time perhaps, but this loop was held up
                 return made.result()

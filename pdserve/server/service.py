@@ -49,7 +49,6 @@ LONG_TEXT_CHARS = 1 << 14
 """What takes some milliseconds and belongs into a thread."""
 MAX_SHORT_TEXTS = 64
 """Of more texts than that the number counts, not only what is in them."""
-_RETRY_AFTER_S = 1.0
 _MAX_ID_CHARS = 128
 _LEAVING = "the server is shutting down"
 
@@ -85,8 +84,7 @@ class TextWork:
         if self.num_jobs >= self._max_jobs:
             raise OverloadedError(
                 f"{self.num_jobs} requests for {self._what} of long texts are running or waiting: "
-                "try again later",
-                retry_after_s=_RETRY_AFTER_S,
+                "try again later"
             )
         self.num_jobs += 1
         loop = asyncio.get_running_loop()
@@ -236,7 +234,6 @@ class Service:
         if reason is not None:
             raise UnavailableError(
                 f"{reason}: send the request to another engine; this one recovers or is restarted",
-                retry_after_s=1.0,
                 code="engine_stalled",
             )
         return self.text, self.client.info

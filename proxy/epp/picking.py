@@ -22,7 +22,7 @@ from pdserve.proxy.bodies import ClientBody
 from pdserve.proxy.brain.prompt import UNKNOWN, RoutePrompt
 from pdserve.proxy.gate import as_asked, tenant_of
 from pdserve.proxy.generation import GENERATED
-from pdserve.proxy.routing import RETRY_AFTER_S, Disaggregate
+from pdserve.proxy.routing import Disaggregate
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
 if TYPE_CHECKING:
@@ -177,7 +177,6 @@ class Picker:
         if preferred is None:
             raise UnavailableError(
                 "no decode engine can read the prefill engine's KV",
-                retry_after_s=RETRY_AFTER_S,
                 code="no_decode_available",
             )
         return Pick([preferred], plan.prefill, plan.reason)
@@ -191,9 +190,7 @@ class Picker:
         engines = [each for each in among or self._services.backends if each.available]
         decodes = [each for each in engines if each.decodes()]
         if not decodes:
-            raise UnavailableError(
-                "no decode engine is ready", retry_after_s=RETRY_AFTER_S, code="no_decode_available"
-            )
+            raise UnavailableError("no decode engine is ready", code="no_decode_available")
         return min(decodes, key=lambda each: each.in_flight)
 
     def _named(self, subset: frozenset[str] | None) -> list[Backend] | None:
@@ -210,7 +207,6 @@ class Picker:
             raise UnavailableError(
                 f"none of the {len(subset)} endpoints that the gateway allows is a known decode "
                 "engine",
-                retry_after_s=RETRY_AFTER_S,
                 code="no_engine_in_subset",
             )
         return named
