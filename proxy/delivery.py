@@ -79,7 +79,7 @@ class Boundary:
             response = _refuse(request, refusal_of(error, request))
         except ClientGoneError:
             response = web.Response(status=499)  # no client is left to receive it
-        except Exception as error:  # noqa: BLE001 - the top of a request: the proxy goes on
+        except Exception as error:
             log_event(
                 log,
                 "request failed",
@@ -88,6 +88,8 @@ class Boundary:
                 request=request_id,
                 endpoint=request.path,
             )
+            if request.writer.output_size > 0:
+                raise  # the connection cuts an answer that has begun
             failed = "the proxy failed; its log says why, under this request's id"
             response = error_answer(PdserveError(failed))
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from asyncio import selector_events
 
+from pdserve.proxy.replay import Transcript
 from tests.proxy.hooks import DONE, decodes, prefills, streaming
 from tests.proxy.scripted import sse, text_in, text_of
 
@@ -38,6 +39,24 @@ async def test_a_client_of_http_1_0_gets_events_without_chunks_around_them(make_
     assert stream.startswith(b"data: ")
     assert stream.endswith(DONE)
     assert text_in(stream) == text_of(3, 4)
+
+
+async def test_an_answer_that_a_bug_of_the_proxy_ends_is_cut(make_stack, monkeypatch, logged):
+    (decode,) = decodes()
+    decode.gate.clear()
+    stack = await make_stack(prefills(), [decode])
+    reader, writer = await asyncio.open_connection(*stack.url.removeprefix("http://").split(":"))
+    body = b'{"prompt": "hi", "seed": 3, "max_tokens": 4, "stream": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    begun = await reader.readuntil(b"data: ")
+    monkeypatch.setattr(Transcript, "add", lambda *_: 1 / 0)
+    decode.gate.set()
+    rest = await asyncio.wait_for(reader.read(), timeout=10.0)
+    writer.close()
+    assert (begun + rest).count(b"HTTP/1.1 ") == 1
+    assert not rest.endswith(b"0\r\n\r\n")
+    assert any("request failed" in line for line in logged)
 
 
 async def test_of_a_client_that_does_not_read_the_proxy_keeps_little(make_stack):
