@@ -51,10 +51,12 @@ _INSTEAD = Path(__file__).with_name("emulated.h")
 
 
 def marks_of(target: str) -> list[pytest.MarkDecorator]:
-    """The quick loop runs what this CPU is best at; what is emulated is compiled at night."""
+    """The quick loop runs what this CPU is best at; the night what is that again, or emulated."""
     if target == build.NATIVE:
         return []
-    return [pytest.mark.slow if _has(BUILDS[target].feature) else pytest.mark.matrix]
+    feature = BUILDS[target].feature
+    is_again = feature == "avx2" and not _has("avx512vl")
+    return [pytest.mark.slow if _has(feature) and not is_again else pytest.mark.matrix]
 
 
 def kernels_for(target: str) -> KernelBackend:

@@ -19,7 +19,7 @@ from pdserve.kernels.backend import KernelBackend
 from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table
 from pdserve.kernels.cases.latent import latent_cache, latent_inputs
 from pdserve.kernels.reference.moe import RoutingRule
-from tests.kernels.builds import CPU, KERNELS, TARGETS, ZEN_3, kernels_for, needs_native
+from tests.kernels.builds import CPU, KERNELS, TARGETS, ZEN_3, kernels_for, marks_of, needs_native
 
 pytestmark = needs_native
 
@@ -141,9 +141,9 @@ def test_attention_is_the_same_for_any_chunks(
     assert torch.equal(_attend_in_chunks(inputs, chunks), whole)
 
 
-@pytest.mark.slow
-def test_attention_built_for_zen_3_is_the_same_token_by_token() -> None:
-    kernels = kernels_for(ZEN_3)
+@pytest.mark.parametrize("target", [pytest.param(ZEN_3, marks=marks_of(ZEN_3))])
+def test_attention_built_for_zen_3_is_the_same_token_by_token(target: str) -> None:
+    kernels = kernels_for(target)
     inputs = attention_inputs([90], [1100], (4, 2), 32, dtype=torch.float32, device=CPU)
     whole = kernels.paged_attention(*inputs)
     assert torch.equal(_attend_in_chunks(inputs, [1] * 90, kernels), whole)
