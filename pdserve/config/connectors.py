@@ -76,8 +76,9 @@ def load(name: str) -> HasSettings:
                 param="kv-transfer-config.kv-connector",
             ) from error
     else:
+        usable = ", ".join(each for each in names() if each != _WITHIN_A_PROCESS)
         raise ConfigError(
-            f"--kv-transfer-config.kv-connector is {name!r}: use one of {', '.join(names())}",
+            f"--kv-transfer-config.kv-connector is {name!r}: use one of {usable}",
             param="kv-transfer-config.kv-connector",
         )
     return make()
