@@ -152,7 +152,7 @@ def described(core: CoreEvents, now_s: float) -> str:
     """Return a line: the reader's state, changes since the last line, and what the core holds."""
     state = core.reader.state(now_s)
     if state is ReaderState.RESYNC:
-        return "asking for all that it holds (if this lasts, the secrets differ)"
+        return "asking for all that it holds (if this lasts, PDSERVE_SECRET differs)"
     came = f"+{core.num_stored} -{core.num_removed}"
     core.num_stored = core.num_removed = 0
     media = ", ".join(
