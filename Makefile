@@ -134,7 +134,7 @@ $(VENV)/.torch: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "pdserve needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing pdserve into $(VENV) (a few minutes the first time)"
+	@echo "Installing pdserve into $(VENV) (the first time, as long as torch takes to arrive)"
 	@$(INSTALL) "torch==2.13.0"
 	@touch $@
 

@@ -79,7 +79,7 @@ class Boundary:
             response = _refuse(request, refusal_of(error, request))
         except ClientGoneError:
             response = web.Response(status=499)  # no client is left to receive it
-        except Exception as error:
+        except Exception as error:  # the top of a request: the proxy goes on
             log_event(
                 log,
                 "request failed",

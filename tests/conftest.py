@@ -139,7 +139,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByDeploymen
     return _ByDeployment(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
-# Clients that take seconds to import, which one of several processes needs.
+# Importing these clients takes seconds: only a process that uses one pays for it.
 
 
 @pytest.fixture(scope="session")

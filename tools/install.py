@@ -2,8 +2,8 @@
 
     python tools/install.py --editable .
 
-uv reads none of pip's settings, so they are given to it here. Where one of them means nothing to
-uv, uv cannot be had or it fails, pip installs.
+uv reads none of pip's settings, so they are passed to it here. pip installs if one of them means
+nothing to uv, if uv cannot be had, or if uv fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
-# uv's variable for pip's setting, and what stands there between several values.
+# For each of pip's settings, uv's variable, and what separates several values in it.
 _VARIABLES = {
     "cert": ("SSL_CERT_FILE", " "),
     "constraint": ("UV_CONSTRAINT", " "),

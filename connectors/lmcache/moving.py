@@ -255,7 +255,7 @@ class LoadingThread(threading.Thread):
         except StoreGoneError as error:
             self._link.lost(error)
         except StoreMissError:
-            pass
+            pass  # its load fails as if the store were gone
         if slots is None:
             job.keep(chunks.first, LoadFailure.PEER_LOST)
             return

@@ -51,7 +51,7 @@ _INSTEAD = Path(__file__).with_name("emulated.h")
 
 
 def marks_of(target: str) -> list[pytest.MarkDecorator]:
-    """The quick loop runs what this CPU is best at; the night what is that again, or emulated."""
+    """The quick loop runs what this CPU is best at; the night, that once more and emulations."""
     if target == build.NATIVE:
         return []
     feature = BUILDS[target].feature

@@ -139,7 +139,7 @@ def drawn() -> dict[str, str]:
 @pytest.mark.parametrize(
     "name",
     [
-        # The others are looked at at night.
+        # The rest are compared at night.
         pytest.param(name, marks=[pytest.mark.matrix] if index >= 10 else [])
         for index, name in enumerate([*GRAMMARS, *DRAWN])
     ],
