@@ -213,8 +213,10 @@ class TextRequest:
             if output is None:
                 raise InternalError(f"job {self.request_id} ended before its choices")
             index = self._index_of[output.request_id]
-            if output.finish_reason is not None:
-                raise_if_failed(output, self.choices[index].request, self.clock.monotonic_s())
+            choice = self.choices[index]
+            # What ends a choice in the engine after a stop string has ended it here is no news.
+            if output.finish_reason is not None and choice.finish_reason is None:
+                raise_if_failed(output, choice.request, self.clock.monotonic_s())
         except Exception as error:
             self.failure = error
             raise

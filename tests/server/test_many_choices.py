@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.server.choice import Choice
 from pdserve.wire.core_messages import Add
+from pdserve.wire.request import FinishReason
 from tests.server.conftest import events, make_engine, serving
 from tests.server.engine import ServedEngine
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from pdserve.wire.request import EngineOutput, GenerateRequest, Sibling
+    from tests.toy_request import ToyRequest
 
 PATH = "/v1/completions"
 PROMPT = [7] * 1500
@@ -65,6 +67,41 @@ async def test_each_of_several_prompts_has_its_own_choices(text, stream):
             alone += [choice["text"] for choice in answer["choices"]]
     assert texts == alone
     assert len(set(texts)) == 6
+
+
+class FailingLate(ServedEngine):
+    """An engine in which a choice fails just after its first token, unless it ended with that."""
+
+    async def generate(
+        self, request: GenerateRequest, *siblings: Sequence[Sibling]
+    ) -> AsyncGenerator[EngineOutput, None]:
+        async for output in super().generate(request, *siblings):
+            yield output
+            if output.request_id == request.request_id and output.finish_reason is None:
+                yield msgspec.structs.replace(
+                    output, new_token_ids=[], finish_reason=FinishReason.ERROR, error="broken"
+                )
+
+
+async def test_a_choice_that_a_stop_string_ended_cannot_fail_the_others(text):
+    token = [text.tokenizer.encode(letter)[-1] for letter in "ab"]
+    ids: list[str] = []
+
+    def next_token(request: ToyRequest, output: Sequence[int]) -> int:
+        if request.request_id not in ids:
+            ids.append(request.request_id)
+        return token[ids.index(request.request_id) % 2]
+
+    engine = FailingLate(
+        vocab_size=text.tokenizer.vocab_size,
+        next_token=next_token,
+    )
+    async with serving(text, engine) as server:
+        body = {"prompt": "x", "n": 2, "max_tokens": 4}
+        answer = await server.ok(PATH, body | {"stop": "a"})
+        assert [each["finish_reason"] for each in answer["choices"]] == ["stop", "length"]
+        assert answer["choices"][1]["text"] == "bbbb"
+        assert (await server.post(PATH, body))[0] == 500
 
 
 async def test_more_tokens_than_one_request_may_ask_for_are_refused(server):
