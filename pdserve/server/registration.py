@@ -141,6 +141,7 @@ class Registrar:
                 for gone in keeping.keys() - places:
                     keeping.pop(gone).cancel()
                     self._refusals.pop(gone, None)
+                    self._asked.discard(gone)
                 for place in places - keeping.keys():
                     keeping[place] = asyncio.create_task(self._keep(place, proxy))
                 await asyncio.sleep(self._lease_s / 3)

@@ -233,6 +233,11 @@ class EventFeed:
             await asyncio.sleep(max(_TURN_S, len(self._cores) / _MAX_TURNED_PER_S))
 
     def _turn(self) -> None:
+        self._refused &= {
+            (backend.url, backend.info.incarnation)
+            for backend in self._backends
+            if backend.info is not None
+        }
         wanted = {
             _CoreName(backend.url, backend.info.incarnation, rank): (backend, endpoint)
             for backend in self._backends

@@ -287,6 +287,8 @@ async def test_an_engine_that_names_no_place_for_its_events_keeps_nobody_from_re
             await until(lambda: feed.exact("http://e"))
             await asyncio.sleep(0.25)
             assert not feed.exact("http://nowhere")
+            engines[0].info = None  # it is gone, and its next life has another name
+            await until(lambda: not feed._refused)
     assert sum("its KV events are not read" in line for line in logged) == 1
 
 

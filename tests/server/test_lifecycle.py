@@ -428,6 +428,7 @@ async def test_an_engine_registers_with_every_proxy_behind_a_name_as_they_come_a
         await until(lambda: registered.refusal is not None)
         behind.remove(there)
         await until(lambda: registered.refusal is None)
+        assert registered._asked == {here}
         behind.clear()  # a name server that fails: they are where they were
         num = len(first.calls)
         await until(lambda: len(first.calls) > num + 2)
