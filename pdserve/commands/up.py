@@ -175,6 +175,8 @@ class Supervisor:
             if member.role in ENGINE_ROLES:
                 async with session.get(f"{member.url}{INFO_PATH}") as response:
                     engine = (await response.json())["engine"]
+                if engine is None:  # it starts anew, after a death that is reported elsewhere
+                    continue
                 digest, layout = engine["layout_digest"], engine["layout"]
                 peers.append(RunningEngine(member.url, member.role, digest, layout))
         for one, other in itertools.combinations(peers, 2):

@@ -95,9 +95,9 @@ def test_a_deployment_where_nobody_does_a_part_of_the_work_is_refused(
 
 
 class _Told:
-    """An HTTP session that tells a dtype of each engine."""
+    """An HTTP session that tells a dtype of each engine; none of one that starts."""
 
-    def __init__(self, dtypes: dict[str, str]) -> None:
+    def __init__(self, dtypes: dict[str, str | None]) -> None:
         self._dtypes = dtypes
 
     @contextlib.asynccontextmanager
@@ -106,6 +106,8 @@ class _Told:
         yield self
 
     async def json(self) -> dict[str, object]:
+        if self._dtype is None:
+            return {"engine": None}
         return {"engine": {"layout_digest": self._dtype, "layout": {"dtype": self._dtype}}}
 
 
@@ -114,6 +116,8 @@ async def test_engines_that_cannot_pair_are_an_error() -> None:
     prefill, decode, _ = (member.url for member in deployment.members)
     supervisor = Supervisor(UpConfig(), deployment)
     session: Any = _Told({prefill: "float32", decode: "float32"})
+    await supervisor._require_pairs(session)
+    session = _Told({prefill: None, decode: "float32"})
     await supervisor._require_pairs(session)
     session = _Told({prefill: "float32", decode: "bfloat16"})
     with pytest.raises(
