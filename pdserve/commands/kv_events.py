@@ -136,7 +136,7 @@ def _watch(cores: Sequence[CoreEvents], seconds: float) -> None:
     printed_s = start_s
     while (now_s := time.monotonic()) - start_s < seconds:
         for core in cores:
-            core.read(_POLL_MS // len(cores))
+            core.read(max(1, _POLL_MS // len(cores)))
         if now_s - printed_s < _PRINT_S:
             continue
         printed_s = now_s
