@@ -236,6 +236,10 @@ class StepQueue:
 
     # ---- in flight -----------------------------------------------------------------
 
+    def has(self, request: Request) -> bool:
+        """Whether a step in flight computes this request, even if its results are discarded."""
+        return any(request.request_id in step.num_computed_after for step in self._in_flight)
+
     def retire(self, step_id: int, now_s: float) -> Step:
         """Remove and return the oldest step, which must be `step_id`."""
         if not self._in_flight or self._in_flight[0].step_id != step_id:

@@ -155,7 +155,7 @@ class Transfers:
     def give_away(self, request: Request, now_s: float) -> None:
         """Hand over a running request as it is, once no step computes it."""
         request.give_away()
-        is_at_rest = request.is_decoding and not request.num_pending_tokens
+        is_at_rest = request.is_decoding and not self._state.steps.has(request)
         if is_at_rest and self.hand_over(request, now_s):
             self._outputs.tokens(request, 0, None, finish=FinishReason.HANDOFF, stop_reason=None)
 

@@ -199,3 +199,28 @@ def test_a_handoff_whose_tokens_were_edited_is_refused():
     (output,) = b.settle()
     assert output.finish_reason is FinishReason.ERROR
     assert "tokens is" in str(output.error)
+
+
+def test_one_whose_prompt_is_computed_here_again_goes_once_no_step_computes_it():
+    """All of its tokens but the last are in a step that is not back, and samples nothing."""
+    fleet = Fleet("a", "b", "c", max_num_batched_tokens=len(PROMPT) + 1)
+    a, b, c = fleet.engines
+    a.scheduler.add(request())
+    run_until(a, 1)
+    _, handoff = give_away(a)
+    a.close()
+    b.scheduler.add(request("s", handoff))
+    while not b.in_flight:
+        b.collect()
+        b.submit()
+    assert handoff.num_tokens == b.in_flight[-1].num_scheduled_tokens["s"]
+    b.scheduler.hand_over([RequestId("s")])
+    early = b.report()
+    assert not early, "it has gone while a step wrote its blocks"
+    _, handoff = give_away(b, "s")
+    c.scheduler.add(request("t", handoff))
+    assert tokens_of(c.settle()) == EXPECTED
+    assert c.scheduler.stats().kv_loads["pull"] == 1
+    for engine in (b, c):
+        engine.settle()
+        assert_nothing_held(engine.scheduler)
