@@ -59,8 +59,8 @@ def tenant_of(config: ProxyConfig, headers: Mapping[str, str]) -> str:
 
     Unchecked keys could be made up, and are ignored.
     """
-    if config.tenant_header and (name := headers.get(config.tenant_header)):
-        return name[:_MAX_NAME_CHARS]
+    if config.tenant_header and (name := _name_in(headers, config.tenant_header)):
+        return name
     if not config.api_keys:
         return ""
     key = engine_headers((), headers).get(hdrs.AUTHORIZATION, "")
@@ -76,7 +76,7 @@ def as_asked(
         BadRequestError: An objective is invalid.
     """
     slo = _decoded(body, "slo", Objectives | None) or Objectives()
-    session = headers.get(SESSION_HEADER) or _decoded(body, "session_id", str | None) or ""
+    session = _name_in(headers, SESSION_HEADER) or _decoded(body, "session_id", str | None) or ""
     return RoutePrompt(
         body.num_bytes,
         needs_equal_text=body.needs_equal_text(),
@@ -89,6 +89,12 @@ def as_asked(
         model=body.model,
         max_output=body.max_output,
     )
+
+
+def _name_in(headers: Mapping[str, str], header: str) -> str:
+    """Return the name in a header; what aiohttp escaped, as it is not UTF-8, is replaced."""
+    given = headers.get(header, "").encode("utf-8", "surrogateescape")
+    return given.decode("utf-8", "replace")[:_MAX_NAME_CHARS]
 
 
 def _decoded(body: ClientBody, name: str, kind: object) -> Any:

@@ -125,3 +125,15 @@ async def test_who_leaves_between_its_grant_and_its_turn_is_no_work_of_an_engine
         await asyncio.gather(client, return_exceptions=True)
     assert (places.num_running, ledger.at(prefill.url).num_prompts) == (0, 0)
     assert prefill.calls == []
+
+
+async def test_names_that_are_no_text_are_names_like_others(stack):
+    """What choosing for a request raises may end another one, which has made room for it."""
+    reader, writer = await asyncio.open_connection(*stack.url.removeprefix("http://").split(":"))
+    body = b'{"prompt": %b, "max_tokens": 4}' % str([next(FIRST_TOKENS)] * 300).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n" % len(body)
+    writer.write(head + b"X-Session-Id: \xff\r\nX-Tenant: \xff\r\n\r\n" + body)
+    status = await reader.readline()
+    writer.close()
+    assert b" 200 " in status
+    assert any('tenant="\ufffd"' in name for name in await stack.metrics())
