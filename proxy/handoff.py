@@ -139,7 +139,7 @@ class Handoff:
 
 def leave(leg: Leg, engine: Backend, services: Services, story: Story) -> None:
     """Hang up on a stream, and give back the handoff that its engine may have been asked for."""
-    if not leg.may_move:
+    if not leg.may_move and leg.moved is None:
         leg.hang_up()
         return
     with Handoff(engine, services.http, services.metrics, story) as late:

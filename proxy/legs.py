@@ -255,9 +255,6 @@ class Legs:
             return response
         except MovedError:  # it has ended well
             raise
-        except WorkerError:
-            leg.close()
-            raise
         except BaseException:
             leave(leg, backend, self.services, self.story)
             raise

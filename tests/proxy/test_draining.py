@@ -13,7 +13,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.wire.transfer import HANDOFFS
 from tests.proxy.conftest import until
 from tests.proxy.hooks import answers, ask, decodes, drops, hangs, kv_failed, legs, prefills
-from tests.proxy.scripted import Call, ScriptedEngine, text_in, text_of
+from tests.proxy.scripted import Call, ScriptedEngine, sse, text_in, text_of, word
 from tests.proxy.test_registration import is_ready, register, send
 
 DEADLINE_S = 5.0
@@ -392,6 +392,24 @@ async def test_the_client_may_leave_before_the_handoff_of_a_stream_that_moves(ma
     await until(lambda: leaving.leased or leaving.released)
     await until(lambda: not leaving.leased)
     assert (await draining)["is_empty"]
+
+
+async def test_the_handoff_of_a_stream_that_breaks_off_behind_it_is_given_back(make_stack):
+    breaks, goes_on = decodes(2)
+
+    async def hook(call: Call, request: web.Request) -> web.StreamResponse | None:
+        if call.leg != "decode":
+            return None
+        await breaks.read_lease(call)
+        handoff = sse({"pdserve_handoff": breaks.handoff(call, 2)})
+        return await drops(after=breaks.chunk(call, word(3, 1)) + handoff)(call, request)
+
+    breaks.hook = hook
+    stack = await make_stack(prefills(), [breaks, goes_on], decode_policy="round_robin")
+    while not breaks.calls:
+        assert text_in(await stack.stream({"max_tokens": 6})) == text_of(3, 6)
+    await until(lambda: not breaks.leased)
+    assert breaks.released
 
 
 async def test_answers_in_one_piece_and_of_several_choices_are_not_moved(make_stack):
