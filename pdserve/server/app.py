@@ -181,6 +181,7 @@ async def run_server(
     """
     app = build_app(client, None, engine_config=engine_config, server_config=server_config)
     service = app[SERVICE]
+    service.is_registering = bool(server_config.proxy_urls)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
@@ -214,6 +215,7 @@ async def run_server(
                 await registration.start()
                 await _wait_while(lambda: not registration.is_settled, service, stop.asked)
             if stop.first is None and client.dead_reason is None:
+                service.is_registering = False
                 on_ready(url)
             await _wait_while(lambda: True, service, stop.asked, poll_s=_POLL_S)
             service.is_leaving = True

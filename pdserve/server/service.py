@@ -117,6 +117,7 @@ class Service:
         jobs: Requests for text that are being answered.
         recent: Requests that have ended.
         registration: Registers this engine with the configured proxies once it is ready.
+        is_registering: Whether a configured proxy has still to take it, or to give no answer.
         recorder: Records events for traces.
         bodies: Reads the bodies of requests.
         verifier: Authenticates requests from proxies of this deployment.
@@ -139,6 +140,7 @@ class Service:
     draining: bool = False
     jobs: dict[int, TextRequest] = field(default_factory=dict)
     registration: Registrar | None = None
+    is_registering: bool = False
     recent: FinishedRequests = field(default_factory=FinishedRequests)
     recorder: Recorder = field(default_factory=Recorder)
     created_s: int = 0

@@ -72,9 +72,12 @@ async def livez(request: web.Request) -> web.Response:
 async def readyz(request: web.Request) -> web.Response:
     """200 once the weights are loaded and no proxy refuses the engine, until shutdown begins.
 
-    The body says why not.
+    The body says why not. Proxies look at `info`, which waits for no proxy's answer.
     """
-    reason = request.app[SERVICE].unready_reason
+    service = request.app[SERVICE]
+    reason = service.unready_reason
+    if reason is None and service.is_registering:
+        reason = "it is registering with its proxies"
     return web.Response(status=200 if reason is None else 503, text=f"{reason or 'ok'}\n")
 
 

@@ -224,10 +224,13 @@ class Proxy:
         self.verifier: Verifier | None = None
         self.status = 200
         self.answer = ""
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     async def handle(self, request: web.Request) -> web.Response:
         data = await request.read()
         self.calls.append((request.method, json.loads(data)))
+        await self.may_answer.wait()
         if self.verifier is not None:
             try:
                 self.verifier.check(request, data)
@@ -326,6 +329,20 @@ async def test_a_proxy_that_comes_later_learns_of_the_engine(text, model_dir, mo
     told = [each.getMessage() for each in caplog.records if each.name == registration.__name__]
     logged = [line.split(" proxy=")[0] for line in told]
     assert logged == ["registration failed", "registered"]
+
+
+async def test_an_engine_is_not_ready_before_its_proxy_has_answered(text, model_dir):
+    proxy = Proxy()
+    proxy.may_answer.clear()
+    async with proxy.listening() as url:
+        running = Running(model_dir, make_engine(text), proxy_urls=(url,))
+        await until(lambda: bool(proxy.calls))
+        assert await get(running.url + "/readyz") == 503
+        proxy.may_answer.set()
+        await running.until_ready()
+        assert await get(running.url + "/readyz") == 200
+        terminate()
+        await running.task
 
 
 async def test_an_engine_that_a_proxy_refuses_is_not_ready_and_says_why(
