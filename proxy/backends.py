@@ -373,14 +373,14 @@ def _bare(url: str) -> str:
 def _is_same_model(ours: EngineInfo, theirs: EngineInfo) -> bool:
     """Return whether two engines may belong to one deployment, even during a rolling update.
 
-    Weights may then differ, if both are served under one name, and so may the layout fields that
-    a version knows: only those that both know are compared.
+    Both are served under one name: a request that gives it may reach either. Weights may differ
+    during an update, and so may the layout fields that a version knows: only those that both
+    know are compared.
     """
-    if ours.layout_digest == theirs.layout_digest:
-        return True
     known_to_both = ours.layout.keys() & theirs.layout.keys() - _REVISION
-    return ours.model == theirs.model and all(
-        ours.layout[name] == theirs.layout[name] for name in known_to_both
+    return ours.model == theirs.model and (
+        ours.layout_digest == theirs.layout_digest
+        or all(ours.layout[name] == theirs.layout[name] for name in known_to_both)
     )
 
 

@@ -133,8 +133,9 @@ async def test_an_engine_that_was_replaced_unnoticed_does_not_go_on_with_a_strea
     assert len(engine.calls) > 1
 
 
-async def test_another_model_is_refused_with_both_names(make_stack):
-    (prefills, _), (_, decodes) = revision("w1"), revision("w2")
+@pytest.mark.parametrize("weights", ["w1", "w2"])
+async def test_another_model_is_refused_with_both_names(make_stack, weights):
+    (prefills, _), (_, decodes) = revision("w1"), revision(weights)
     stack = await make_stack(prefills)
     engine = await decodes[0].start()
     engine.model = "other"
