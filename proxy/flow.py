@@ -185,7 +185,7 @@ class Flow:
             self._legs.prompt,
             failed=failed or self._setbacks.failed,
             may_push=self._setbacks.may_push,
-            layout=self._delivery.layout,
+            layout=self._layout,
             decision=decision,
         )
 
@@ -410,10 +410,15 @@ class Flow:
             await self._setbacks.pause("local")
 
     def _local_engine(self) -> Backend:
-        failed, layout = self._setbacks.failed, self._delivery.layout
+        legs, failed = self._legs, self._setbacks.failed
         return self._router.local_engine(
-            self._legs.prompt, failed, layout=layout, ends_with_prompt=self._legs.ends_with_prompt
+            legs.prompt, failed, layout=self._layout, ends_with_prompt=legs.ends_with_prompt
         )
+
+    @property
+    def _layout(self) -> str | None:
+        """The layout that engines must have now: any until the client has been sent something."""
+        return self._delivery.layout if self._delivery.has_begun else None
 
     # --- reporting
 

@@ -104,9 +104,12 @@ async def test_a_stream_whose_weights_are_gone_ends_with_an_error_that_says_so(m
     assert legs(others) == []
 
 
-async def test_a_request_of_which_nothing_was_sent_is_begun_again_on_other_weights(make_stack):
+@pytest.mark.parametrize("after", [b"", b"data: {"])
+async def test_a_request_of_which_nothing_was_sent_is_begun_again_on_other_weights(
+    make_stack, after
+):
     (_, decodes), (_, others) = revision("w1"), revision("w2")
-    decodes[0].hook = drops()
+    decodes[0].hook = drops(after=after)
     stack = await make_stack([], decodes + others, decode_policy="round_robin")
     for _ in range(2):
         assert await ask(stack, stream=True) == text_of(3, 4)
