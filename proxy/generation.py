@@ -37,7 +37,7 @@ from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
 from pdserve.proxy.gate import as_asked, tenant_of
 from pdserve.proxy.legs import Legs
-from pdserve.proxy.story import Story
+from pdserve.proxy.story import Stage, Story
 from pdserve.wire.hop import REQUEST_ID_HEADER, STAGES_HEADER
 
 if TYPE_CHECKING:
@@ -199,6 +199,11 @@ class Generation:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         """Ask any engine, within a request's time limit."""
+        story = Story(request[REQUEST_ID_KEY], request.path, self._clock, stage=Stage.LOCAL)
+        with self._live.hold(story):
+            return await self._forwarded(request)
+
+    async def _forwarded(self, request: web.Request) -> web.StreamResponse:
         limit_s = self._config.request_timeout_s
         until_s = asyncio.get_running_loop().time() + limit_s
         body = await self._bytes_of(request, until_s)

@@ -509,6 +509,14 @@ async def test_a_body_that_is_on_its_way_when_the_time_is_up_is_answered_too(mak
     assert (ended.status, ended.reason) == (503, "shutting_down")
 
 
+async def test_a_question_that_is_passed_on_is_waited_for_and_cut_like_a_request(make_stack):
+    stack = await make_stack([], [ScriptedEngine("decode")], shutdown_timeout_s=0.05)
+    asked = asyncio.create_task(stack.refused({"tokens": [1]}, path="/detokenize"))
+    await stack.until_stages("local")
+    await asyncio.wait_for(stack.proxy.stop(), 20)
+    assert await asked == (503, "shutting_down")
+
+
 async def test_finished_requests_are_shown_newest_first_on_demand(make_stack):
     stack = await make_stack([ScriptedEngine("prefill")], [ScriptedEngine("decode")])
     for _ in range(3):
