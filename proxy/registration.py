@@ -85,7 +85,10 @@ class Registrations:
 
     async def _deregister(self, request: web.Request) -> web.Response:
         leaving = await self._signed(request, Deregistration)
-        backend = self._backends.get(leaving.url.rstrip("/"))
+        backend, engine = self._backends.get(leaving.url.rstrip("/")), leaving.engine
+        info = None if backend is None else backend.info
+        if info and engine and info.incarnation != engine.incarnation:
+            return json_answer({})  # another life is at this URL by now
         self._backends.deregister(leaving.url)
         if backend is not None and leaving.deadline_s is not None:
             self._drains.leave(backend, leaving.deadline_s)

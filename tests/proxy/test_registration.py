@@ -136,6 +136,20 @@ async def test_an_engine_that_leaves_gets_nothing_more(make_stack, started):
     assert (await stack.refused())[0] == 503
 
 
+async def test_the_leave_of_a_former_life_that_comes_late_is_not_the_present_ones(
+    make_stack, started
+):
+    stack = await make_stack()
+    engine = await started("decode")
+    leave = {"url": engine.url, "engine": engine.info()}
+    engine.incarnation = "life-2"
+    await register(stack, engine)
+    assert (await send(stack, "DELETE", leave))[0] == 200
+    assert stack.proxy.backends.get(engine.url) is not None
+    await send(stack, "DELETE", leave | {"engine": engine.info()})
+    assert stack.proxy.backends.get(engine.url) is None
+
+
 async def test_an_engine_that_leaves_in_mid_stream_leaves_no_pair_behind(make_stack, started):
     stack = await make_stack(cb_failure_threshold=1)
     prefill, decode = [await started(role) for role in ("prefill", "decode")]
