@@ -177,15 +177,14 @@ class Transcript:
         for _ in range(_NUM_LEADING):
             if self._took_alike(data):
                 return
-            end = data.find(b"\n\n") + 2
-            self.read(data[:end])
-            data = data[end:]
+            first, end, data = data.partition(b"\n\n")
+            self.read(first + end)
         self.read(data)
 
     def read(self, data: bytes) -> None:
         """Note whole events one by one, at once."""
         for event in SseParser().feed(data):
-            if not event.is_done:
+            if event.data and not event.is_done:  # a comment has none
                 self._note(event)
 
     def _taken(self) -> bytes:
@@ -295,6 +294,7 @@ class Replay:
         """
         if event.is_done:
             self._expect_nothing_left()
+        if event.is_done or not event.data:
             return event.raw
         chunk, choices = _chunk_of(event)
         if not choices:

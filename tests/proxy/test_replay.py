@@ -271,6 +271,16 @@ def test_an_event_longer_than_what_is_kept_unread_is_compared_like_any_other():
     }
 
 
+def test_comments_and_lines_that_end_otherwise_are_read():
+    sent = (
+        event(chat(0, "a", role=True)),
+        b": wait\n\n",
+        event(chat(0, "b")).replace(b"\n", b"\r\n"),
+    )
+    rest = run(after(*sent), b"".join(sent) + event(chat(0, "c"))).replace(b": wait\n\n", b"")
+    assert what_a_client_sees(rest) == {0: ("c", "c", 0, 0)}
+
+
 def test_a_stream_that_cannot_be_read_is_not_begun_again():
     with pytest.raises(DivergedError, match="cannot be read"):
         after(b"data: nonsense\n\n")
