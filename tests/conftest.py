@@ -10,7 +10,9 @@ import itertools
 import os
 import re
 import signal
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -20,10 +22,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 import tests.interpreted_triton  # noqa: F401  # imports Triton before a test does
 from tests.lmcache_server import LMCacheServer
+from tests.ranks import never_compare_dtensors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterator
-    from pathlib import Path
     from types import ModuleType
 
     from tests.browser import Browser, Chromium
@@ -52,8 +54,30 @@ def pytest_collection() -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
+        if "torch" in sys.modules:
+            never_compare_dtensors()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Have each of several processes begin with other folders.
+
+    In a fresh clone, each file is compiled by the one that comes to it first, and the others read
+    what it has written. In step from the first file on, each would compile all.
+    """
+    report = yield
+    if collector.path == _HERE and (worker := getattr(collector.config, "workerinput", None)):
+        nodes = report.result
+        first = len(nodes) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        report.result = [*nodes[first:], *nodes[:first]]
+    return report
+
+
+_HERE = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -81,6 +105,7 @@ _MARKS_OF_ALL = re.compile(r"^pytestmark = (?:\[[^\]]*\]|.*)", re.MULTILINE)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave to the night the cases that a test marked `covering` can do without."""
+    items.sort(key=lambda item: item.path)  # see `pytest_make_collect_report`
     alike: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):

@@ -245,6 +245,13 @@ def _zygote() -> _Zygote:
         return _running
 
 
+def never_compare_dtensors() -> None:
+    """Spare this process the 500 modules, sympy's among them, that the first comparison imports."""
+    import torch
+
+    torch.testing._comparison._HAS_DTENSOR = False
+
+
 def serve(control_fd: int) -> None:
     """The zygote's loop."""
     import torch
@@ -253,7 +260,7 @@ def serve(control_fd: int) -> None:
     from pdserve.kernels.cpu import build
 
     torch.set_num_threads(1)
-    torch.testing.assert_close(torch.ones(1), torch.ones(1))  # imports 500 modules at first use
+    never_compare_dtensors()
     with contextlib.suppress(build.BuildError):
         build.library()  # seconds, once per version of the kernels; else in the first ranks' time
     control = socket.socket(fileno=control_fd)
