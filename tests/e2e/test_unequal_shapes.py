@@ -77,8 +77,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, ...]]]] = {
             "pp3 32": ("-pp", "3", "--block-size", "32"),
         },
     ),
+    "crosswise": (
+        "llama",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3},
+        {
+            "tp2": ("-tp", "2"),
+            "pp2 32": ("-pp", "2", "--block-size", "32"),
+        },
+    ),
 }  # fmt: skip
-COVERING = {"both"}
+# Heads, layers and blocks are cut otherwise by P than by D, in each direction.
+COVERING = {"crosswise"}
 
 
 class Pair:

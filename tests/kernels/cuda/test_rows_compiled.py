@@ -67,16 +67,6 @@ ROWS = {
 }
 
 
-QUICK = "rms_norm"
-names = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == QUICK else pytest.mark.matrix)
-        for name in ROWS
-    ],
-)
-
-
 def calls_with_and_without_overlap() -> gate.Calls:
     def in_turn(call: Callable[[], object]) -> Callable[[], object]:
         def run() -> None:
@@ -89,20 +79,19 @@ def calls_with_and_without_overlap() -> gate.Calls:
 
 
 @cache
-def _compiled(*, quick: bool) -> dict[str, list[gate.Compiled]]:
-    chosen = [name for name in ROWS if (name == QUICK) == quick]
-    in_turn = [f"{name}, in turn" for name in chosen]
-    return gate.compiled(f"{__name__}:calls_with_and_without_overlap", *chosen, *in_turn)
+def _compiled() -> dict[str, list[gate.Compiled]]:
+    return gate.compiled(f"{__name__}:calls_with_and_without_overlap")
 
 
 def test_every_call_is_looked_at() -> None:
     assert calls().keys() == ROWS.keys()
 
 
-@names
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ROWS)
 def test_a_kernel_stays_in_registers_waits_by_itself_and_moves_16_bytes_at_once(name: str) -> None:
     registers, programs, loads, stores = ROWS[name]
-    found = _compiled(quick=name == QUICK)
+    found = _compiled()
     (kernel,) = found[name]
     assert kernel.spilled == 0
     assert kernel.registers <= registers
