@@ -297,6 +297,15 @@ class Backends:
                         level=logging.WARNING if is_other_revision else logging.ERROR,
                         reason=_cannot_exchange(backend.url, engine, other.url, other.info),
                     )
+                elif differ_in_text(backend, other):
+                    log_event(
+                        log,
+                        "two engines read requests differently",
+                        level=logging.WARNING,
+                        reason=f"{backend.url} and {other.url} differ in tokenizer, chat template, "
+                        "generation_config.json or parsers, and an answer may be begun by one and "
+                        "continued by the other: give both the same files and flags",
+                    )
         if former is not None and former.incarnation != engine.incarnation:
             log_event(log, "engine restarted", url=backend.url, engine=engine.engine_id)
             self._breakers.renew(backend)
@@ -396,3 +405,9 @@ def _cannot_exchange(url: str, engine: EngineInfo, other_url: str, other: Engine
     remedy = "" if engine.model == other.model else " (--served-model-name gives both one name)"
     what = "; ".join(differing) or digests
     return f"{url} cannot exchange KV with {other_url}: {what}{remedy}"
+
+
+def differ_in_text(one: Backend, other: Backend) -> bool:
+    """Return whether two engines say that their tokens, or answers, to one request differ."""
+    said = {each.info.text_digest for each in (one, other) if each.info is not None}
+    return len(said - {""}) > 1

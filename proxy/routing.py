@@ -14,6 +14,7 @@ from pdserve.config.http import KVTransfer
 from pdserve.config.policies import PREDICTED, SHADOW
 from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
+from pdserve.proxy.backends import differ_in_text
 from pdserve.proxy.brain.candidates import Candidates
 from pdserve.proxy.policies import RouteRequest, policy_named, split_policy_named
 from pdserve.proxy.policies.splitting import always
@@ -264,7 +265,7 @@ class Router:
     def _may_share(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Return whether two engines can share a request."""
         can_pair = self._backends.can_pair(prefill, decode)
-        return can_pair and not (prompt.needs_equal_text and _differ_in_text(prefill, decode))
+        return can_pair and not (prompt.needs_equal_text and differ_in_text(prefill, decode))
 
     def _pulls(self, prefill: Backend, decode: Backend, prompt: RoutePrompt) -> bool:
         """Return whether a request can be pulled over this pair."""
@@ -434,9 +435,3 @@ def _can_follow(
     if chosen.prefill not in engines or chosen.decode not in engines:
         return False
     return chosen.is_local or may_pair(chosen.prefill, chosen.decode)
-
-
-def _differ_in_text(one: Backend, other: Backend) -> bool:
-    """Return whether two engines say that their tokens, or answers, to one request differ."""
-    said = {each.info.text_digest for each in (one, other) if each.info is not None}
-    return len(said - {""}) > 1

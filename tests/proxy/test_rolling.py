@@ -149,6 +149,20 @@ async def test_another_model_is_refused_with_both_names(make_stack, weights):
     await engine.stop()
 
 
+@pytest.mark.parametrize(
+    ("digests", "are_named"), [("ab", True), ("aa", False), (("", "b"), False)]
+)
+async def test_engines_that_read_requests_differently_are_named(
+    make_stack, caplog, digests, are_named
+):
+    (prefill,), (decode,) = engines = revision("w1")
+    prefill.text_digest, decode.text_digest = digests
+    await make_stack(*engines)
+    told = [each.getMessage() for each in caplog.records if "read requests diff" in each.message]
+    assert len(told) == are_named
+    assert all(prefill.url in each and decode.url in each for each in told)
+
+
 async def test_engines_of_the_former_protocol_are_pulled_between(make_stack):
     """A ticket is the proxy's own, and they could not read it."""
     prefills, decodes = revision("w1")
