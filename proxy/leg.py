@@ -134,6 +134,7 @@ class Leg:
             self._body += chunk
             if len(self._body) > MAX_EVENT_BYTES:
                 raise WorkerError(f"{self.url} sent an answer that does not end", reason="garbled")
+        self.ended.set()
         return bytes(self._body)
 
     async def chunks(self) -> AsyncIterator[bytes]:

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from pdserve.proxy.client import EngineHttp
 from pdserve.proxy.leg import ABANDON_TIMEOUT_S, HANG_UP_TIMEOUT_S
+from pdserve.proxy.legs import Legs
 from tests.proxy.conftest import until
 from tests.proxy.hooks import ask, hangs, legs, streaming
 from tests.proxy.scripted import LEASES, ScriptedEngine, sse, text_in, text_of, word
@@ -347,3 +348,26 @@ async def test_a_hundred_streams_cut_at_random_moments_leave_nothing_behind(make
     assert {nonce for engine in prefills for nonce in engine.read + engine.released} == {
         nonce for nonce, engine in LEASES.items() if engine in prefills
     }
+
+
+async def test_a_client_may_leave_in_the_moment_its_whole_answer_has_come(
+    make_stack, prefill, decode, monkeypatch
+):
+    stack = await make_stack([prefill], [decode])
+    places, leg_of, handlers = stack.proxy.admission.places, Legs.decode, []
+    place = places.ask
+
+    def note(claim):
+        handlers.append(asyncio.current_task())
+        place(claim)
+
+    async def come_and_leave(*args):
+        outcome = await leg_of(*args)
+        handlers[0].cancel()
+        return outcome
+
+    places.ask = note
+    monkeypatch.setattr(Legs, "decode", come_and_leave)
+    await asyncio.gather(ask(stack, stream=False), return_exceptions=True)
+    assert decode.calls
+    await assert_nothing_held(stack)
