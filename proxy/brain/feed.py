@@ -247,8 +247,11 @@ class EventFeed:
         }
         for name in self._cores.keys() - wanted.keys():
             self._leave(name)
-        for name in wanted.keys() - self._cores.keys():
-            self._join(name, *wanted[name])
+        for name, (backend, endpoint) in wanted.items():
+            if name not in self._cores:
+                self._join(name, backend, endpoint)
+            else:  # which may have left and come back since
+                self._engines[name.url].backend = backend
         for name in list(self._cores):
             self._pump(name)
         self._believe()

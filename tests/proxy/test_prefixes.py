@@ -254,6 +254,27 @@ async def test_with_its_events_an_engine_says_how_much_all_its_cores_have_to_do(
             assert len(told) == num_told
 
 
+async def test_the_load_of_an_engine_that_left_and_came_back_is_told_of_the_present_one():
+    with telling(ScriptedEngine("decode")) as publisher:
+        former, present = (engine_at("http://e", publisher.endpoint) for _ in range(2))
+        engines, told = [former], []
+        feed = EventFeed(
+            PrefixIndex(),
+            engines,
+            SystemClock(),
+            secret=SECRET,
+            on_load=lambda engine, load: told.append(engine),
+        )
+        feed.start()
+        try:
+            publisher.load = RoutingLoad(4, 1, 30, 100)
+            await until(lambda: former in told)
+            engines[:] = [present]
+            await until(lambda: present in told)
+        finally:
+            await feed.stop()
+
+
 def test_releases_without_loads_and_lessons_read_batches_with_them_and_the_other_way_round():
     class Former(msgspec.Struct, array_like=True):
         epoch: int
