@@ -195,9 +195,12 @@ class Gate:
     def ended(self, prompt: RoutePrompt, story: Story) -> float:
         """Count a request's cost; return it in the units of `Claim`."""
         stages = story.prefill_stages
-        num_computed = self._prompt_cost(prompt)
         if stages is not None:
-            num_computed = max(0, stages.prompt_tokens - stages.cached_tokens)
+            num_computed: float = max(0, stages.prompt_tokens - stages.cached_tokens)
+        elif story.is_refused or story.first_leg_s is None:
+            num_computed = 0
+        else:
+            num_computed = self._prompt_cost(prompt)
         self._metrics.took(prompt.tenant, num_computed, story.num_output_tokens)
         return num_computed + OUTPUT_WEIGHT * story.num_output_tokens
 

@@ -140,6 +140,7 @@ class Setbacks:
         """
         backend, error = failure.backend, failure.error
         if isinstance(error, RefusedError) and not failure.is_busy:
+            self._story.is_refused = True
             return False
         if failure.is_kv:
             self.may_push = False

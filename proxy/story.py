@@ -147,6 +147,7 @@ class Story:
             that did everything after another had begun, or that continued.
         is_stalled: Whether such an engine has sent nothing yet.
         is_moved: Whether another engine continued it during decode.
+        is_refused: Whether an engine refused it as its client's mistake.
         kv_mode: Which engine moved the KV in the last attempt.
         not_pushed: Reason for a pull where a push was allowed.
         prompt, known: Its prompt as routing knew it and, by leg, the engine's part of it, as of the
@@ -183,6 +184,7 @@ class Story:
     decode_stages: EngineStages | None = None
     fallback_stages: EngineStages | None = None
     is_moved: bool = False
+    is_refused: bool = False
     is_stalled: bool = False
     kv_mode: KVMode | None = None
     not_pushed: NotPushed | None = None

@@ -22,6 +22,8 @@ from pdserve.proxy.admission import (
     band_of,
 )
 from pdserve.proxy.shares import RECENT_S, RecentWork
+from tests.proxy.conftest import until
+from tests.proxy.hooks import REFUSAL, answers
 from tests.proxy.scripted import ScriptedEngine
 
 
@@ -302,3 +304,15 @@ async def test_tenants_are_told_apart_by_key_or_by_the_gateways_header(make_stac
     assert sorted(name[:4] for name in names) == ["acme", "key-", "key-", "othe", "unna"]
     assert sorted(counted.values()) == [0, 0, 4, 4, 8]
     assert not any("one" in name for name in names)
+
+
+async def test_a_prompt_that_no_engine_computes_is_charged_to_nobody(make_stack):
+    decode = ScriptedEngine("decode")
+    decode.hook = answers(400, REFUSAL)
+    stack = await make_stack([], [decode], queue_timeout_s=0.1)
+    assert (await stack.refused())[0] == 400
+    await decode.stop()
+    await until(lambda: not any(each.available for each in stack.proxy.backends))
+    assert (await stack.refused())[0] == 503
+    metrics = await stack.metrics()
+    assert metrics['pdserve_tenant_tokens_total{kind="prompt",tenant="unnamed"}'] == 0
