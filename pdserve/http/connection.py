@@ -14,7 +14,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 
 from pdserve.errors import (
@@ -116,6 +116,9 @@ class ClientConnection(web.RequestHandler):
             error = HeadersTooLargeError(
                 f"a header or the request line is longer than {exc.args[1]} bytes"
             )
+        elif isinstance(exc, UnicodeEncodeError) and hdrs.EXPECT in request.headers:
+            # aiohttp refuses an unknown expectation in its own words, which cannot be encoded.
+            error = refusal_of(web.HTTPExpectationFailed(), request)
         elif status < 500:
             reason = (message or "it cannot be read").strip().split("\n", 1)[0].rstrip(":")
             error = BadRequestError(f"this is not an HTTP request: {reason}", code="invalid_http")

@@ -62,7 +62,7 @@ class _Policy:
             *(("allowed-headers", name, self._headers) for name in names),
         ):
             if not _is_among(value, allowed):
-                message = f"{value} is not among the --{flag} of this server"
+                message = f"{value!r} is not among the --{flag} of this server"
                 return error_answer(BadRequestError(message, code="cors_refused"))
         answer = web.Response(text="OK")
         answer.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = method

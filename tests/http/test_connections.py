@@ -157,13 +157,17 @@ async def test_headers_that_are_too_large_are_a_431_that_says_how_large_they_may
 
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
-async def test_an_unknown_expectation_is_a_417_in_openais_shape(serve, path):
+@pytest.mark.parametrize(("expected", "shown"), [(b"miracles", "miracles"), (b"\xff", r"\udcff")])
+async def test_an_unknown_expectation_is_a_417_in_openais_shape(
+    serve, path, expected, shown, caplog
+):
     async with connected(await serve()) as wire:
         head = HEAD.replace(b"/v1/completions", path)
-        wire.send(head + b"Expect: miracles\r\nContent-Length: 2\r\n\r\n{}")
+        wire.send(head + b"Expect: " + expected + b"\r\nContent-Length: 2\r\n\r\n{}")
         status, error = await wire.refusal()
         assert (status, error["code"]) == (417, "expectation_failed")
-        assert "miracles" in error["message"]
+        assert shown in error["message"]
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_client_that_expects_to_be_told_to_go_on_is(serve):

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.config.http import CorsConfig
 from pdserve.errors import ConfigError
+from tests.http.conftest import connected
 
 PAGE = "https://chat.example.com"
 PATH = "/v1/completions"
@@ -60,6 +61,26 @@ async def test_methods_and_headers_may_be_named_too(serve):
     assert (await may_ask(url, "POST"))[0] == 400
     assert (await may_ask(url, "GET", "x-request-id, content-type"))[0] == 200
     assert (await may_ask(url, "GET", "authorization"))[0] == 400
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"Origin: \xff",
+        b"Access-Control-Request-Method: \xff",
+        b"Access-Control-Request-Headers: \xff",
+    ],
+)
+async def test_a_question_that_is_not_utf_8_is_refused(serve, header, caplog):
+    cors = CorsConfig(allowed_origins=(PAGE,), allowed_methods=("GET",), allowed_headers=("X-A",))
+    asked = {b"Host": b"x", b"Origin": PAGE.encode(), b"Access-Control-Request-Method": b"GET"}
+    name, _, value = header.partition(b": ")
+    lines = [b"%b: %b" % each for each in (asked | {name: value}).items()]
+    async with connected(await serve({"cors": cors})) as wire:
+        wire.send(b"\r\n".join([b"OPTIONS /v1/completions HTTP/1.1", *lines, b"", b""]))
+        status, error = await wire.refusal()
+    assert (status, error["code"]) == (400, "cors_refused")
+    assert "Traceback" not in caplog.text
 
 
 async def test_credentials_are_for_origins_by_their_name(serve):
