@@ -11,6 +11,7 @@ from pdserve.dialects.responses import PARAMS, ResponsesDialect
 from pdserve.errors import BadRequestError
 from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
 from pdserve.http.parsing import parse_body
+from pdserve.http.protocol import effort_variables
 
 if TYPE_CHECKING:
     from pdserve.dialects.answer import Dialect
@@ -44,7 +45,13 @@ def tokens_asked(data: bytes) -> bytes:
     Raises:
         BadRequestError: It cannot be read, or asks for something that is not supported.
     """
-    asked = prompt_fields(parse_body(data, CountTokensRequest))
+    body = parse_body(data, CountTokensRequest)
+    asked = prompt_fields(body)
+    if (body.tool_choice or {}).get("type") == "none":
+        asked.pop("tools", None)
+    if (effort := (body.output_config or {}).get("effort")) is not None:
+        variables = asked.get("chat_template_kwargs", {})
+        asked["chat_template_kwargs"] = {**effort_variables(effort), **variables}
     try:
         return msgspec.json.encode(asked)
     except RecursionError:

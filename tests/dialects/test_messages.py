@@ -5,6 +5,8 @@ import pytest
 
 from pdserve.dialects.paths import COUNT_TOKENS, MESSAGES, error_of, tokens_asked, tokens_counted
 from pdserve.errors import BadRequestError
+from pdserve.http.parsing import parse_body
+from pdserve.http.protocol import ChatRequest, TokenizeRequest
 from tests.dialects.chats import ALL, DONE, USAGE, WHOLE, call, chunk, sse, translated, translator
 
 HI = [{"role": "user", "content": "hi"}]
@@ -310,3 +312,21 @@ def test_tokens_are_counted_of_what_stands_in_the_prompt():
     }
     counted = tokens_counted(b'{"count": 7, "tokens": [1]}')
     assert msgspec.json.decode(counted) == {"input_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"name": "look"}]},
+        {"tools": [{"name": "look"}], "tool_choice": {"type": "none"}},
+        {"output_config": {"effort": "low"}},
+        {"output_config": {"effort": "none"}},
+        {"output_config": {"effort": "none"}, "thinking": {"type": "enabled"}},
+    ],
+)
+def test_a_count_is_of_what_a_template_is_told_for_the_message(fields):
+    chat = parse_body(msgspec.json.encode(asked(**fields)), ChatRequest)
+    data = msgspec.json.encode({"messages": HI, **fields})
+    counted = parse_body(tokens_asked(data), TokenizeRequest)
+    assert (counted.tools or []) == chat.offered_tools
+    assert counted.template_variables == chat.template_variables
