@@ -25,6 +25,8 @@ from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.server.text_request import Delta, TextRequest
     from pdserve.text.tokenizer import Tokenizer
 
@@ -37,23 +39,21 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     service.resolve_model(body.model)
     text, info = service.require_ready()
-    prompts = body.prompts()
+    given = body.prompts()
     special = body.add_special_tokens is not False
-    token_ids = await encode_prompts(
-        request, body, prompts, add_special_tokens=special, field="prompt"
+    whole = prompts = await encode_prompts(
+        request, body, given, add_special_tokens=special, field="prompt"
     )
     if body.truncate_prompt_tokens is not None:
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        prompts = token_ids = cut_prompts(
-            token_ids, body, max_tokens=max_tokens, max_model_len=info.max_model_len
-        )
+        prompts = cut_prompts(whole, body, max_tokens=max_tokens, max_model_len=info.max_model_len)
     wanted = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         wanted = max(wanted or 0, body.logprobs)
     job = await make_job(
         request,
         body,
-        token_ids,
+        prompts,
         Asked(
             prompt_field="prompt",
             max_tokens=body.max_tokens,
@@ -62,7 +62,9 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             prompt_logprobs=wanted,
         ),
     )
-    form = _Form(body, job, text.tokenizer, prompts)
+    sent: Sequence[str | list[int]] = given if body.echo else []
+    echo = [_echo_of(text.tokenizer, *each) for each in zip(sent, whole, prompts, strict=False)]
+    form = _Form(body, job, text.tokenizer, echo)
     async with serving(request, job):
         await job.start()
         if body.stream:
@@ -72,8 +74,30 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         return await send_json(request, job, answer)
 
 
+def _echo_of(
+    tokenizer: Tokenizer, given: str | list[int], whole: list[int], left: list[int]
+) -> str:
+    """Return the text of a prompt, or what is left of it if it was cut.
+
+    Args:
+        given: As it was sent.
+        whole, left: Its tokens before and after it was cut.
+    """
+    begin = 0
+    if isinstance(given, str):
+        if len(left) == len(whole):
+            return given
+        bos = tokenizer.special_tokens.get("bos_token", "")
+        begin = int(left[0] == tokenizer.bos_token_id and not given.startswith(bos))
+    return tokenizer.decode(left[begin:], skip_special_tokens=False)
+
+
 class _Form(AnswerForm):
-    """See `AnswerForm`."""
+    """See `AnswerForm`.
+
+    Args:
+        echo: The text that each prompt's choices begin with, if any.
+    """
 
     prefix = "cmpl"
     kind = "text_completion"
@@ -83,18 +107,11 @@ class _Form(AnswerForm):
         body: CompletionRequest,
         job: TextRequest,
         tokenizer: Tokenizer,
-        prompts: list[str] | list[list[int]],
+        echo: list[str],
     ) -> None:
         super().__init__(body, job, tokenizer, may_be_plain=True)
         self._body = body
-        self._echo: list[str] = []
-        if body.echo:
-            self._echo = [
-                prompt
-                if isinstance(prompt, str)
-                else tokenizer.decode(prompt, skip_special_tokens=False)
-                for prompt in prompts
-            ]
+        self._echo = echo
         self._echo_only = bool(body.echo) and body.max_tokens == 0
 
     def chunk(self, delta: Delta) -> dict[str, Any]:

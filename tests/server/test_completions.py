@@ -174,6 +174,25 @@ async def test_echo_puts_the_prompt_first_in_text_and_logprobs(text):
     assert stream[0]["choices"][0]["logprobs"]["token_logprobs"][0] is None
 
 
+async def test_an_echo_is_the_text_that_was_sent_or_what_is_left_of_it(text):
+    tokenizer = make_tokenizer("byte_fallback")  # adds <s>, as Llama's does
+    vocab_size = tokenizer.vocab_size
+    own = replace(text, tokenizer=tokenizer, vocab_size=vocab_size)
+    body = {"prompt": "The lazy dog", "echo": True, "max_tokens": 0}
+    limited = {"truncate_prompt_tokens": 3}
+    async with serving(own, make_engine(text, vocab_size=vocab_size)) as server:
+        echoed = [
+            (await server.ok(PATH, body | fields))["choices"][0]["text"]
+            for fields in (
+                {"truncate_prompt_tokens": 50},
+                limited,
+                limited | {"truncation_side": "right"},
+            )
+        ]
+    assert len(tokenizer.encode("The lazy dog")) == 5
+    assert echoed == ["The lazy dog", "lazy dog", "The laz"]
+
+
 @pytest.mark.parametrize(("of_echo", "of_prompt"), [(0, 3), (3, 1)])
 async def test_an_echo_and_prompt_logprobs_have_as_many_alternatives_as_each_asks_for(
     server, of_echo, of_prompt
