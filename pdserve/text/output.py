@@ -174,6 +174,7 @@ class OutputProcessor:
                 case Reasoning(text):
                     delta.reasoning += text
                 case CallBegins():
+                    delta.text += self._stops.flush()  # no stop string reaches into a call
                     delta.call(self._num_begun).begins = piece
                     self._num_begun += 1
                 case CallArguments(text):

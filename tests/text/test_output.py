@@ -140,6 +140,15 @@ def test_stop_strings_do_not_look_into_reasoning_and_calls():
     assert (delta.stop_reason, delta.finish_reason) == ("x", FinishReason.STOP)
 
 
+def test_what_may_begin_a_stop_string_is_given_out_before_a_call():
+    processor = processor_with("hermes", stop=("xyz",))
+    deltas = [processor.push([token_id], None) for token_id in ANSWER]
+    text = "".join(
+        delta.text for delta in deltas[: [bool(d.calls) for d in deltas].index(True) + 1]
+    )
+    assert text == "the fox"
+
+
 def test_special_tokens_have_text_inside_of_a_call():
     quoted = TOKENIZER.encode("<|im_end|>", add_special_tokens=False)
     token_ids = [
