@@ -95,10 +95,15 @@ def used_cores(before: CpuReading, after: CpuReading, watched: Watched) -> Cores
     earlier, later = _by_part(before, roots), _by_part(after, roots)
     parts = {part: later[part] - earlier.get(part, 0.0) for part in later if part is not None}
     foreign = {
-        pid: process.cpu_s - (then.cpu_s if (then := before.processes.get(pid)) else 0.0)
+        pid: process.cpu_s
         for pid, process in after.processes.items()
         if _part_of(pid, roots, after) is None
     }
+    for pid, process in before.processes.items():
+        # All that a process ever used is its parent's once it has ended.
+        holder = next((each for each in _line(pid, before) if each in after.processes), None)
+        if holder in foreign:
+            foreign[holder] -= process.cpu_s
     greediest = max(foreign, key=lambda pid: foreign[pid], default=None)
     busy = sum(after.cores[core].busy_s - before.cores[core].busy_s for core in cores)
     stolen = sum(after.cores[core].stolen_s - before.cores[core].stolen_s for core in cores)

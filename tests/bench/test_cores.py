@@ -87,6 +87,13 @@ def test_what_nobody_of_the_run_has_used_is_others_and_the_greediest_is_named(
     assert found.hypervisor == 0.0
 
 
+def test_what_a_program_used_before_the_run_counts_for_nobody_when_it_ends(tmp_path: Path) -> None:
+    before = {ME: (1, 0, 0), 90: (1, 0, 0), 91: (90, 4000, 0), 92: (91, 800, 0)}
+    after = {ME: (1, 0, 0), 90: (1, 0, 4900)}
+    found = used(tmp_path, before, after, core="100 0 0 0 0 0 0 0 0 0")
+    assert (found.others, found.greediest_cores) == (0.1, 0.1)
+
+
 def test_what_the_hypervisor_took_is_told_apart(tmp_path: Path) -> None:
     found = used(tmp_path, {}, {ME: (1, 100, 0)}, core="100 0 0 700 0 0 0 200 0 0")
     assert (found.hypervisor, found.others, found.total) == (0.2, 0.0, pytest.approx(0.3))
