@@ -13,6 +13,7 @@ a handoff after the block: that one is given back at once.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -142,7 +143,7 @@ def leave(leg: Leg, engine: Backend, services: Services, story: Story) -> None:
     if not leg.may_move and leg.moved is None:
         leg.hang_up()
         return
-    with Handoff(engine, services.http, services.metrics, story) as late:
-        if leg.moved is not None:
+    with Handoff(engine, services.http, services.metrics, story) as late, suppress(WorkerError):
+        if leg.moved is not None:  # one that cannot be read changes nothing about why this is left
             late.read(leg.moved)
     leg.abandon(late.read)  # what is read now is given back at once, too

@@ -12,7 +12,7 @@ from pdserve.proxy.client import EngineHttp
 from pdserve.proxy.leg import ABANDON_TIMEOUT_S, HANG_UP_TIMEOUT_S
 from pdserve.proxy.legs import Legs
 from tests.proxy.conftest import until
-from tests.proxy.hooks import ask, hangs, legs, streaming
+from tests.proxy.hooks import ask, first_chunk, hangs, legs, streaming
 from tests.proxy.scripted import LEASES, ScriptedEngine, sse, text_in, text_of, word
 
 
@@ -370,4 +370,24 @@ async def test_a_client_may_leave_in_the_moment_its_whole_answer_has_come(
     monkeypatch.setattr(Legs, "decode", come_and_leave)
     await asyncio.gather(ask(stack, stream=False), return_exceptions=True)
     assert decode.calls
+    await assert_nothing_held(stack)
+
+
+async def test_a_client_has_left_though_the_handoff_of_its_stream_cannot_be_read(make_stack):
+    engines = [ScriptedEngine("decode") for _ in range(2)]
+
+    async def hook(call, request):
+        response = await streaming(request)
+        await response.write(first_chunk() + sse({"pdserve_handoff": {}}))
+        await asyncio.Event().wait()
+
+    for engine in engines:
+        engine.hook = hook
+    stack = await make_stack([], engines)
+    client = asyncio.create_task(stack.stream())
+    await until(lambda: any(leg.moved for each in stack.proxy.backends for leg in each.legs))
+    await leave(client)
+    await until(lambda: not stack.proxy.live.stories)
+    assert await disconnects(stack, "local") == 1
+    assert len(legs(engines)) == 1
     await assert_nothing_held(stack)
