@@ -24,6 +24,7 @@ from pdserve.http.control import Stamps, proof_headers
 from pdserve.http.tls import client_context
 from pdserve.observe.log import log_event
 from pdserve.wire.hop import NONCE_HEADER, REGISTER_PATH, Deregistration, Registration
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -238,6 +239,6 @@ def _reason(status: int, answer: bytes) -> str:
     """Return a proxy's refusal in its own words, or a description of its answer."""
     try:
         text = str(msgspec.json.decode(answer)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (*UNREADABLE, KeyError, TypeError):
         text = f"{status}: {answer.decode(errors='replace')}"
     return text[:_MAX_REASON_CHARS]

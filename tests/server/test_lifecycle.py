@@ -224,6 +224,7 @@ class Proxy:
         self.verifier: Verifier | None = None
         self.status = 200
         self.answer = ""
+        self.body = b""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -237,7 +238,8 @@ class Proxy:
             except StaleProofError as error:
                 self.calls.pop()
                 return error_answer(error)
-        return web.json_response({"error": {"message": self.answer}}, status=self.status)
+        body = self.body or json.dumps({"error": {"message": self.answer}}).encode()
+        return web.Response(body=body, status=self.status, content_type="application/json")
 
     @contextlib.asynccontextmanager
     async def listening(self, port: int = 0):
@@ -401,6 +403,18 @@ async def test_a_proxy_that_gives_no_verdict_keeps_no_engine_from_being_ready(te
         await registered.start()
         await until(lambda: registered.is_settled)
         assert registered.refusal is None
+        await registered.stop(deadline_s=1.0)
+
+
+@pytest.mark.parametrize("body", [b'{"error": "\xff"}', b"[" * 100_000])
+async def test_an_answer_that_cannot_be_read_does_not_end_the_asking(text, monkeypatch, body):
+    monkeypatch.setattr(registration, "_RETRY_S", 0.01)
+    proxy = Proxy()
+    proxy.status, proxy.body = 503, body
+    async with proxy.listening() as url:
+        registered = Registrar([url], url="http://me", info=make_engine(text).info, secret="")
+        await registered.start()
+        await until(lambda: len(proxy.calls) > 1)
         await registered.stop(deadline_s=1.0)
 
 
