@@ -8,6 +8,8 @@ of them.
 from __future__ import annotations
 
 import base64
+import contextlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -169,7 +171,21 @@ def _memory() -> tuple[npt.NDArray[np.uint8], Region]:
     )
 
 
+def _import_nixl() -> None:
+    """Import NIXL, without torch where torch is a build for CPUs.
+
+    NIXL asks torch which CUDA it is for: it reads that from torch's files, and imports torch, which
+    takes seconds, where no answer stands there.
+    """
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        sys.modules["torch"] = None  # type: ignore[assignment]  # what cannot be imported
+        with contextlib.suppress(ImportError):  # an agent says it
+            importlib.import_module("nixl")
+        del sys.modules["torch"]
+
+
 if __name__ == "__main__":
+    _import_nixl()
     parts = {"source": _source, "reader": _reader}
     try:
         parts[sys.argv[1]](sys.argv[2:], sys.stdin.buffer)
