@@ -295,13 +295,16 @@ def until_still(kv: Tensor) -> None:
         time.sleep(0.02)
 
 
+PRELOADED = [__name__, "nixl"]
+
+
 class _Child:
     """A process that answers calls; the first thing it says is kept in `greeting`."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         # A fork of a process that has imported everything starts in a tenth of a spawn's time.
         forkserver = multiprocessing.get_context("forkserver")
-        forkserver.set_forkserver_preload([__name__, "nixl"])
+        forkserver.set_forkserver_preload(PRELOADED)
         self._pipe, theirs = forkserver.Pipe()
         self.process = forkserver.Process(target=target, args=(theirs, *args), daemon=True)
         self.process.start()

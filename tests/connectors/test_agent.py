@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +15,10 @@ from pdserve.connectors.nixl.agent import NixlAgent, TransferState
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.transfer.seams import Direction
 from pdserve.errors import ConfigError
+from tests.connectors.engines import PRELOADED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -31,15 +31,21 @@ _NUM_UNITS = 16
 @pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_a_peer_that_never_answers_a_connect_holds_nobody_up() -> None:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
     # In a process of its own: what waits inside NIXL cannot be stopped.
-    process = context.Process(target=_read_from_nobody, args=(there,), daemon=True)
+    assert _said_by(_read_from_nobody) is TransferState.IN_PROGRESS
+
+
+def _said_by(target: Callable[..., None], *args: object) -> object:
+    """What a process of its own sends; it is a fork of one that has imported NIXL."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(there, *args), daemon=True)
     process.start()
     there.close()
     try:
         assert here.poll(60.0), "it waits inside NIXL"
-        assert here.recv() is TransferState.IN_PROGRESS
+        return here.recv()
     finally:
         process.kill()
         process.join()
@@ -100,13 +106,13 @@ def test_a_backend_that_reaches_storage_alone_is_a_wrong_setting() -> None:
 @pytest.mark.slow
 def test_a_backend_whose_plugin_cannot_be_loaded_is_a_wrong_setting(tmp_path: Path) -> None:
     (tmp_path / "libplugin_ODD.so").write_text("not a library")
+    assert "--kv-transfer-config.nixl.backends contains 'ODD'" in str(_said_by(_load_odd, tmp_path))
+
+
+def _load_odd(answer: Connection, plugins: Path) -> None:
     # NIXL looks for plugins once in a process.
-    code = "from pdserve.connectors.nixl.agent import NixlAgent; NixlAgent('odd', ['ODD'])"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "NIXL_PLUGIN_DIR": str(tmp_path)},
-        check=False,
-    )
-    assert "ConfigError: --kv-transfer-config.nixl.backends contains 'ODD'" in found.stderr
+    os.environ["NIXL_PLUGIN_DIR"] = str(plugins)
+    try:
+        NixlAgent("odd", ["ODD"])
+    except ConfigError as error:
+        answer.send(error.message)

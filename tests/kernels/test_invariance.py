@@ -49,6 +49,7 @@ def any_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @dtypes
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("any_threads")
 @pytest.mark.parametrize("rows", [2, 3, 5, 12, 13, 16, 17, 33, 64, 300, 512])
 def test_linear_row_is_the_same_in_any_batch(dtype: torch.dtype, rows: int) -> None:
@@ -126,6 +127,7 @@ def _attend_in_chunks(inputs: tuple, chunks: list[int], kernels: KernelBackend =
 
 
 @dtypes
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("any_threads")
 @pytest.mark.parametrize("window", [None, 50, 700])
 @pytest.mark.parametrize("chunk", [1, 16, 100, 512])

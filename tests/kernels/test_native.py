@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,8 +17,13 @@ import torch
 from pdserve.errors import InternalError
 from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table
 from pdserve.kernels.cpu import build
+from pdserve.parallel.mesh import MeshShape
 from tests.kernels.builds import CPU, KERNELS, needs_native
 from tests.python import run_python
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from pdserve.parallel.group import World
 
 pytestmark = pytest.mark.slow
 
@@ -247,23 +254,20 @@ def test_python_threads_may_call_at_once() -> None:
 
 @needs_native
 def test_idle_threads_use_no_cpu_and_a_forked_child_has_its_own() -> None:
-    code = (
-        "import os, time, torch\n"
-        "from pdserve.kernels.registry import kernels_on\n"
-        "kernels = kernels_on(torch.device('cpu'))\n"
-        "torch.set_num_threads(2)\n"
-        "layer, x = kernels.linear_of(torch.randn(512, 256)), torch.randn(40, 256)\n"
-        "expected = layer(x)\n"
-        "time.sleep(0.05)\n"
-        "before = time.process_time()\n"
-        "time.sleep(0.3)\n"
-        "assert time.process_time() - before < 0.01\n"
-        "child = os.fork()\n"
-        "if not child:\n"
-        "    same = all(torch.equal(layer(x), expected) for _ in range(20))\n"
-        "    tasks = os.listdir('/proc/self/task')\n"
-        "    names = [open(f'/proc/self/task/{task}/comm').read() for task in tasks]\n"
-        "    os._exit(0 if same and 'pdserve-kernel\\n' in names else 1)\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
-    )
-    _python(code)
+    run_ranks(MeshShape(), _fork_beside_idle_threads)
+
+
+def _fork_beside_idle_threads(_: World) -> None:
+    torch.set_num_threads(2)
+    layer, x = KERNELS.linear_of(torch.randn(512, 256)), torch.randn(40, 256)
+    expected = layer(x)
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.01
+    child = os.fork()
+    if not child:
+        same = all(torch.equal(layer(x), expected) for _ in range(20))
+        names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+        os._exit(0 if same and "pdserve-kernel\n" in names else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

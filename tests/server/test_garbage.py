@@ -133,6 +133,7 @@ def test_any_value_of_any_field_is_answered_or_named(text, request):
     ids=range(10),
 )
 @pytest.mark.slow
+@pytest.mark.covering(1)
 async def test_a_body_that_is_garbage_is_refused(server, path, body):
     error = await assert_answered_or_refused(server.url + path, body)
     assert error["type"] == "invalid_request_error"

@@ -98,6 +98,7 @@ WIDE_TILES = {"wide": WIDE, "wide swapped": replace(WIDE, cols=64, extra_cols=32
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile", (TILES | WIDE_TILES).values(), ids=TILES | WIDE_TILES)
 @pytest.mark.parametrize("shape", [(50, 96, 128), (20, 80, 64), (33, 70, 72), (5, 40, 33)], ids=str)
 def test_every_tile_gives_the_product(tile: ProductTile, shape: tuple[int, int, int]) -> None:
@@ -109,6 +110,7 @@ def test_every_tile_gives_the_product(tile: ProductTile, shape: tuple[int, int, 
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("shape", [(20, 32, 64), (33, 70, 72)], ids=str)
 def test_every_tile_gives_the_product_and_its_activation(

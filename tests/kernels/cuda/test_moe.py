@@ -28,7 +28,8 @@ KERNELS = KernelBackend(name="cuda", description="", route=route, experts=CudaEx
         pytest.param(
             case,
             id=case.name,
-            marks=[pytest.mark.matrix] * (case.name in {"mixtral", "groups_by_best"}),
+            marks=[pytest.mark.matrix]
+            * (case.name in {"mixtral", "groups_by_best", "groups_with_ties"}),
         )
         for case in OPERATIONS["route"].cases()
     ],
