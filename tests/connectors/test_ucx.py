@@ -37,7 +37,8 @@ def test_a_second_copy_of_ucx_in_a_process_is_refused(load: str, loaded: str, sa
 
 def test_under_nohup_a_closing_terminal_does_not_make_ucx_log_every_transfer() -> None:
     program = f"""
-import signal
+import signal, sys
+sys.modules["torch"] = None  # NIXL would import it, to learn its CUDA version
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 {_NIXL}
 agent = Make(*arguments)

@@ -98,6 +98,7 @@ def test_what_a_cpu_has_saved_is_loaded_into_blocks_of_another_size_and_saved_al
     assert torch.equal(again, pool)
 
 
+@pytest.mark.slow
 def test_a_pool_may_be_larger_than_4_gib() -> None:
     blocks, first = Blocks(64, 1), (5 << 30) - POOL_BYTES
     pool, small = torch.empty(5 << 30, dtype=torch.uint8), a_pool()
@@ -129,6 +130,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_copied(kernels: KernelB
         kernels.gather_chunks(*copy._replace(starts=copy.starts[:, :1].contiguous()))
 
 
+@pytest.mark.slow
 def test_engines_on_cpus_and_on_cuda_load_what_the_others_have_saved(
     kernels: KernelBackend,
 ) -> None:

@@ -96,6 +96,7 @@ def test_tokens_are_drawn_as_the_reference_draws_them_and_alone_as_in_company() 
     assert drawn(sampling, logits[4:5], one, by_k=True, by_p=True) == found[4:5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("by_k", "by_p"),
     [(False, False), pytest.param(True, False, marks=pytest.mark.matrix), (False, True)],
