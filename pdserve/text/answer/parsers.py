@@ -63,8 +63,11 @@ TOOL_PARSERS: Final[Mapping[str, CallFormat]] = {
 REASONING_PARSERS: Final[Mapping[str, ReasoningFormat]] = {
     "deepseek_r1": _THINK,
     "deepseek_v3": _THINK,
+    "deepseek_v4": _THINK,
+    "deepseek_v41": _THINK,
     "gemma4": _GEMMA,
     "glm45": _THINK,
+    "glm47": _THINK,
     "kimi_k2": _THINK,
     "mistral": _MISTRAL,
     "qwen3": _THINK,
