@@ -139,13 +139,12 @@ def test_a_check_whose_time_is_over_says_so():
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_without_a_device_every_part_runs_in_small(tmp_path):
     file = tmp_path / "gpu.json"
     interpreted = os.environ | {"TRITON_INTERPRET": "1"}
-    run_python(
-        "-m", "benchmarks.gpu", "--json", str(file), env=interpreted, cwd=ROOT, timeout_s=580
-    )
+    options = "--json", str(file), "--limit-s", "500"  # of a part; busy cores are slow
+    run_python("-m", "benchmarks.gpu", *options, env=interpreted, cwd=ROOT, timeout_s=1180)
     found = json.loads(file.read_text())
     assert errors(found) == []
     assert all(part["results"] for part in found["parts"].values())
