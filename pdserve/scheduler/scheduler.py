@@ -20,6 +20,7 @@ from pdserve.scheduler.plan import refusal_of
 from pdserve.scheduler.request import Request
 from pdserve.scheduler.state import SchedulerState
 from pdserve.scheduler.steps import Filling
+from pdserve.scheduler.stuck import StuckKV
 from pdserve.scheduler.telemetry import Telemetry
 from pdserve.scheduler.transfers import Transfers
 from pdserve.wire.request import ErrorCode, FinishReason
@@ -77,6 +78,7 @@ class Scheduler:
         self._counters = state.counters
         self._num_arrivals = 0
         self._may_admit = True
+        self._stuck = StuckKV(state)
         self._transfers = Transfers(state)
         self._batcher = Batcher(state, self._transfers)
 
@@ -198,7 +200,12 @@ class Scheduler:
             filling.num_tokens.update(self._batcher.admit(now_s, budget))
         if not filling.num_tokens and self._batcher.is_making_way:  # for one that cannot start
             self._batcher.fill(now_s, filling, makes_way=False)
-        if not filling.num_tokens and not self.state.steps.has_gone:
+        if filling.num_tokens:
+            self._stuck.went_on()
+        elif not self.state.steps.has_gone:
+            stuck = self._stuck.next_to_end(now_s)
+            if stuck is not None:
+                self._fail(stuck, self._stuck.why, ErrorCode.KV_TRANSFER_FAILED, now_s)
             return None
         return self._build_step(now_s, filling)
 

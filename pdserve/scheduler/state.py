@@ -103,7 +103,7 @@ class WaitingQueue:
         Args:
             without_prompts: Whether requests whose prompt is computed here are passed.
         """
-        heads = {source: self._head(source) for source in KVSource}
+        heads = {source: self.head(source) for source in KVSource}
         if without_prompts:
             heads[KVSource.LOCAL] = None
         planned = heads[KVSource.PLANNED]
@@ -115,7 +115,7 @@ class WaitingQueue:
 
     def note_start(self, request: Request) -> None:
         """Note that `request`, which was next, starts, perhaps in a planned one's place."""
-        planned = self._head(KVSource.PLANNED)
+        planned = self.head(KVSource.PLANNED)
         if planned is not None and planned.rank < request.rank:
             planned.overtaken()
 
@@ -143,7 +143,8 @@ class WaitingQueue:
             request.times.queue_again(now_s)
             self.push(request)
 
-    def _head(self, source: KVSource) -> Request | None:
+    def head(self, source: KVSource) -> Request | None:
+        """Return the first request in line whose KV comes from there."""
         heap = self._heaps[source]
         while heap:
             *_, entry, request = heap[0]

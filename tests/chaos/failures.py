@@ -446,6 +446,11 @@ _HEAD = (
     "5. 503 with `Retry-After`; before that, the request waits for a missing engine for as long as",
     "   it may queue (`--queue-timeout-secs`)",
     "",
+    "Engines for both roles could wait for one another: each has leased all its blocks to the",
+    "other, and has none left for the KV that was leased to it. If nothing moves for 30 s, such",
+    "an engine ends one request whose KV is ready, with `kv_transfer_failed`, and another one",
+    "every 5 s until it can go on.",
+    "",
     "`pdserve_kv_ladder_total` counts each rung with its reason. The request's log line has both:",
     "`ladder other_decode(dropped),local(decode_failed)`.",
 )

@@ -1,0 +1,95 @@
+"""Two engines for both roles whose blocks are all leased to the other."""
+
+from __future__ import annotations
+
+from pdserve.connectors.memory.exchange import Exchange
+from pdserve.observe.clock import ManualClock
+from pdserve.scheduler.stuck import STUCK_AFTER_S
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
+from tests.scheduler.invariants import assert_nothing_held
+from tests.toy import ToyEngine, sampling
+from tests.toy_executor import expected_output
+
+PARAMS = sampling(6, ignore_eos=True)
+
+
+def prompt_of(owner: str, number: int) -> list[int]:
+    return [ord(owner) % 8, number] * 8
+
+
+def lease_all(engine: ToyEngine, owner: str) -> list[GenerateRequest]:
+    """Fill an engine with leases; return what reads them."""
+    for number in range(3):
+        engine.scheduler.add(
+            GenerateRequest(
+                request_id=RequestId(f"{owner}{number}"),
+                prompt_token_ids=prompt_of(owner, number),
+                sampling=PARAMS,
+                arrival_s=0.0,
+                remote_decode=True,
+            )
+        )
+    handoffs = [output.handoff for output in engine.settle() if output.handoff is not None]
+    assert len(handoffs) == 3
+    assert engine.blocks("free") == 0
+    return [
+        GenerateRequest(
+            request_id=RequestId(f"{owner}{number}-there"),
+            prompt_token_ids=prompt_of(owner, number),
+            sampling=PARAMS,
+            arrival_s=0.0,
+            handoff=handoff,
+        )
+        for number, handoff in enumerate(handoffs)
+    ]
+
+
+class Pair:
+    """Two engines, each of which is to decode what the other has leased to it."""
+
+    def __init__(self) -> None:
+        self.clock, exchange = ManualClock(), Exchange()
+        a, b = [ToyEngine(name, exchange, self.clock, num_blocks=6) for name in "ab"]
+        self.engines = (a, b)
+        self.outputs: dict[RequestId, list[EngineOutput]] = {}
+        self.wanted: dict[RequestId, list[int]] = {}
+        for wires, reader in ((lease_all(a, "a"), b), (lease_all(b, "b"), a)):
+            for wire in wires:
+                self.wanted[wire.request_id] = expected_output(wire.prompt_token_ids, PARAMS)
+                self.outputs[wire.request_id] = []
+                reader.scheduler.add(wire)
+
+    def settle(self) -> None:
+        for engine in self.engines:
+            for output in engine.settle():
+                self.outputs[output.request_id].append(output)
+
+    def pass_time(self, seconds: float) -> None:
+        """As heartbeats keep the leases."""
+        for _ in range(int(seconds)):
+            self.settle()
+            self.clock.advance(1.0)
+
+    @property
+    def ended(self) -> dict[RequestId, EngineOutput]:
+        lasts = {each: told[-1] for each, told in self.outputs.items() if told}
+        return {each: last for each, last in lasts.items() if last.finish_reason is not None}
+
+
+def test_engines_that_wait_for_one_another_let_go_of_kv_until_they_can_go_on() -> None:
+    pair = Pair()
+    pair.pass_time(STUCK_AFTER_S)
+    assert not pair.ended
+    pair.pass_time(10.0)  # one each makes no room for the next
+    assert len(pair.ended) == 6
+    failed = [last for last in pair.ended.values() if last.finish_reason is FinishReason.ERROR]
+    assert 0 < len(failed) <= 4
+    assert {each.error_code for each in failed} == {"kv_transfer_failed"}
+    for request_id, last in pair.ended.items():
+        if last not in failed:
+            told = [token for each in pair.outputs[request_id] for token in each.new_token_ids]
+            assert told == pair.wanted[request_id]
+    for engine in pair.engines:
+        assert engine.scheduler.stats().kv_load_failures["timeout"] <= 2
+        assert_nothing_held(engine.scheduler)
