@@ -255,6 +255,9 @@ class TextRequest:
             choice.prompt_logprobs = output.prompt_logprobs
         self._count_parsed(choice, text)
         num_tokens = len(text.offsets)
+        stop_reason: str | int | None = text.stop_reason
+        if stop_reason is None and num_tokens == len(token_ids):  # else it ended before
+            stop_reason = output.stop_reason
         if choice.finish_reason is not None:
             self._count(choice)
         return Delta(
@@ -264,7 +267,7 @@ class TextRequest:
             offsets=text.offsets,
             logprobs=logprobs[:num_tokens] if logprobs is not None else None,
             finish_reason=text.finish_reason,
-            stop_reason=text.stop_reason if text.stop_reason is not None else output.stop_reason,
+            stop_reason=stop_reason,
             prompt_logprobs=choice.prompt_logprobs if first and not swallowed else None,
             reasoning=text.reasoning,
             calls=text.calls,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import tokenizers
 
@@ -133,6 +134,27 @@ async def test_without_parallel_calls_the_first_call_ends_the_answer(calling):
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["see"]
     assert choice["finish_reason"] == "tool_calls"
     assert len(engine.aborted) == 1
+
+
+async def test_a_stop_token_that_comes_at_once_with_the_last_call_did_not_end_the_answer(
+    calling, monkeypatch
+):
+    engine = scripted(calling, '<tool_call>{"name": "see", "arguments": {}}</tool_call>!')
+    one_by_one = engine.generate
+
+    async def at_once(request, siblings=()):
+        """As with a draft that is right."""
+        outputs = [output async for output in one_by_one(request, siblings)]
+        token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
+        yield msgspec.structs.replace(outputs[-1], new_token_ids=token_ids)
+
+    monkeypatch.setattr(engine, "generate", at_once)
+    body = BODY | {"stop_token_ids": calling.tokenizer.encode("!")}
+    async with serving(calling, engine) as server:
+        [parallel] = (await server.ok(PATH, body))["choices"]
+        [single] = (await server.ok(PATH, body | {"parallel_tool_calls": False}))["choices"]
+    assert (parallel["finish_reason"], single["finish_reason"]) == ("tool_calls", "tool_calls")
+    assert ([parallel["stop_reason"]], single["stop_reason"]) == (body["stop_token_ids"], None)
 
 
 async def test_a_call_that_the_limit_cuts_off_is_none(calling):
