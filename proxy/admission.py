@@ -350,7 +350,7 @@ class AdmissionQueue:
             raise OverloadedError(
                 f"the request waited {self._queue_timeout_s:g} s for a place: try again later"
             ) from None
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Exception):
             self._give_up(claim)
             raise
         finally:
@@ -366,8 +366,14 @@ class AdmissionQueue:
             self._answer(victim, False)
 
     def _grant(self, claim: Claim, begin: Callable[[], None]) -> None:
-        begin()
-        self._answer(claim, True)
+        try:
+            begin()
+        except Exception as error:  # noqa: BLE001 - raised in `claim`, not in who freed the place
+            waiter = self._waiters[claim]
+            if not waiter.done():
+                waiter.set_exception(error)
+        else:
+            self._answer(claim, True)
 
     def _answer(self, claim: Claim, has_place: bool) -> None:
         waiter = self._waiters[claim]

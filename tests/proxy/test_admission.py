@@ -62,6 +62,30 @@ async def test_who_gets_a_place_and_does_not_take_it_gives_it_back_and_is_charge
     assert not admission.places.is_over_share("absent")
 
 
+async def test_a_claim_that_cannot_begin_fails_neither_who_freed_its_place_nor_the_next():
+    admission = AdmissionQueue(1, 10, 5.0)
+    release, order = asyncio.Event(), []
+
+    def broken() -> None:
+        raise ValueError("no choice")
+
+    first = asyncio.create_task(hold(admission, release, order, 0))
+    await asyncio.sleep(0)
+    failing = asyncio.create_task(admission.place(Claim(grant=broken)).__aenter__())
+    await asyncio.sleep(0)
+    last = asyncio.create_task(hold(admission, release, order, 2))
+    await asyncio.sleep(0)
+    release.set()
+    await first
+    with pytest.raises(ValueError, match="no choice"):
+        await failing
+    await last
+    with pytest.raises(ValueError, match="no choice"):
+        await admission.place(Claim(grant=broken)).__aenter__()
+    assert order == [0, 2]
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+
 async def test_a_full_queue_refuses_at_once_and_a_long_wait_later():
     admission = AdmissionQueue(1, 1, 0.02)
     async with admission.place(Claim()):
