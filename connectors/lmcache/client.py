@@ -202,7 +202,7 @@ class StoreClient:
             raise ConfigError(
                 f"the LMCache server at {self._url} (--{flag}) keeps its memory in {_SHM}/{name}, "
                 f"which cannot be opened here ({error}): run engines and server on one machine, "
-                "as one user and with the same /dev/shm",
+                "as one user and with the same /dev/shm; if the file is gone, restart the server",
                 param=flag,
             ) from error
         try:
