@@ -45,7 +45,7 @@ def few_or(night: range, *few: int) -> pytest.MarkDecorator:
 
 
 @pytest.mark.slow
-@few_or(range(367, 376), 313, 316, 352, 355, 445, 484, 508)
+@few_or(range(367, 376), 313, 316, 329, 445, 484)
 def test_no_token_is_wrong_no_block_is_kept_and_every_request_ends_whatever_happens(
     seeds: Sequence[int],
 ) -> None:
