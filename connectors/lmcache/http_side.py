@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.http.plain_client import fetched
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,7 @@ class StoreHttpSide:
         answer = self._ask("GET", "status")
         try:
             engines = msgspec.json.decode(answer, type=_Status).non_cuda_context_meta.values()
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return set()
         return {each.model_name for each in engines}
 

@@ -58,6 +58,8 @@ def test_engines_of_a_server_are_known_by_the_names_of_their_models(
         answer(b'["what"]'),
         answer(b'{"non_cuda_context_meta": null}'),
         answer(b"<html>"),
+        answer(b'{"non_cuda_context_meta": {"a": {"model_name": "\xff"}}}'),
+        answer(b'{"x": ' + b"[" * 100_000),
         answer(KNOWN, "503 Service Unavailable"),
         b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f",  # ZMQ's greeting
         b"",
