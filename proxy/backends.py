@@ -297,6 +297,15 @@ class Backends:
                         level=logging.WARNING if is_other_revision else logging.ERROR,
                         reason=_cannot_exchange(backend.url, engine, other.url, other.info),
                     )
+                elif other.info.model != engine.model:  # both named on the command line
+                    log_event(
+                        log,
+                        "two engines have different names for one model",
+                        level=logging.ERROR,
+                        reason=f"{backend.url} serves {engine.model}, {other.url} serves "
+                        f"{other.info.model}, and a request for either name may reach the other: "
+                        "give both the same --served-model-name",
+                    )
                 elif differ_in_text(backend, other):
                     log_event(
                         log,

@@ -149,6 +149,15 @@ async def test_another_model_is_refused_with_both_names(make_stack, weights):
     await engine.stop()
 
 
+async def test_engines_given_to_the_proxy_under_two_names_are_named(make_stack, caplog):
+    (prefill,), (decode,) = engines = revision("w1")
+    decode.model = "other"
+    await make_stack(*engines)
+    [told] = [each.getMessage() for each in caplog.records if "different names" in each.message]
+    assert f"{decode.url} serves other" in told
+    assert f"{prefill.url} serves tiny" in told
+
+
 @pytest.mark.parametrize(
     ("digests", "are_named"), [("ab", True), ("aa", False), (("", "b"), False)]
 )
