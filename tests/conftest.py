@@ -60,6 +60,9 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+_HERE = Path(__file__).parent
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
@@ -75,9 +78,6 @@ def pytest_make_collect_report(
         first = len(nodes) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
         report.result = [*nodes[first:], *nodes[:first]]
     return report
-
-
-_HERE = Path(__file__).parent
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -178,7 +178,7 @@ def _import_nixl() -> None:
     takes seconds, where no answer stands there.
     """
     if importlib.metadata.version("torch").endswith("+cpu"):
-        sys.modules["torch"] = None  # type: ignore[assignment]  # what cannot be imported
+        sys.modules["torch"] = None  # type: ignore[assignment]  # makes its import fail
         with contextlib.suppress(ImportError):  # an agent says it
             importlib.import_module("nixl")
         del sys.modules["torch"]

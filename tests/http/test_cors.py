@@ -71,7 +71,7 @@ async def test_methods_and_headers_may_be_named_too(serve):
         b"Access-Control-Request-Headers: \xff",
     ],
 )
-async def test_a_question_that_is_not_utf_8_is_refused(serve, header, caplog):
+async def test_a_preflight_that_is_not_utf_8_is_refused(serve, header, caplog):
     cors = CorsConfig(allowed_origins=(PAGE,), allowed_methods=("GET",), allowed_headers=("X-A",))
     asked = {b"Host": b"x", b"Origin": PAGE.encode(), b"Access-Control-Request-Method": b"GET"}
     name, _, value = header.partition(b": ")

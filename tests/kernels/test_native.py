@@ -261,9 +261,9 @@ def _fork_beside_idle_threads(_: World) -> None:
     torch.set_num_threads(2)
     layer, x = KERNELS.linear_of(torch.randn(512, 256)), torch.randn(40, 256)
     expected = layer(x)
-    time.sleep(0.05)
+    time.sleep(0.05)  # longer than the pool's threads spin
     before = time.process_time()
-    time.sleep(0.3)
+    time.sleep(0.3)  # in which they use no CPU
     assert time.process_time() - before < 0.01
     child = os.fork()
     if not child:

@@ -128,7 +128,7 @@ async def test_who_leaves_between_its_grant_and_its_turn_is_no_work_of_an_engine
 
 
 async def test_names_that_are_no_text_are_names_like_others(stack):
-    """What choosing for a request raises may end another one, which has made room for it."""
+    """A header that is not UTF-8 reaches routing and metrics as text that they can write."""
     reader, writer = await asyncio.open_connection(*stack.url.removeprefix("http://").split(":"))
     body = b'{"prompt": %b, "max_tokens": 4}' % str([next(FIRST_TOKENS)] * 300).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n" % len(body)

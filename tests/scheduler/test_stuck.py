@@ -7,6 +7,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.scheduler.stuck import STUCK_AFTER_S
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
+from pdserve.wire.transfer import KVHandoff
 from tests.scheduler.invariants import assert_nothing_held
 from tests.toy import ToyEngine, sampling
 from tests.toy_executor import expected_output
@@ -14,35 +15,26 @@ from tests.toy_executor import expected_output
 PARAMS = sampling(6, ignore_eos=True)
 
 
-def prompt_of(owner: str, number: int) -> list[int]:
-    return [ord(owner) % 8, number] * 8
+def request_of(owner: str, number: int, handoff: KVHandoff | None = None) -> GenerateRequest:
+    """Return the request that is to be leased or, with its handoff, the one that reads it."""
+    return GenerateRequest(
+        request_id=RequestId(f"{owner}{number}" if handoff is None else f"{owner}{number}-there"),
+        prompt_token_ids=[ord(owner) % 8, number] * 8,
+        sampling=PARAMS,
+        arrival_s=0.0,
+        handoff=handoff,
+        remote_decode=handoff is None,
+    )
 
 
 def lease_all(engine: ToyEngine, owner: str) -> list[GenerateRequest]:
     """Fill an engine with leases; return what reads them."""
     for number in range(3):
-        engine.scheduler.add(
-            GenerateRequest(
-                request_id=RequestId(f"{owner}{number}"),
-                prompt_token_ids=prompt_of(owner, number),
-                sampling=PARAMS,
-                arrival_s=0.0,
-                remote_decode=True,
-            )
-        )
+        engine.scheduler.add(request_of(owner, number))
     handoffs = [output.handoff for output in engine.settle() if output.handoff is not None]
     assert len(handoffs) == 3
     assert engine.blocks("free") == 0
-    return [
-        GenerateRequest(
-            request_id=RequestId(f"{owner}{number}-there"),
-            prompt_token_ids=prompt_of(owner, number),
-            sampling=PARAMS,
-            arrival_s=0.0,
-            handoff=handoff,
-        )
-        for number, handoff in enumerate(handoffs)
-    ]
+    return [request_of(owner, number, handoff) for number, handoff in enumerate(handoffs)]
 
 
 class Pair:
@@ -66,7 +58,7 @@ class Pair:
                 self.outputs[output.request_id].append(output)
 
     def pass_time(self, seconds: float) -> None:
-        """As heartbeats keep the leases."""
+        """Advance in steps so short that heartbeats keep the leases."""
         for _ in range(int(seconds)):
             self.settle()
             self.clock.advance(1.0)
