@@ -62,9 +62,13 @@ class CallTelling:
 
     Args:
         is_parallel: Whether calls after the first are reported too.
+
+    Attributes:
+        has_calls: Whether a call has ended that counts.
     """
 
     def __init__(self, *, is_parallel: bool) -> None:
+        self.has_calls = False
         self._is_parallel = is_parallel
         self._begun: list[tuple[CallBegins, list[str]]] = []
 
@@ -109,19 +113,20 @@ class CallTelling:
             if rest := call.arguments[len(sent) :]:
                 left.append(CallArguments(rest))
         self._begun = []
+        self.has_calls = self.has_calls or bool(calls)
         return [*left, CallEnds()] if calls else []
 
-    def drop(self, *, is_cut: bool = False) -> list[CallEnds]:
-        """Return the end of calls that were begun but are not calls, if any.
+    def drop(self) -> list[CallEnds]:
+        """Return the end of calls that were begun, if any.
 
-        Args:
-            is_cut: Whether the last one was cut off; then those before it count, as far as their
-                arguments, which were reported, are JSON objects.
+        The last one is not a call. Those before it are, as far as their arguments, which were
+        reported, are JSON objects.
         """
-        whole = [parts for _, parts in self._begun[:-1]] if is_cut else []
-        num_whole = len(list(takewhile(_are_object, whole)))
         num_begun = len(self._begun if self._is_parallel else self._begun[:1])
+        whole = takewhile(_are_object, (parts for _, parts in self._begun[:-1]))
+        num_whole = min(len(list(whole)), num_begun)
         self._begun = []
+        self.has_calls = self.has_calls or num_whole > 0
         return [CallEnds(num_lost=num_begun - num_whole)] if num_begun else []
 
 
@@ -240,6 +245,6 @@ def _are_object(parts: Sequence[str]) -> bool:
     """Whether parts of a text are those of a JSON object."""
     try:
         _object_in("".join(parts))
-    except (msgspec.MsgspecError, UnicodeEncodeError):
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         return False
     return True

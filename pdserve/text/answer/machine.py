@@ -113,7 +113,6 @@ class AnswerMachine:
         self._may_begin = calls is not None and calls.may_begin is not None
         self._call: OpenCall | None = None
         self._telling = CallTelling(is_parallel=use.is_parallel)
-        self._has_calls = False
         self._watches: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._pieces: list[Piece] = []
 
@@ -135,7 +134,7 @@ class AnswerMachine:
     @property
     def is_over(self) -> bool:
         """Whether nothing more may follow."""
-        return self._has_calls and not self._use.is_parallel
+        return self._telling.has_calls and not self._use.is_parallel
 
     @property
     def is_in_call(self) -> bool:
@@ -169,7 +168,7 @@ class AnswerMachine:
             case _:
                 self._pass(self._held)
         self._say(Reasoning, self._thought.end())
-        if not self._has_calls:
+        if not self._telling.has_calls:
             self._say(Content, self._content.end())
         return self._taken()
 
@@ -179,7 +178,7 @@ class AnswerMachine:
 
     def _watched(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The markers that are valid now, and those of them that are found in the text."""
-        may_think = not self._content.has_text and not self._has_calls
+        may_think = not self._content.has_text and not self._telling.has_calls
         key = self._state, may_think, self._section_end
         known = self._watches.get(key)
         if known is None:
@@ -288,7 +287,7 @@ class AnswerMachine:
         """Continue after a section; if it had no call, show its text."""
         self._state, self._section_end = _State.CONTENT, ""
         noise, self._noise, self._held = self._noise + self._held, "", ""
-        if not self._has_calls and noise.strip():
+        if not self._telling.has_calls and noise.strip():
             self._pass(noise)
 
     def _open(self, marker: str) -> None:
@@ -359,7 +358,7 @@ class AnswerMachine:
             self._section_end = ""
             self._end_call()
             is_call = bool(call.opening) or self._use.is_forced or self._telling.has_begun
-            self._give_up("" if is_cut and is_call else call.opening + text, is_cut=is_cut)
+            self._give_up("" if is_cut and is_call else call.opening + text)
 
     def _end_call(self) -> None:
         self._state = _State.SECTION if self._section_end else _State.CONTENT
@@ -372,11 +371,8 @@ class AnswerMachine:
             MalformedCallError: They do not match what was given out.
         """
         self._pieces += self._telling.settle(calls)
-        self._has_calls = self._has_calls or bool(calls)
 
-    def _give_up(self, text: str, *, is_cut: bool = False) -> None:
-        """Show text that is not a call after all."""
-        ends = self._telling.drop(is_cut=is_cut)
-        self._pieces += ends
-        self._has_calls = self._has_calls or any(not end.num_lost for end in ends)
+    def _give_up(self, text: str) -> None:
+        """Show text that is not a call after all, behind the calls of its list that count."""
+        self._pieces += self._telling.drop()
         self._pass(text)

@@ -175,6 +175,46 @@ def test_a_cut_in_a_later_call_of_a_list_leaves_those_that_streams_have_sent(
     assert machine.is_over is not is_parallel
 
 
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("llama3_json", '{"name": "f", "parameters": {"x": 1}}; {"name": "f", "parameters": {x}}'),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {x}}]',
+        ),
+        ("pythonic", "[f(x=1), f(x=]"),
+    ],
+)
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_later_call_of_a_list_that_is_none_leaves_those_that_streams_have_sent(
+    parser, text, is_parallel
+):
+    machine = make_machine(parser, reasoning=None, is_parallel=is_parallel)
+    pieces = machine.push(text) + machine.finish(is_cut=False)
+    told = told_calls(pieces)
+    assert [call.is_whole for call in told] == ([True, False] if is_parallel else [True])
+    assert json.loads(told[0].call.arguments) == {"x": 1}
+    assert pieces[-1] == Content(text)
+    assert machine.is_over is not is_parallel
+
+
+def test_without_parallel_calls_a_cut_in_the_third_of_a_list_leaves_the_first():
+    machine = make_machine("llama3_json", reasoning=None, is_parallel=False)
+    call = '{"name": "f", "parameters": {"x": 1}}; '
+    pieces = machine.push(2 * call + call[:30]) + machine.finish(is_cut=True)
+    assert pieces[-1] == CallEnds()
+    assert machine.is_over
+
+
+def test_arguments_that_are_too_deep_for_a_reader_make_no_call_where_a_later_one_is_cut_off():
+    machine = make_machine("llama3_json", reasoning=None)
+    deep = 3000 * "[" + 3000 * "]"
+    text = f'{{"name": "f", "parameters": {{"x": {deep}}}}}; {{"name": "f", "parameters": {{"x'
+    pieces = machine.push(text) + machine.finish(is_cut=True)
+    assert pieces[-1] == CallEnds(num_lost=2)
+
+
 def test_arguments_that_are_no_json_make_no_call_where_a_later_one_is_cut_off():
     text = '{"name": "f", "parameters": {x}}; {"name": "f", "parameters": {"x'
     machine = make_machine("llama3_json", reasoning=None)
