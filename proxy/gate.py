@@ -75,14 +75,14 @@ def as_asked(
     Raises:
         BadRequestError: An objective is invalid.
     """
-    slo = _decoded(body, "slo", Objectives | None) or Objectives()
-    session = _name_in(headers, SESSION_HEADER) or _decoded(body, "session_id", str | None) or ""
+    slo = field_of(body, "slo", Objectives | None) or Objectives()
+    session = _name_in(headers, SESSION_HEADER) or field_of(body, "session_id", str | None) or ""
     return RoutePrompt(
         body.num_bytes,
         needs_equal_text=body.needs_equal_text(),
         request_id=request_id,
         tenant=tenant,
-        priority=_decoded(body, "priority", int | None) or 0,
+        priority=field_of(body, "priority", int | None) or 0,
         session=session[:_MAX_NAME_CHARS],
         ttft_slo_s=None if slo.ttft_ms is None else slo.ttft_ms * _MS,
         itl_slo_s=None if slo.itl_ms is None else slo.itl_ms * _MS,
@@ -97,7 +97,12 @@ def _name_in(headers: Mapping[str, str], header: str) -> str:
     return given.decode("utf-8", "replace")[:_MAX_NAME_CHARS]
 
 
-def _decoded(body: ClientBody, name: str, kind: object) -> Any:
+def field_of(body: ClientBody, name: str, kind: object) -> Any:
+    """Return a field's value; None if it is absent.
+
+    Raises:
+        BadRequestError: It is of another kind.
+    """
     raw = body.fields.get(name)
     try:
         return None if raw is None else msgspec.json.decode(raw, type=kind)

@@ -35,10 +35,10 @@ from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.proxy.delivery import REQUEST_ID_KEY, Delivery
 from pdserve.proxy.errors import ClientGoneError, RefusedError, WorkerError
 from pdserve.proxy.flow import Flow
-from pdserve.proxy.gate import as_asked, tenant_of
+from pdserve.proxy.gate import as_asked, field_of, tenant_of
 from pdserve.proxy.legs import Legs
 from pdserve.proxy.story import Stage, Story
-from pdserve.wire.hop import REQUEST_ID_HEADER, STAGES_HEADER
+from pdserve.wire.hop import PARAMS, REQUEST_ID_HEADER, STAGES_HEADER, KVTransferParams
 
 if TYPE_CHECKING:
     import random
@@ -176,7 +176,8 @@ class Generation:
             fallback_seed=self._rng.getrandbits(48),
         )
         if dialect is None:
-            own = [name for name in body.fields if name == "kv_transfer_params"]  # the proxy's
+            # The proxy sends its own.
+            own = [] if field_of(body, PARAMS, KVTransferParams | None) is None else [PARAMS]
             note_ignored(request, body.fields, GENERATED[request.path], also=own)
         else:
             fields = top_level(data)

@@ -93,6 +93,12 @@ async def test_kv_transfer_params_of_a_user_are_dropped_named_and_never_returned
         assert "kv_transfer_params" not in await response.json()
         assert response.headers["X-Pdserve-Ignored-Fields"] == "kv_transfer_params"
     assert "forged" not in str(stack.engines[0].calls[0].body)
+    async with stack.post({"prompt": "hi", "seed": 3, "kv_transfer_params": None}) as response:
+        assert "X-Pdserve-Ignored-Fields" not in response.headers
+    for bad in ("remote", {"do_remote_decode": 3}):  # as an engine answers
+        async with stack.post({"prompt": "hi", "kv_transfer_params": bad}) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "kv_transfer_params"
 
 
 async def test_the_first_token_does_not_wait_for_the_decode_engine(make_stack):
