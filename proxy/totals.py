@@ -55,11 +55,15 @@ class Totals(Collector):
         if not self.model_name and backend.models:
             self.model_name = backend.models[0]["id"]
         life = "" if backend.info is None else backend.info.incarnation
-        before, backend.snapshot = backend.snapshot, (life, stats)
+        former_life, former = backend.snapshot or ("", None)
+        before = former if former_life == life else None
+        if life and before is not None and stats.num_steps < before.num_steps:
+            return  # of two checks at once, the later one has been read first
+        backend.snapshot = (life, stats)
         counts = _engines_own(stats)
         sums = self._sums.setdefault(backend.role.value, dict.fromkeys(counts, 0.0))
-        if before is not None and before[0] == life:
-            known = _engines_own(before[1])
+        if before is not None:
+            known = _engines_own(before)
             for key, number in counts.items():
                 # An engine of another make may begin again without saying so; drafts of one engine
                 # have more positions than those of another.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 
+import msgspec
 import pytest
 
 from pdserve.config.schema import Role
@@ -12,7 +13,7 @@ from pdserve.observe.clock import ManualClock
 from pdserve.observe.vllm_series import VLLM_SERIES, SeriesScope
 from pdserve.proxy.backend import Backend, Breaker, Health
 from pdserve.proxy.totals import Totals
-from pdserve.wire.request import EngineStats
+from pdserve.wire.request import EngineInfo, EngineStats
 from tests.board.vllm_names import BOARD_NAMES
 from tests.proxy.conftest import until
 from tests.proxy.scripted import PROMPT_TOKENS, ScriptedEngine
@@ -218,6 +219,14 @@ def test_an_engine_that_begins_again_without_saying_so_takes_nothing_away() -> N
     for number in (5, 1, 2):
         totals.add(backend, EngineStats(num_preemptions=number))
     assert counted(totals, backend)["num_preemptions_total", "decode", "m"] == 5 + 1
+
+
+def test_an_older_count_that_comes_late_does_not_count_what_followed_it_twice() -> None:
+    totals, backend = Totals(), engine(life="life-1")
+    backend.info = msgspec.convert(ScriptedEngine("decode").info(), EngineInfo)
+    for number in (0, 9, 5, 10):  # two checks ran at once
+        totals.add(backend, EngineStats(num_preemptions=number, num_steps=number))
+    assert counted(totals, backend)["num_preemptions_total", "decode", "m"] == 10
 
 
 def test_steps_of_several_engines_are_one_histogram() -> None:
