@@ -315,12 +315,32 @@ class Backends:
                         "generation_config.json or parsers, and an answer may be begun by one and "
                         "continued by the other: give both the same files and flags",
                     )
+            self._tell_of_lengths(backend, engine)
         if former is not None and former.incarnation != engine.incarnation:
             log_event(log, "engine restarted", url=backend.url, engine=engine.engine_id)
             self._breakers.renew(backend)
             backend.is_draining = False
             backend.models = []
             backend.lose_legs()
+
+    def _tell_of_lengths(self, backend: Backend, engine: EngineInfo) -> None:
+        """Log it if an answer may be moved to an engine that ends it sooner."""
+        for other in self:
+            if other is backend or not (backend.decodes() and other.decodes()):
+                continue
+            theirs = other.info
+            if theirs is None or theirs.layout_digest != engine.layout_digest:
+                continue
+            if theirs.max_model_len != engine.max_model_len:
+                log_event(
+                    log,
+                    "two engines end answers at different lengths",
+                    level=logging.WARNING,
+                    reason=f"{backend.url} has --max-model-len {engine.max_model_len}, {other.url} "
+                    f"has {theirs.max_model_len}, and an answer without max_tokens that moves "
+                    "from one to the other ends where the shorter one does: give both the same",
+                )
+                return
 
     def max_model_len(self) -> int:
         """The longest context of any engine; 0 if none has said."""

@@ -112,6 +112,7 @@ class ScriptedEngine:
         self.model = "tiny"
         self.protocol = PROTOCOL
         self.text_digest = ""
+        self.max_model_len = 2048
         self.ready = True
         self.hook: Hook | None = None
         self.kv_headers: dict[str, str] = {}
@@ -197,7 +198,7 @@ class ScriptedEngine:
             "role": self.role,
             "model": self.model,
             "dtype": "float32",
-            "max_model_len": 2048,
+            "max_model_len": self.max_model_len,
             "block_size": self.block_size,
             "num_blocks": 100,
             "max_num_seqs": 8,

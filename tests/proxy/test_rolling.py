@@ -172,6 +172,19 @@ async def test_engines_that_read_requests_differently_are_named(
     assert all(prefill.url in each and decode.url in each for each in told)
 
 
+@pytest.mark.parametrize(("lengths", "are_named"), [((2048, 4096), True), ((2048, 2048), False)])
+async def test_engines_that_decode_and_differ_in_length_are_named(
+    make_stack, caplog, lengths, are_named
+):
+    decodes = [ScriptedEngine("decode", engine_id=f"d{number}") for number in range(2)]
+    for decode, length in zip(decodes, lengths, strict=True):
+        decode.max_model_len = length
+    await make_stack([ScriptedEngine("prefill")], decodes)
+    told = [each.getMessage() for each in caplog.records if "different lengths" in each.message]
+    assert len(told) == are_named
+    assert all(str(length) in each for each in told for length in lengths)
+
+
 async def test_engines_of_the_former_protocol_are_pulled_between(make_stack):
     """A ticket is the proxy's own, and they could not read it."""
     prefills, decodes = revision("w1")
