@@ -39,7 +39,6 @@ from pdserve.server.prefill_leg import running_legs
 from pdserve.server.registration import Registrar
 from pdserve.server.reply import error_middleware, wants_stages
 from pdserve.server.service import REQUEST_ID, SERVICE, START_S, UNDO, Service, request_id_of
-from pdserve.text.generation import tell_not_applied
 from pdserve.text.load import load_text
 from pdserve.wire.hop import (
     INFO_PATH,
@@ -199,7 +198,14 @@ async def run_server(
             url = listener.url
             service.text = text = await asyncio.to_thread(load_text, engine_config.model)
             service.grammars(text)
-            tell_not_applied(engine_config.model)
+            if text.not_applied:
+                log_event(
+                    _log,
+                    "generation_config.json asks for what is not applied",
+                    level=logging.WARNING,
+                    model=engine_config.model.model,
+                    fields=", ".join(text.not_applied),
+                )
             await _wait_while(lambda: client.info is None, service, stop.asked)
             if stop.first is None and client.info is not None:
                 # A collection of all objects takes 10 ms, during which every stream waits.

@@ -6,8 +6,6 @@ know requests.
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -17,9 +15,7 @@ from pdserve.errors import ConfigError
 from pdserve.text.tokenizer import read_json
 
 if TYPE_CHECKING:
-    from pdserve.config.schema import ModelConfig
-
-_log = logging.getLogger(__name__)
+    from pathlib import Path
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +62,8 @@ asks for nothing."""
 
 def load_generation_defaults(
     directory: Path, source: str, eos_token_id: int | None
-) -> GenerationDefaults:
-    """Read a model's defaults.
+) -> tuple[GenerationDefaults, tuple[str, ...]]:
+    """Read a model's defaults, and the names of fields that ask for what is not done here.
 
     Args:
         directory: The model's directory.
@@ -82,25 +78,18 @@ def load_generation_defaults(
     eos = {eos_token_id} if eos_token_id is not None else set[int]()
     eos |= _ids(config or read_json(directory / "config.json"), path)
     fields: dict[str, Any] = {"eos_token_ids": tuple(sorted(eos))}
+    not_applied: list[str] = []
     if source == "auto":
+        not_applied = [name for name, idle in _IDLE.items() if config.get(name) not in (idle, None)]
         for name in GenerationDefaults.__struct_fields__:
             if name != "eos_token_ids" and config.get(name) is not None:
                 fields[name] = config[name]
     try:
-        return msgspec.convert(fields, GenerationDefaults)
+        return msgspec.convert(fields, GenerationDefaults), tuple(not_applied)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{path}: {error}; correct it, or use --generation-config none"
         ) from error
-
-
-def tell_not_applied(model: ModelConfig) -> None:
-    """Warn of fields of a model's generation_config.json that ask for what is not done here."""
-    path = Path(model.model) / "generation_config.json"
-    config = read_json(path) if model.generation_config == "auto" else {}
-    asked = [name for name, idle in _IDLE.items() if config.get(name) not in (idle, None)]
-    if asked:
-        _log.warning("%s: not applied: %s", path, ", ".join(asked))
 
 
 def _ids(config: dict[str, Any], path: Path) -> set[int]:

@@ -33,6 +33,7 @@ class Text:
         answers: How it writes reasoning and tool calls.
         digest: Equal if the same request becomes the same tokens, under the same rules, and its
             tokens become the same answer.
+        not_applied: Fields of its `generation_config.json` that ask for what is not done here.
     """
 
     tokenizer: Tokenizer
@@ -43,6 +44,7 @@ class Text:
     tool_template: ChatTemplate | None = None
     answers: AnswerStyle = field(default_factory=AnswerStyle)
     digest: str = ""
+    not_applied: tuple[str, ...] = ()
 
 
 def load_text(model: ModelConfig) -> Text:
@@ -65,7 +67,9 @@ def load_text(model: ModelConfig) -> Text:
                 param="chat-template",
             ) from error
     vocab_size = read_json(directory / "config.json").get("vocab_size")
-    defaults = load_generation_defaults(directory, model.generation_config, tokenizer.eos_token_id)
+    defaults, not_applied = load_generation_defaults(
+        directory, model.generation_config, tokenizer.eos_token_id
+    )
     return Text(
         tokenizer=tokenizer,
         defaults=defaults,
@@ -75,6 +79,7 @@ def load_text(model: ModelConfig) -> Text:
         tool_template=ChatTemplate(tool_source, tokenizer.special_tokens) if tool_source else None,
         answers=style_of(model, tokenizer, tool_source or source or ""),
         digest=_digest(tokenizer, defaults, (source, tool_source), model),
+        not_applied=not_applied,
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 from pdserve.config.schema import ModelConfig
 from pdserve.errors import BadRequestError, ConfigError
 from pdserve.text.chat import ChatTemplate
-from pdserve.text.generation import tell_not_applied
 from pdserve.text.grammar import GrammarCompiler
 from pdserve.text.load import load_text
 from pdserve.text.tokenizer import Tokenizer
@@ -98,15 +97,11 @@ def test_a_default_that_no_request_could_ask_for_is_refused(
         load(model_dir)
 
 
-def test_what_a_generation_config_asks_for_and_is_not_done_is_named(model_dir: Path, caplog):
+def test_what_a_generation_config_asks_for_and_is_not_done_is_named(model_dir: Path):
     asked = {"suppress_tokens": [3], "num_beams": 4, "typical_p": 1.0, "bad_words_ids": None}
     (model_dir / "generation_config.json").write_text(json.dumps({"top_p": 0.9, **asked}))
-    tell_not_applied(ModelConfig(model=str(model_dir), generation_config="none"))
-    assert not caplog.messages
-    tell_not_applied(ModelConfig(model=str(model_dir)))
-    assert [text.partition(": ")[2] for text in caplog.messages] == [
-        "not applied: num_beams, suppress_tokens"
-    ]
+    assert load(model_dir, generation_config="none").not_applied == ()
+    assert load(model_dir).not_applied == ("num_beams", "suppress_tokens")
 
 
 def test_end_ids_that_the_tokenizer_lacks_do_not_stand_in_the_way_of_grammars(model_dir: Path):
