@@ -253,7 +253,6 @@ def merged(prefilled: bytes, decoded: bytes) -> bytes:
     Raises:
         WorkerError: One of the answers does not have its endpoint's shape.
     """
-    decoded = without_internals(decoded)
     try:
         first = msgspec.json.decode(prefilled)
         ended = {choice["index"]: choice for choice in first["choices"] if _has_ended(choice)}

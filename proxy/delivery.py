@@ -213,9 +213,14 @@ class Delivery:
             raise ClientGoneError from None
         return self._response
 
-    def whole(self, body: bytes) -> web.Response:
-        """Return an answer in one piece."""
-        return self._json(200, body if self._dialect is None else self._dialect.whole(body), {})
+    def whole(self, body: bytes, shown: bytes) -> web.Response:
+        """Return an answer in one piece.
+
+        Args:
+            body: The engine's, which a dialect reads.
+            shown: The same as clients without one get it.
+        """
+        return self._json(200, shown if self._dialect is None else self._dialect.whole(body), {})
 
     async def refuse(self, refusal: RefusedError) -> web.StreamResponse:
         """Pass on an engine's refusal of the request.

@@ -437,6 +437,6 @@ class Legs:
         """Return the answer in one piece."""
         if self.story.first_token_s is None:
             self.story.first_token(self._now_s())
-        body = without_internals(body)
-        self._count_tokens(usage_in(body))
-        return self.delivery.whole(body)
+        shown = without_internals(body)
+        self._count_tokens(usage_in(shown))
+        return self.delivery.whole(body, shown)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.errors import BadRequestError, UpstreamError
+from pdserve.wire.hop import PARTS
 from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
@@ -138,13 +139,18 @@ class ChatError(msgspec.Struct, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """An event of a chat's stream, or its whole answer."""
+    """An event of a chat's stream, or its whole answer.
+
+    Attributes:
+        parts: The same choice as a stream has it, where the order of a whole answer is another.
+    """
 
     model: str = ""
     created: int = 0
     choices: list[_Choice] = []
     usage: ChatUsage | None = None
     error: ChatError | None = None
+    parts: list[_Choice] | None = msgspec.field(default=None, name=PARTS)
 
 
 _decode_chunk = msgspec.json.Decoder(ChatChunk).decode
@@ -231,8 +237,8 @@ class Dialect(abc.ABC):
             yield from self.failed(chunk.error)
             return
         self.usage = chunk.usage or self.usage
-        if chunk.choices:
-            yield from self._take(chunk, chunk.choices[0])
+        for choice in chunk.parts or chunk.choices[:1]:
+            yield from self._take(chunk, choice)
 
     def _take(self, chunk: ChatChunk, choice: _Choice) -> Iterator[DialectEvent]:
         if not self._has_begun:

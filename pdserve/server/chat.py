@@ -7,6 +7,7 @@ import hashlib
 from base64 import b32encode
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 
 from pdserve.dialects import paths
@@ -18,6 +19,7 @@ from pdserve.http.tools import named_tool, strict_tools, tools_by_name
 from pdserve.server.account import serving
 from pdserve.server.form import (
     AnswerForm,
+    as_one,
     chat_logprobs,
     prompt_logprobs,
     stream_answer,
@@ -33,12 +35,12 @@ from pdserve.server.intake import (
 )
 from pdserve.server.plan import make_job
 from pdserve.server.prefill_leg import as_ordered
-from pdserve.server.reply import DIALECT, finish_name, send_json
+from pdserve.server.reply import DIALECT, finish_name, send_json, wants_stages
 from pdserve.server.sampling import AnswerReading, Asked
 from pdserve.server.service import REQUEST_ID, SERVICE, read_body
 from pdserve.text.answer.pieces import ToolUse
 from pdserve.text.chat import content_of
-from pdserve.wire.hop import PREFILL_HEADER
+from pdserve.wire.hop import PARTS, PREFILL_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -233,7 +235,11 @@ async def _answer_chat(
         await job.start()
         if body.stream:
             return await stream_answer(request, body, job, form)
-        return await send_json(request, job, form.answer(await whole_choices(job)))
+        choices = await whole_choices(job)
+        answer = form.answer([as_one(parts) for parts in choices])
+        if len(choices) == 1 < len(choices[0]) and (DIALECT in request or wants_stages(request)):
+            answer[PARTS] = form.parts(choices[0])
+        return await send_json(request, job, answer)
 
 
 class _Form(AnswerForm):
@@ -292,6 +298,17 @@ class _Form(AnswerForm):
         if entries is not None:
             answer["prompt_logprobs"] = prompt_logprobs(self._tokens, entries)
         return answer | self._of_prompt()
+
+    def parts(self, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
+        """Return the choices of a stream with these deltas, without calls that are none."""
+        whole = {call.index for delta in deltas for call in delta.calls if call.is_whole}
+        kept = [
+            msgspec.structs.replace(
+                delta, calls=[call for call in delta.calls if call.index in whole]
+            )
+            for delta in deltas
+        ]
+        return [self.chunk(delta)["choices"][0] for delta in kept]
 
     def _of_prompt(self) -> dict[str, Any]:
         """Return the fields about the prompt, which appear once."""

@@ -69,7 +69,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         await job.start()
         if body.stream:
             return await stream_answer(request, body, job, form)
-        choices = [form.choice(each, streaming=False) for each in await whole_choices(job)]
+        choices = [form.choice(each, streaming=False) for [each] in await whole_choices(job)]
         answer = form.envelope(choices) | {"usage": form.usage()}
         return await send_json(request, job, answer)
 

@@ -127,7 +127,7 @@ async def spaced(deltas: AsyncIterator[Delta], num_tokens: int) -> AsyncGenerato
         if first is not None and _is_turned_round(first, delta):
             yield first
         elif first is not None:
-            delta = _as_one([first, delta])
+            delta = as_one([first, delta])
         if index in begun and delta.finish_reason is None and len(delta.token_ids) < num_tokens:
             held[index] = delta
             continue
@@ -141,15 +141,31 @@ def _is_turned_round(first: Delta, second: Delta) -> bool:
     return is_after or (bool(second.text) and bool(first.calls))
 
 
-async def whole_choices(job: TextRequest) -> list[Delta]:
-    """Run the job to its end; return all that each choice has, in the order of their indexes."""
+async def whole_choices(job: TextRequest) -> list[list[Delta]]:
+    """Run the job to its end; return all that each choice has, in the order of their indexes.
+
+    It is one delta, or more where one would change the order of reasoning, text and calls.
+    """
     deltas: dict[int, list[Delta]] = {}
     async for delta in job.deltas():
         deltas.setdefault(delta.index, []).append(delta)
-    return [_as_one(deltas[index]) for index in sorted(deltas)]
+    return [_joined(deltas[index]) for index in sorted(deltas)]
 
 
-def _as_one(deltas: Sequence[Delta]) -> Delta:
+def _joined(deltas: Sequence[Delta]) -> list[Delta]:
+    """Return consecutive deltas of a choice as few as keep their order."""
+    parts: list[list[Delta]] = [[]]
+    has_text = has_calls = False
+    for delta in deltas:
+        if (delta.reasoning and (has_text or has_calls)) or (delta.text and has_calls):
+            parts.append([])
+            has_text = has_calls = False
+        parts[-1].append(delta)
+        has_text, has_calls = has_text or bool(delta.text), has_calls or bool(delta.calls)
+    return [as_one(part) for part in parts]
+
+
+def as_one(deltas: Sequence[Delta]) -> Delta:
     """Return consecutive deltas of a choice as one."""
     scored = [each.logprobs for each in deltas if each.logprobs is not None]
     return msgspec.structs.replace(

@@ -195,9 +195,9 @@ class TextRequest:
             index, output = self._held.popleft() if self._held else await self._next()
             choice = self.choices[index]
             if choice.finish_reason is None:
-                delta = await self._advance(choice, output)
+                deltas = await self._advance(choice, output)
                 num_open -= choice.finish_reason is not None
-                if delta is not None:
+                for delta in deltas:
                     yield delta
 
     async def _keep_leases(self, lease_s: float) -> None:
@@ -228,8 +228,8 @@ class TextRequest:
             raise InternalError(f"job {self.request_id} was not entered")
         return self._outputs
 
-    async def _advance(self, choice: Choice, output: EngineOutput) -> Delta | None:
-        """Apply an engine output; None if it gave nothing that the client lacks."""
+    async def _advance(self, choice: Choice, output: EngineOutput) -> list[Delta]:
+        """Apply an engine output; return what of it the client lacks."""
         self._note(choice, output)
         token_ids, logprobs, reason = output.new_token_ids, output.logprobs, output.finish_reason
         first = choice.processor.num_tokens == 0
@@ -240,7 +240,7 @@ class TextRequest:
             token_ids = token_ids[swallowed:]
             logprobs = logprobs[swallowed:] if logprobs is not None else None
             if not token_ids and reason is None:
-                return None
+                return []
         text = choice.processor.push(token_ids, reason)
         choice.finish_reason = text.finish_reason
         choice.handoff = output.handoff
@@ -260,7 +260,7 @@ class TextRequest:
             stop_reason = output.stop_reason
         if choice.finish_reason is not None:
             self._count(choice)
-        return Delta(
+        delta = Delta(
             index=choice.index,
             text=text.text,
             token_ids=token_ids[:num_tokens],
@@ -273,11 +273,13 @@ class TextRequest:
             calls=text.calls,
             num_calls=choice.processor.num_calls,
         )
+        return _in_order(delta, text.rest) if text.rest else [delta]
 
     def _count_parsed(self, choice: Choice, text: TextDelta) -> None:
         """Count, as vLLM does, the output parsed for tool calls."""
         if choice.processor.reads_calls and (self.is_streamed or text.finish_reason is not None):
-            has_calls = bool(text.calls) if self.is_streamed else choice.processor.num_calls > 0
+            told = any(part.calls for part in (text, *text.rest))
+            has_calls = told if self.is_streamed else choice.processor.num_calls > 0
             self.metrics.parsed(self.path, is_streamed=self.is_streamed, has_calls=has_calls)
 
     @property
@@ -419,3 +421,23 @@ class TextRequest:
         if choice.kv_mode or choice.first_token_s is None:
             return 0
         return len(self.prompts[choice.prompt_index]) - (choice.num_cached_tokens or 0)
+
+
+def _in_order(delta: Delta, rest: Sequence[TextDelta]) -> list[Delta]:
+    """Return a delta and the rest of its text, the last of which has the tokens."""
+    first = msgspec.structs.replace(
+        delta, token_ids=[], offsets=[], logprobs=None, finish_reason=None, stop_reason=None
+    )
+    return [
+        first,
+        *(
+            msgspec.structs.replace(
+                delta if part is rest[-1] else first,
+                text=part.text,
+                reasoning=part.reasoning,
+                calls=part.calls,
+                prompt_logprobs=None,
+            )
+            for part in rest
+        ),
+    ]

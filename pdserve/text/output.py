@@ -56,6 +56,7 @@ class TextDelta(msgspec.Struct):
         stop_reason: The stop string that ended it, if one did.
         reasoning: The same as `text`, for the reasoning.
         calls: What was added to tool calls, in order.
+        rest: What the same tokens added behind all that: text behind calls, reasoning behind text.
     """
 
     text: str = ""
@@ -64,6 +65,24 @@ class TextDelta(msgspec.Struct):
     stop_reason: str | None = None
     reasoning: str = ""
     calls: list[CallDelta] = []
+    rest: list[TextDelta] = []
+
+    @property
+    def last(self) -> TextDelta:
+        """What the next call is added to."""
+        return self.rest[-1] if self.rest else self
+
+    def add_reasoning(self, text: str) -> None:
+        """Add reasoning behind everything else."""
+        if self.last.text or self.last.calls:
+            self.rest.append(TextDelta())
+        self.last.reasoning += text
+
+    def add_text(self, text: str) -> None:
+        """Add text behind everything else."""
+        if text and self.last.calls:
+            self.rest.append(TextDelta())
+        self.last.text += text
 
     def call(self, index: int) -> CallDelta:
         """Return what was added to a call, which the caller may extend."""
@@ -139,7 +158,7 @@ class OutputProcessor:
         if finish_reason in (None, FinishReason.HANDOFF):
             return delta
         if not self._read_rest(delta, is_cut=finish_reason is not FinishReason.STOP):
-            delta.text += self._stops.flush()
+            delta.add_text(self._stops.flush())
         return delta
 
     def _read(self, token_id: int, delta: TextDelta) -> bool:
@@ -172,17 +191,17 @@ class OutputProcessor:
         for piece in pieces:
             match piece:
                 case Reasoning(text):
-                    delta.reasoning += text
+                    delta.add_reasoning(text)
                 case CallBegins():
-                    delta.text += self._stops.flush()  # no stop string reaches into a call
-                    delta.call(self._num_begun).begins = piece
+                    delta.add_text(self._stops.flush())  # no stop string reaches into a call
+                    delta.last.call(self._num_begun).begins = piece
                     self._num_begun += 1
                 case CallArguments(text):
-                    delta.call(self._num_begun - 1).arguments += text
+                    delta.last.call(self._num_begun - 1).arguments += text
                 case CallEnds(num_lost):
                     for index in range(self._num_ended, self._num_begun):
                         is_whole = index < self._num_begun - num_lost
-                        delta.call(index).is_whole = is_whole
+                        delta.last.call(index).is_whole = is_whole
                         self.num_calls += is_whole
                     self._num_ended = self._num_begun
                     if not num_lost and self._machine is not None and self._machine.is_over:
@@ -199,7 +218,7 @@ class OutputProcessor:
             return False
         self._num_chars += len(text)
         released = self._stops.push(text, may_stop=self.num_tokens > self._min_tokens)
-        delta.text += released.text
+        delta.add_text(released.text)
         if released.stop is None:
             return False
         delta.finish_reason, delta.stop_reason = FinishReason.STOP, released.stop

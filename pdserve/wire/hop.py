@@ -8,11 +8,12 @@
                       MIGRATE_PATH    POST `MigrateRequest`: a stream ends with a handoff
                       OpenAI's paths  the client's body, with `KVTransferParams` under PARAMS
 
-A whole answer has what is the proxy's under PARAMS (`HandedOver`) and STAGES (`EngineStages`). A
-stream has it in events of their own, each an object of one key: HANDOFF or STAGES. Every such name
-but PARAMS begins with INTERNAL; clients see none of them. Requests between parts of a deployment
-carry proofs (`http.control`); handoffs and tickets are sealed (`wire.seal`). Keys outside of
-`PdserveParams` are vLLM's, so that a proxy written for vLLM can drive these engines.
+A whole answer has what is the proxy's under PARAMS (`HandedOver`) and STAGES (`EngineStages`), and
+under PARTS its stream's choices, where only they tell in which order its text and calls were
+written. A stream has it in events of their own, each an object of one key: HANDOFF or STAGES. Every
+such name but PARAMS begins with INTERNAL; clients see none of them. Requests between parts of a
+deployment carry proofs (`http.control`); handoffs and tickets are sealed (`wire.seal`). Keys
+outside of `PdserveParams` are vLLM's, so that a proxy written for vLLM can drive these engines.
 
 Values only: sends nothing, checks nothing beyond types.
 """
@@ -64,6 +65,7 @@ OURS: Final = "pdserve"
 INTERNAL: Final = "pdserve_"
 HANDOFF: Final = INTERNAL + "handoff"
 STAGES: Final = INTERNAL + "stages"
+PARTS: Final = INTERNAL + "parts"
 
 RoleName = Literal["prefill", "decode", "both"]
 

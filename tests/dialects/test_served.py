@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -10,6 +11,8 @@ import pytest
 
 from pdserve.config.schema import ModelConfig
 from pdserve.http.ignored import IGNORED_HEADER
+from pdserve.text.answer.parsers import TOOL_PARSERS
+from pdserve.text.answer.style import AnswerStyle
 from pdserve.text.load import load_text
 from tests.dialects.chats import events_in
 from tests.proxy.test_with_server import deployed
@@ -27,14 +30,14 @@ def text(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def engine(text, **settings):
-    async with serving(text, scripted(text, SAID), **settings) as server:
+async def engine(text, said=SAID, **settings):
+    async with serving(text, scripted(text, said), **settings) as server:
         yield server.url
 
 
 @contextlib.asynccontextmanager
-async def pair(text, **settings):
-    token_ids = [*text.tokenizer.encode(SAID, add_special_tokens=False), EOS]
+async def pair(text, said=SAID, **settings):
+    token_ids = [*text.tokenizer.encode(said, add_special_tokens=False), EOS]
     script = {"next_token": lambda request, output: token_ids[len(output)]}
     async with deployed(text, prefill=[script], decode=[script], **settings) as deployment:
         yield deployment.url
@@ -184,3 +187,35 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_of_its_dialect(text
     async with serving(text, make_engine(text, die_after=4)) as server:
         _, data, _ = await post(f"{server.url}/v1/responses", {"input": "hi", "stream": True})
     assert events_in(data)[-1][0] == "response.failed"
+
+
+CALLED = '<tool_call>\n{"name": "see", "arguments": {}}\n</tool_call>'
+MIXED = f"the fox{CALLED} jumps {CALLED}over <tool_call>no call</tool_call> the dog"
+ORDERED = ["the fox", "see", " jumps", "see", " over <tool_call>no call</tool_call> the dog"]
+
+
+@pytest.mark.parametrize("deployment", [engine, pair])
+async def test_text_between_calls_and_behind_them_stands_there_whole_and_streamed(text, deployment):
+    style = AnswerStyle(calls=TOOL_PARSERS["hermes"], reasoning=None, vocabulary={}, tokens={})
+    schema = {"type": "object"}
+    function = {"type": "function", "name": "see", "parameters": schema}
+    response = {"input": "hi", "tools": [function]}
+    tools = [{"name": "see", "input_schema": schema}]
+    message = {"messages": HI, "max_tokens": 300, "tools": tools}
+    async with deployment(replace(text, answers=style), MIXED) as url:
+        whole = await answer(f"{url}/v1/responses", response)
+        _, stream, _ = await post(f"{url}/v1/responses", response | {"stream": True})
+        blocks = (await answer(f"{url}/v1/messages", message))["content"]
+        _, events, _ = await post(f"{url}/v1/messages", message | {"stream": True})
+    streamed = events_in(stream)[-1][1]["response"]
+    for items in (whole["output"], streamed["output"]):
+        said = [item.get("name") or item["content"][0]["text"] for item in items]
+        assert said == ORDERED
+    assert [block.get("name") or block["text"] for block in blocks] == ORDERED
+    told = [""] * len(ORDERED)
+    for name, data in events_in(events):
+        if name == "content_block_start":
+            told[data["index"]] = data["content_block"].get("name", "")
+        elif name == "content_block_delta":
+            told[data["index"]] += data["delta"].get("text", "")
+    assert told == ORDERED

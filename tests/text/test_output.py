@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -160,3 +162,17 @@ def test_special_tokens_have_text_inside_of_a_call():
     delta = processor_with("hermes").push(token_ids, FinishReason.LENGTH)
     assert delta.calls == [CallDelta(0, CallBegins("f"), '{"s": "<|im_end|>"}', is_whole=True)]
     assert delta.text == ""
+
+
+@given(cuts=st.sets(st.integers(1, 60)))
+def test_text_behind_a_call_stands_there_however_the_tokens_come(cuts):
+    called = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    token_ids = encode(f"a{called}b{called}{called}c")
+    processor, said = processor_with("hermes", stop=("xyz",)), []
+    ends = [*sorted(cut for cut in cuts if cut < len(token_ids)), len(token_ids)]
+    for start, end in itertools.pairwise([0, *ends]):
+        last = FinishReason.LENGTH if end == len(token_ids) else None
+        delta = processor.push(token_ids[start:end], last)
+        for part in (delta, *delta.rest):
+            said += [part.text, *(call.index for call in part.calls if call.begins)]
+    assert [each for each in said if each != ""] == ["a", 0, "b", 1, 2, "c"]
