@@ -100,9 +100,9 @@ def log_request(ended: Finished) -> None:
     """Write the line of a request that has ended.
 
     The level is warning if a server failed it, which no client can cause at will, and otherwise
-    info, whatever the client did.
+    info, whatever the client did. What was only reported is told by who has other ways.
     """
-    is_failed = ended.outcome == "error" or ended.status >= 500
+    is_failed = ended.outcome != "reported" and (ended.outcome == "error" or ended.status >= 500)
     level = logging.WARNING if is_failed else logging.INFO
     if _log.isEnabledFor(level):
         _log.log(level, LogEvent("request", fields_of(ended), ended.line))

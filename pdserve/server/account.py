@@ -144,6 +144,8 @@ def _ending(
         if isinstance(failure, KvTransferError) and failure.load_failures == _ANSWERED:
             service.metrics.disconnected("queue")
             return _Ending("disconnected", CLIENT_LEFT, "client_left")
+        if isinstance(failure, KvTransferError) and job.tells_of_lost_kv:
+            return _Ending("reported", failure.status, ",".join(failure.load_failures))
         if has_begun:
             return _Ending("error", reason=failure.error_code)
         return _Ending(outcome_of(failure.status), failure.status, failure.error_code)

@@ -22,7 +22,7 @@ from pdserve.observe.request_series import EndedRequest
 from pdserve.server.choice import Choice, cached_by_prompt, raise_if_failed, usage_of
 from pdserve.server.hop import stage_fields
 from pdserve.wire.hop import EngineStages
-from pdserve.wire.request import FinishReason, RequestStages, sibling_of
+from pdserve.wire.request import FinishReason, OnLoadFailure, RequestStages, sibling_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -291,6 +291,12 @@ class TextRequest:
         """Return OpenAI's usage object: of one choice so far, or of the whole job."""
         choices = self.choices if choice_index is None else [self.choices[choice_index]]
         return usage_of(choices, self.prompts, has_prediction=self.has_prediction)
+
+    @property
+    def tells_of_lost_kv(self) -> bool:
+        """Whether who asks has other ways if KV does not come."""
+        request = self.leader().request
+        return request is not None and request.on_load_failure is OnLoadFailure.REPORT
 
     @property
     def tokens_per_step(self) -> float | None:

@@ -35,7 +35,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         seq: Number of the finished request in this process's life, from 1.
         outcome: ok, client_error (4xx), shed (429, 503), error or disconnected; at an engine also
-            handed_over.
+            handed_over, or reported: the proxy was told that KV did not come.
         status: HTTP status of the answer; 499 if the client left.
         reason: The error's code; empty if it ended well.
         stage: The stage at which it failed, if it did not end well.

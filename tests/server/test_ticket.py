@@ -149,7 +149,10 @@ async def test_a_ticket_that_an_engine_cannot_trust_is_a_409(text):
 
 
 @pytest.mark.parametrize("report", [True, False])
-async def test_a_proxy_that_asks_is_told_of_a_failed_load_and_others_get_their_tokens(text, report):
+async def test_a_proxy_that_asks_is_told_of_a_failed_load_and_others_get_their_tokens(
+    text, report, caplog
+):
+    caplog.set_level(logging.INFO, "pdserve.requests")
     body = {"prompt": "The", "max_tokens": 4}
     async with pair(text, num_broken=2) as both:
         leg = {"kv_transfer_params": {"do_remote_decode": True}}
@@ -168,8 +171,11 @@ async def test_a_proxy_that_asks_is_told_of_a_failed_load_and_others_get_their_t
     rungs = {rung: number for rung, number in stats.kv_ladder.items() if number}
     assert rungs == {"retry": 1, "report" if report else "recompute": 1}
     assert stats.recompute_tokens == (0 if report else 1)
+    _, line = (each for each in caplog.records if each.name == "pdserve.requests")
+    assert line.levelname == "INFO"
     if report:
         assert answer["error"]["code"] == "kv_transfer_failed"
+        assert " reported status=503 reason=digest,digest " in line.getMessage()
 
 
 async def test_a_fallback_beyond_the_budget_is_a_503_that_says_when_to_come_back(text):
