@@ -284,7 +284,7 @@ class HealthChecks:
         try:
             models = msgspec.json.decode(body)["data"]
             backend.models = [model for model in models if isinstance(model["id"], str)]
-        except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+        except (*UNREADABLE, KeyError, TypeError) as error:
             message = f"{backend.url}/v1/models cannot be read: {error!r}"
             raise WorkerError(message, reason="garbled") from error
 
@@ -367,7 +367,7 @@ class Reach:
         try:
             status, answer = await self._http.order(url, REACH_PATH, body, _REACH_TIMEOUT_S)
             reasons = msgspec.json.decode(answer, type=ReachReport).reasons
-        except (WorkerError, msgspec.MsgspecError, ValueError):
+        except (WorkerError, *UNREADABLE):
             return None
         return reasons if status == 200 and len(reasons) == len(endpoints) else None
 

@@ -19,6 +19,7 @@ from pdserve.proxy.errors import WorkerError
 from pdserve.proxy.live import finished
 from pdserve.proxy.story import Mode
 from pdserve.wire.finished import Finished, FinishedRequests
+from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.trace import (
     Alignment,
     ClockReading,
@@ -111,7 +112,7 @@ class Tracer:
         try:
             # Its events are not read here, so this takes no longer than finding their end.
             return await asyncio.to_thread(_COLLECTION.decode, body), alignment
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             return WorkerError(f"{url}: its trace cannot be read: {error}", reason="garbled")
 
     async def _align(self, url: str, headers: Mapping[str, str]) -> Alignment:
@@ -233,7 +234,7 @@ def front_request(request: Finished, *, is_over: bool) -> FrontRequest:
 def _reading(url: str, body: bytes) -> ClockReading:
     try:
         return _CLOCK.decode(body)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise WorkerError(f"{url}: its clock cannot be read: {error}", reason="garbled") from error
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from pdserve.bench.sse import EventParser
+from pdserve.wire.seal import UNREADABLE
 
 _MAX_ERROR_CHARS: Final = 300
 
@@ -114,7 +115,7 @@ class Answer:
     def _take(self, data: bytes, at_s: float) -> None:
         try:
             event = _decode(data)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             text = data[:80].decode(errors="replace")
             self.error = f"an event is not as OpenAI's API has it ({error}): {text}"
             return
@@ -156,7 +157,7 @@ def error_of(status: int, body: bytes) -> str:
     """Return the message in the body of an answer whose status is not 200."""
     try:
         content = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         content = body.decode(errors="replace")
     if isinstance(content, dict):
         content = _shown(content.get("error")) or content.get("message") or content

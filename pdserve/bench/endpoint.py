@@ -20,6 +20,7 @@ from pdserve.bench.records import Planned, Prompt
 from pdserve.bench.target import Target
 from pdserve.errors import PeerError
 from pdserve.http.plain_client import reason_of
+from pdserve.wire.seal import UNREADABLE
 
 AnswerT = TypeVar("AnswerT")
 
@@ -74,7 +75,7 @@ async def ask_served(target: Target, timeout_s: float = 0.0) -> ServedModel:
                 raise _refusal(response.status, body, url)
         try:
             models = msgspec.json.decode(body, type=_Models).data
-        except msgspec.DecodeError:
+        except UNREADABLE:
             models = []
         for each in models:
             if target.model in ("", each.id):

@@ -16,6 +16,7 @@ import msgspec
 
 from pdserve.bench.records import Run
 from pdserve.errors import ConfigError
+from pdserve.wire.seal import UNREADABLE
 
 _RUN_KEY = "run"
 
@@ -93,7 +94,7 @@ def load(path: Path) -> tuple[Run, dict[str, Any]]:
         content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} is not a saved run: {error}") from error
     if _RUN_KEY not in content:
         raise ConfigError(f"{path} holds no single requests: save the run with --save-detailed too")

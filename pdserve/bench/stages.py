@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from pdserve.bench.records import Outcome
+from pdserve.wire.seal import UNREADABLE
 
 FETCH_EVERY: Final = 1024
 """Requests that may finish before the server is asked again; it keeps 4096."""
@@ -100,5 +101,5 @@ class Stages:
                 if response.status != 200:
                     return None
                 return msgspec.json.decode(await response.read(), type=_Page)
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+        except (aiohttp.ClientError, TimeoutError, *UNREADABLE):
             return None

@@ -24,6 +24,7 @@ import msgspec
 from pdserve.bench.files import write_file
 from pdserve.bench.search import LoadAxis, Search, bracket
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.wire.seal import UNREADABLE
 
 KIND: Final = "sweep"
 
@@ -358,7 +359,7 @@ def is_sweep(content: bytes) -> bool:
     """Whether a file's content was written by `save`."""
     try:
         return bool(msgspec.json.decode(content, type=_AnyFile).kind == KIND)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return False
 
 
@@ -376,7 +377,7 @@ def load(path: Path) -> Sweep:
         sweep = msgspec.json.decode(path.read_bytes(), type=Sweep)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} is not a saved sweep: {error}") from error
     if sweep.kind != KIND:
         raise ConfigError(f"{path} is not a saved sweep: its kind is {sweep.kind!r}")

@@ -53,5 +53,5 @@ def error_message(body: bytes) -> str:
     """Return what an error object says; empty if it is none."""
     try:
         return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return ""

@@ -20,6 +20,7 @@ from pdserve.config.load import build
 from pdserve.errors import ConfigError, PeerError
 from pdserve.http.plain_client import fetched, reason_and_remedy
 from pdserve.wire.drain import PATH, DrainReport, DrainRequest
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,5 +103,5 @@ def described(report: DrainReport, proxy: str) -> str:
 def _report(proxy: str, answer: bytes) -> DrainReport:
     try:
         return msgspec.json.decode(answer, type=DrainReport)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise PeerError(f"{proxy} did not answer as a pdserve proxy does: {error}") from error

@@ -14,6 +14,7 @@ from pdserve.errors import PdserveError, PeerError
 from pdserve.planner.planning import TimesError
 from pdserve.planner.work import FleetCosts, FleetLayout
 from pdserve.proxy.brain.record import DecisionsShown
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,7 +145,7 @@ def _later_s(finished: Sequence[_Finished], name: str) -> float | None:
 def _ask(url: str, path: str, api_keys: Sequence[str], kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(asked(url, path, api_keys), type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise PeerError(
             f"{url}{path} did not answer as this version of pdserve does: {error}"
         ) from error

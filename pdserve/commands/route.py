@@ -22,6 +22,7 @@ from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.observe.tables import aligned
 from pdserve.proxy.brain.decision import repeated
 from pdserve.proxy.brain.record import DecisionsShown, chosen_by
+from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +89,7 @@ def fetch(config: RouteConfig, query: str) -> DecisionsShown:
     body = asked(config.url, _PATH + query, config.api_keys)
     try:
         return msgspec.json.decode(body, type=DecisionsShown)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise PeerError(
             f"{config.url}{_PATH} did not answer as this version of pdserve does: {error}"
         ) from error

@@ -160,7 +160,7 @@ def server(http_url: str, block_size: int) -> Finding:
             f"{http_url} cannot be reached: {reason}",
             f"start pdserve kv-server --kv-tiers cpu:4GiB, or correct {flag}",
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         text = f"{http_url} is not an LMCache server"
         return Finding("kv server", Grade.FAIL, text, f"give {flag}")
     text = f"{http_url} is LMCache {version} with chunks of {chunk_size} tokens"

@@ -19,6 +19,7 @@ from pdserve.config.load import build
 from pdserve.config.trace import TraceConfig
 from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.observe.chrome_trace import ChromeTrace
+from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.trace import Collection
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def fetch(config: TraceConfig) -> Collection:
     body = asked(config.url, path, config.api_keys)
     try:
         return msgspec.json.decode(body, type=Collection)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise PeerError(
             f"{config.url}{path} did not answer with a trace of pdserve: {error}"
         ) from error

@@ -118,9 +118,14 @@ def test_a_finish_reason_is_an_end_without_done() -> None:
 
 def test_an_event_that_is_not_openais_is_an_error() -> None:
     assert "not as OpenAI's API has it" in fed({"choices": 7}).error
+    answer = Answer()
+    answer.feed(b'data: {"choices": [{"text": "\xff"}]}\n\n', 0.0)
+    assert "not as OpenAI's API has it" in answer.error
 
 
 def test_what_a_refusal_says_is_told() -> None:
     assert error_of(400, b'{"error": {"message": "too long"}}') == "HTTP 400: too long"
     assert error_of(502, b"Bad Gateway") == "HTTP 502: Bad Gateway"
     assert error_of(503, b"") == "HTTP 503"
+    assert error_of(500, b'{"error": "\xff"}').startswith("HTTP 500: {")
+    assert error_of(500, b"[" * 100_000).startswith("HTTP 500: [")

@@ -107,8 +107,9 @@ def test_a_wrong_key_is_told_with_the_flag_that_gives_another():
     assert "--api-key" in done.stderr
 
 
-def test_an_answer_that_is_no_trace_is_told_as_that():
-    with tracing(200, b"<html>") as url:
+@pytest.mark.parametrize("body", [b"<html>", b'{"seconds": "\xff"}'])
+def test_an_answer_that_is_no_trace_is_told_as_that(body):
+    with tracing(200, body) as url:
         done = pdserve_here("trace", "--url", url, "--api-key", "k")
     assert done.returncode == 4
     assert "did not answer with a trace of pdserve" in done.stderr

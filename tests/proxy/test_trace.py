@@ -82,11 +82,14 @@ class Engines:
 
     def __init__(self, clock: ManualClock, *, ahead_s: float, clock_id: str) -> None:
         self.clock, self.ahead_s, self.clock_id = clock, ahead_s, clock_id
+        self.garbled: dict[str, bytes] = {}
         self.ways_s = itertools.cycle([(0.010, 0.002), (0.001, 0.0005), (0.004, 0.030)])
 
     async def get_json(self, url: str, timeout_s: float, headers: object) -> tuple[int, bytes]:
         if url.startswith("http://gone"):
             raise WorkerError("cannot connect to http://gone", reason="connect")
+        if (body := self.garbled.get(url.removesuffix("/debug/clock"))) is not None:
+            return 200, body
         there_s, back_s = next(self.ways_s)
         self.clock.advance(there_s)
         now_s = self.clock.monotonic_s() + self.ahead_s
@@ -138,3 +141,12 @@ async def test_an_engine_that_does_not_answer_is_missing_and_the_others_are_ther
     found = await collected(engines, "http://gone", "http://d")
     assert len(found.processes) == 2
     assert [each.who for each in found.missing] == ["http://gone"]
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"clock_id": "\xff"}', b"no JSON"])
+async def test_an_engine_whose_answer_cannot_be_read_is_missing(body):
+    engines = Engines(ManualClock(), ahead_s=0.0, clock_id=CLOCK_ID)
+    engines.garbled["http://odd"] = body
+    found = await collected(engines, "http://odd", "http://d")
+    assert len(found.processes) == 2
+    assert [each.who for each in found.missing] == ["http://odd"]

@@ -17,6 +17,7 @@ from pdserve.bench.files import write_file
 from pdserve.bench.goodput import Slo
 from pdserve.bench.records import Outcome, Run
 from pdserve.errors import ConfigError
+from pdserve.wire.seal import UNREADABLE
 
 FORMAT: Final = "pdserve-comparison-1"
 _TICKS_PER_S: Final = 100_000
@@ -219,7 +220,7 @@ def load(path: Path) -> Comparison:
         return msgspec.convert(content, type=Comparison)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except (msgspec.DecodeError, KeyError, TypeError) as error:  # ValidationError is a DecodeError
+    except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a saved comparison: {error}") from error
 
 
