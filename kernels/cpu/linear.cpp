@@ -92,7 +92,11 @@ void multiply_items(int64_t begin, int64_t end, Of&& of) {
         }
     }
 #endif
-    for (; begin < end; begin++) multiply_by_vectors<T, Out>(of(begin));
+    for (; begin < end; begin++) {
+        Product<T, Out> product = of(begin);
+        if (begin + 1 < end) product.next = of(begin + 1).w;
+        multiply_by_vectors(product);
+    }
 }
 
 // Rows of x that lie side by side as the kernels read them: for vectors in bands, for tiles one by

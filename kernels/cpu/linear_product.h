@@ -25,6 +25,7 @@ struct Product {
     int cols;  // of the group that there are
     Out* y;
     int64_t y_stride;
+    const T* next = nullptr;  // weights that this thread multiplies next, if it knows
 };
 
 // The sums of a row and 32 columns to y.

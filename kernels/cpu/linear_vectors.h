@@ -137,7 +137,8 @@ struct Part {
     int64_t steps;
     float* sums;  // [rows][32]
     bool add;     // to what sums holds; else it need not hold anything
-    // Where what will be wanted soon lies, and how many bytes of it to ask for in each step.
+    // Where what will be wanted after this slice lies, and how many bytes of it to ask for in each
+    // step.
     const char* coming;
     int64_t coming_bytes;
 };
@@ -185,7 +186,7 @@ inline void take_step(F16 (&sum)[kRows][kHalves], const W* w, const typename For
     }
 }
 
-// kStreamed: w comes from memory, what is asked for is its own continuation, and goes to L1.
+// kStreamed: w comes from memory, hence its own continuation is asked for, too.
 template <class W, int kRows, bool kStreamed>
 void multiply_part(const Part<W>& p) {
     using Unit = typename Format<W>::Input;
@@ -207,10 +208,10 @@ void multiply_part(const Part<W>& p) {
         const W* w = p.w + first * kLanes * kDepth;
         for (int64_t step = 0; step < p.steps; step++) {
             if constexpr (kStreamed) {
-                for (int line = 0; line < kStepBytes; line += 64) prefetch(coming + line);
-            } else {
-                prefetch_to_l2(coming);
+                const char* ahead = reinterpret_cast<const char*>(w) + kAhead;
+                for (int line = 0; line < kStepBytes; line += 64) prefetch(ahead + line);
             }
+            prefetch_to_l2(coming);
             coming += p.coming_bytes;
             take_step<W>(sum, w, x);
             x += kRows * kDepth;
@@ -239,12 +240,17 @@ void multiply_stream(const Product<T, Out>& p) {
     static constexpr auto kParts =
         parts_of<T, true>(std::make_integer_sequence<int, kStreamRows>{});
     constexpr int kDepth = Format<T>::kDepth;
+    const int64_t steps = p.depth / kDepth;
+    // All bands bring the next group to L2: the second one of a group would leave memory idle.
+    const bool brings = p.next != nullptr && p.rows > p.band_rows;
+    const char* coming = reinterpret_cast<const char*>(brings ? p.next : p.w);
+    const int64_t coming_bytes = brings ? kDepth * kCols * int64_t{sizeof(T)} / kStreamBands : 0;
     float sums[kStreamRows * kCols];
     for (int64_t row = 0; row < p.rows; row += p.band_rows) {
         const int64_t height = std::min(p.band_rows, p.rows - row);
-        kParts.of_height[height]({p.x + row * p.x_stride, p.w, p.depth / kDepth, sums, false,
-                                  reinterpret_cast<const char*>(p.w) + kAhead,
-                                  kDepth * kCols * int64_t{sizeof(T)}});
+        kParts.of_height[height]({p.x + row * p.x_stride, p.w, steps, sums, false, coming,
+                                  coming_bytes});
+        coming += steps * coming_bytes;
         for (int64_t r = 0; r < height; r++) finish_row(p, row + r, sums + r * kCols);
     }
 }
