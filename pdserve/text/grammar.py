@@ -73,7 +73,7 @@ class GrammarCompiler:
                 n_vocab=max(text.vocab_size, tokenizer.vocab_size),
                 eos_token=eos_token_ids,
             )
-        except ValueError as error:
+        except BaseException as error:  # a panic of Rust, which is no Exception, among them
             raise ConfigError(f"llguidance cannot use the model's tokenizer: {error}") from error
 
     def compile(self, grammar: str) -> LLMatcher:
@@ -187,5 +187,5 @@ class DeepThreads:
         while (work := self._next()) is not None:
             try:
                 work()
-            except Exception:  # noqa: BLE001 (the top of a thread: other grammars go on)
+            except BaseException:  # noqa: BLE001 (the top of a thread: other grammars go on)
                 _log.exception("a grammar's thread failed")

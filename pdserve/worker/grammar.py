@@ -175,7 +175,7 @@ class GrammarPool:
                 matcher = self._compiler.result().compile(text)
                 first = self.allowed_by(matcher)
                 mine.set_result(CompiledGrammar(matcher, first, first.cpu_s))
-            except PdserveError as error:
+            except BaseException as error:  # noqa: BLE001 - who waits for it must hear of it
                 mine.set_exception(error)
         return found.result()  # one of the threads is compiling it
 
@@ -202,7 +202,7 @@ class GrammarPool:
     def _make_compiler(self) -> None:
         try:
             self._compiler.set_result(self._load())
-        except PdserveError as error:
+        except BaseException as error:  # noqa: BLE001 - who waits for it must hear of it
             self._compiler.set_exception(error)
 
 

@@ -110,6 +110,14 @@ def test_end_ids_that_the_tokenizer_lacks_do_not_stand_in_the_way_of_grammars(mo
     assert compiler.compile('start: "a"').compute_bitmask()
 
 
+def test_a_tokenizer_at_which_llguidance_panics_follows_no_grammar(tmp_path: Path):
+    directory = write_model_files(tmp_path / "model", kind="byte_fallback")
+    path = directory / "tokenizer.json"
+    path.write_text(path.read_text().replace('"<0x41>"', '"<0xg>"'))
+    with pytest.raises(ConfigError, match="llguidance cannot use"):
+        GrammarCompiler(load(directory))
+
+
 def test_a_directory_without_tokenizer_names_the_flag(tmp_path: Path):
     with pytest.raises(ConfigError, match="--tokenizer"):
         load(tmp_path)

@@ -312,6 +312,22 @@ def test_a_model_without_a_tokenizer_follows_no_grammar() -> None:
     assert (hindered.by, hindered.why) == (Hindrance.DEAD_END, "no tokenizer here")
 
 
+class _Broken:
+    def compile(self, grammar: str) -> Any:
+        raise RuntimeError(grammar)
+
+
+@pytest.mark.parametrize("load", [_Broken, functools.partial(_Broken().compile, "")])
+def test_what_nobody_expects_of_a_grammar_keeps_no_request_waiting(load: Any) -> None:
+    pool = GrammarPool(load)
+    for _ in range(2):
+        rules = rules_of(pool, [], grammar=Grammar(text='start: "a"'))
+        hindered = rules.apply(torch.zeros(VOCAB_SIZE), time.monotonic() + 5.0)
+        assert hindered is not None
+        assert hindered.by is Hindrance.DEAD_END
+    pool.close()
+
+
 def test_a_row_without_its_mask_sits_out_and_the_others_do_not(
     compiler: GrammarCompiler, letters: dict[str, int]
 ) -> None:
