@@ -306,11 +306,13 @@ class _Known:
     """An agent's data about a peer.
 
     Attributes:
-        pool: Prepared regions by unit size.
+        users: Those that have used it and are not forgotten.
+        pool: Prepared regions, by region.
     """
 
     name: str
-    pool: dict[int, Prepared] = field(default_factory=dict)
+    users: set[Remote] = field(default_factory=set)
+    pool: dict[Region, Prepared] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -330,6 +332,10 @@ class _Trouble:
 class KnownPeers:
     """One agent's data about peers: loaded once, and again after failures.
 
+    A peer that is met as P and as D has two `Remote`s of equal metadata, but is one to NIXL. If it
+    were removed with the first of them, NIXL would call what is in flight with the other failed,
+    and go on moving it.
+
     Args:
         has_posted: Whether a transfer with a peer is in flight on the agent.
     """
@@ -340,8 +346,8 @@ class KnownPeers:
         self._agent = agent
         self._has_posted = has_posted
         self._clock = clock
-        self._known: dict[Remote, _Known] = {}
-        self._troubles: dict[Remote, _Trouble] = {}
+        self._known: dict[bytes, _Known] = {}
+        self._troubles: dict[bytes, _Trouble] = {}
 
     def prepared(self, remote: Remote, unit_bytes: int) -> Prepared:
         """The peer's pool, unit by unit, ready for transfers.
@@ -350,10 +356,10 @@ class KnownPeers:
             AgentError: It cannot be learned, or rests.
         """
         known = self.learn(remote)
-        prepared = known.pool.get(unit_bytes)
+        region = in_units(remote.pool, unit_bytes)
+        prepared = known.pool.get(region)
         if prepared is None:
-            prepared = self._agent.prepare(in_units(remote.pool, unit_bytes), known.name)
-            known.pool[unit_bytes] = prepared
+            prepared = known.pool[region] = self._agent.prepare(region, known.name)
         return prepared
 
     def learn(self, remote: Remote) -> _Known:
@@ -362,30 +368,38 @@ class KnownPeers:
         Raises:
             AgentError: It cannot be learned, or rests.
         """
-        trouble = self._troubles.get(remote)
+        trouble = self._troubles.get(remote.metadata)
         if trouble is not None and not trouble.is_over:
             if self._clock.monotonic_s() < trouble.rests_until_s:
                 raise trouble.error
             if not self._has_posted(remote):
                 trouble.is_over = True
                 self._unlearn(remote)
-        known = self._known.get(remote)
+        known = self._known.get(remote.metadata)
         if known is None:
-            known = self._known[remote] = _Known(self._agent.add_peer(remote.metadata))
+            known = self._known[remote.metadata] = _Known(self._agent.add_peer(remote.metadata))
+        known.users.add(remote)
         return known
 
     def note_trouble(self, remote: Remote, error: AgentError) -> None:
         """Note a failure with this peer."""
         now_s = self._clock.monotonic_s()
-        before = self._troubles.get(remote)
+        before = self._troubles.get(remote.metadata)
         if before is not None and not before.is_over:
             return
         rest_s = REST_S if before is not None and now_s - before.since_s < _SOON_S else 0.0
-        self._troubles[remote] = _Trouble(error, since_s=now_s, rests_until_s=now_s + rest_s)
+        self._troubles[remote.metadata] = _Trouble(
+            error, since_s=now_s, rests_until_s=now_s + rest_s
+        )
 
     def forget(self, remote: Remote) -> None:
         """Forget this peer, which will not be used again."""
-        self._troubles.pop(remote, None)
+        known = self._known.get(remote.metadata)
+        if known is not None:
+            known.users.discard(remote)
+            if known.users:
+                return
+        self._troubles.pop(remote.metadata, None)
         self._unlearn(remote)
 
     def _unlearn(self, remote: Remote) -> None:
@@ -394,7 +408,7 @@ class KnownPeers:
         A refused step does not stop those after it, because an agent that is not removed could
         never be loaded again.
         """
-        known = self._known.pop(remote, None)
+        known = self._known.pop(remote.metadata, None)
         if known is None:
             return
         for forget in (

@@ -350,7 +350,7 @@ class Lane:
         return prepared
 
     def _has_posted(self, remote: Remote) -> bool:
-        return any(posted.what.remote is remote for posted in self._posted)
+        return any(posted.what.remote.metadata == remote.metadata for posted in self._posted)
 
     # ---- the fence -------------------------------------------------------------------------
 

@@ -16,12 +16,14 @@ import torch
 
 from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.connectors.transfer.protocol import Region
-from pdserve.connectors.transfer.seams import Direction, Job, JobEnd
+from pdserve.connectors.transfer.seams import Direction, Job, JobEnd, Remote
 from pdserve.errors import InternalError
 from tests.connectors.lane_bench import NUM_UNITS, SCRATCH, UNIT_BYTES, Agent, Bench, Maker, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
 
 
 @pytest.fixture
@@ -348,6 +350,64 @@ def region(memory: torch.Tensor, unit_bytes: int) -> Region:
     return Region(memory.data_ptr(), unit_bytes, memory.numel() // unit_bytes, "DRAM", 0)
 
 
+class RealBench:
+    """Lanes over NIXL, and a target in this process that moves only while it is driven.
+
+    Attributes:
+        region: The target's memory.
+        told: Ends of jobs, in order.
+    """
+
+    def __init__(self, mine: torch.Tensor, theirs: torch.Tensor, *, num_lanes: int = 2) -> None:
+        scratch = torch.zeros(4096, dtype=torch.uint8)
+
+        def make_agent(lane: int) -> NixlAgent:
+            agent = NixlAgent(f"lane{lane}-{os.urandom(8).hex()}", ["UCX"])
+            agent.register(region(mine, 4096))
+            agent.register(region(scratch, 4096))
+            return agent
+
+        self.region = region(theirs, 4096)
+        self.told: list[JobEnd] = []
+        self._target = NixlAgent(f"target-{os.urandom(8).hex()}", ["UCX"])
+        self._target.register(self.region)
+        self._bench = Bench(
+            make_agent,
+            num_lanes=num_lanes,
+            pool=region(mine, 4096),
+            scratch=region(scratch, 4096),
+        )
+        self.lanes = self._bench.lanes
+
+    def meet(self) -> Remote:
+        return self.lanes.meet(self._target.metadata(), self.region)
+
+    def submit(
+        self,
+        peer: Remote,
+        direction: Direction,
+        units: npt.NDArray[np.int32],
+        *,
+        unit_bytes: int = 4096,
+        on_slow: Callable[[], None] | None = None,
+    ) -> None:
+        job = Job(0, direction, peer, unit_bytes, units, units, self.told.append, on_slow=on_slow)
+        self.lanes.submit(job)
+
+    def until(self, condition: Callable[[], object], *, is_driven: bool = True) -> None:
+        ends_s = time.monotonic() + 30.0
+        while not condition():
+            assert time.monotonic() < ends_s
+            if is_driven:
+                self._target.progress()
+            self.lanes.deliver()
+            time.sleep(0.0005)
+
+    def close(self) -> None:
+        assert self.lanes.close(5.0)
+        self._target.close()
+
+
 @pytest.mark.parametrize("transports", ["", "tcp"])
 @pytest.mark.parametrize("direction", Direction)
 def test_bytes_move_both_ways_in_units_of_several_sizes(
@@ -360,41 +420,43 @@ def test_bytes_move_both_ways_in_units_of_several_sizes(
     theirs = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     if direction is Direction.WRITE:
         mine, theirs = theirs, mine
-    scratch = torch.zeros(4096, dtype=torch.uint8)
-
-    def make_agent(lane: int) -> NixlAgent:
-        agent = NixlAgent(f"lane{lane}-{os.urandom(8).hex()}", ["UCX"])
-        agent.register(region(mine, 4096))
-        agent.register(region(scratch, 4096))
-        return agent
-
-    target = NixlAgent(f"target-{os.urandom(8).hex()}", ["UCX"])
-    target.register(region(theirs, 4096))
-    bench = Bench(make_agent, pool=region(mine, 4096), scratch=region(scratch, 4096))
-    peer = bench.lanes.meet(target.metadata(), region(theirs, 4096))
-
-    def until(condition: Callable[[], object]) -> None:
-        ends_s = time.monotonic() + 30.0
-        while not condition():
-            assert time.monotonic() < ends_s
-            target.progress()
-            bench.lanes.deliver()
-            time.sleep(0.0005)
-
+    bench = RealBench(mine, theirs)
+    peer = bench.meet()
     warm: list[str | None] = []
-    bench.lanes.warm_up(peer, region(theirs, 4096), tag=0, on_settled=warm.append)
-    until(lambda: warm)
+    bench.lanes.warm_up(peer, bench.region, tag=0, on_settled=warm.append)
+    bench.until(lambda: warm)
     assert warm == [None]
-    told: list[JobEnd] = []
     order = np.random.default_rng(0)
     # A quarter of the memory for each size of unit, shuffled among itself.
     for quarter, unit_bytes in enumerate((256, 1024, 4096, 65536)):
         num_units = num_bytes // 4 // unit_bytes
         units = np.arange(quarter * num_units, (quarter + 1) * num_units, dtype=np.int32)
         for part in np.array_split(order.permutation(units), 3):
-            bench.lanes.submit(Job(0, direction, peer, unit_bytes, part, part, told.append))
-    until(lambda: len(told) == 12)
-    assert [settled.failure for settled in told] == [None] * 12
+            bench.submit(peer, direction, part, unit_bytes=unit_bytes)
+    bench.until(lambda: len(bench.told) == 12)
+    assert [settled.failure for settled in bench.told] == [None] * 12
     assert torch.equal(mine, theirs)
-    assert bench.lanes.close(5.0)
-    target.close()
+    bench.close()
+
+
+def test_a_peer_that_was_met_twice_and_forgotten_once_is_read_to_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # nothing moves unless the peer is driven
+    mine, theirs = torch.zeros(1 << 20, dtype=torch.uint8), torch.ones(1 << 20, dtype=torch.uint8)
+    bench = RealBench(mine, theirs, num_lanes=1)
+    as_p, as_d = bench.meet(), bench.meet()
+    units = np.arange(256, dtype=np.int32)
+    bench.submit(as_p, Direction.READ, units[:1])
+    bench.until(lambda: bench.told)
+    slow: list[bool] = []
+    bench.submit(as_d, Direction.READ, units[1:], on_slow=lambda: slow.append(True))
+    bench.until(lambda: slow, is_driven=False)
+    bench.lanes.forget(as_p)
+    time.sleep(0.1)
+    bench.lanes.deliver()
+    assert len(bench.told) == 1  # the other one goes on
+    bench.until(lambda: len(bench.told) == 2)
+    assert [settled.failure for settled in bench.told] == [None] * 2
+    assert torch.equal(mine, theirs)
+    bench.close()
