@@ -20,6 +20,8 @@ import msgspec
 Size = Annotated[int, msgspec.Meta(ge=1)]
 Tag = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
+MAX_COPY_BYTES = 64 << 20
+"""Size limit of copies of more than one block: no engine cuts transfers into larger ones."""
 MAX_TRIAL_BYTES = 1 << 16
 """Size limit of messages that are fetched only to test the connection."""
 

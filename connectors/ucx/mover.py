@@ -28,6 +28,7 @@ from pdserve.connectors.transfer.seams import (
 )
 from pdserve.connectors.transfer_thread.host import HostProcesses, net_devices, region_of
 from pdserve.connectors.ucx.frames import (
+    MAX_COPY_BYTES,
     MAX_TRIAL_BYTES,
     CopyLanded,
     DropCopy,
@@ -62,11 +63,12 @@ _TRY_AGAIN_S = 0.05
 class _WarmUp:
     """A test message to fetch, retried for a while if it fails.
 
-    UCX may reuse the previous, broken connection to a peer that has just been met again.
+    UCX may reuse the previous, broken connection to a peer that has just been met again. Each try
+    goes over the latest link to the peer, as the one that it began with may be lost meanwhile.
     """
 
     tag: Hashable
-    link: MoverLink
+    remote: Remote
     on_settled: Callable[[str | None], None]
     num_left: int = 30
     due_s: float = -_NEVER
@@ -111,8 +113,8 @@ class UcxMover:
         self.processes = HostProcesses(is_direct=False)
         self._faults: Counter[str] = Counter()
         self._num_copies = 0
-        self._reads: dict[TaggedMessage, tuple[Job | _WarmUp, MoverLink]] = {}
-        self._writes: dict[int, tuple[Job, MoverLink]] = {}
+        self._reads: dict[TaggedMessage, Job | _WarmUp] = {}
+        self._writes: dict[int, Job] = {}
         self._incoming: dict[tuple[MoverLink, int], TaggedMessage] = {}
         self._serving: dict[tuple[MoverLink, int], TaggedMessage] = {}
         self._ended: deque[tuple[Job, JobEnd]] = deque()
@@ -141,7 +143,7 @@ class UcxMover:
         now_s = self._clock.monotonic_s()
         for warm_up in [each for each in self._warm_ups if each.due_s <= now_s]:
             self._warm_ups.remove(warm_up)
-            self._fetch(warm_up, warm_up.link, MAX_TRIAL_BYTES, b"", MAX_TRIAL_BYTES)
+            self._fetch(warm_up, MAX_TRIAL_BYTES, b"", MAX_TRIAL_BYTES)
 
     def drive(self) -> None:
         """See `ThreadMover`: `tick` does it."""
@@ -195,7 +197,7 @@ class UcxMover:
         on_settled: Callable[[str | None], None],
     ) -> None:
         """See `Mover`."""
-        self._warm_ups.append(_WarmUp(tag, _linked(remote.link), on_settled))
+        self._warm_ups.append(_WarmUp(tag, remote, on_settled))
 
     def submit(self, job: Job) -> None:
         """See `Mover`."""
@@ -204,32 +206,32 @@ class UcxMover:
             if why is not None:
                 self._settle(job, why)
                 return
-        theirs, link = job.remote_units.astype("<i4").tobytes(), _linked(job.link)
+        theirs = job.remote_units.astype("<i4").tobytes()
         if job.direction is Direction.READ:
-            self._fetch(job, link, job.unit_bytes, theirs, job.num_bytes)
+            self._fetch(job, job.unit_bytes, theirs, job.num_bytes)
             return
         self._num_copies += 1
-        self._writes[self._num_copies] = (job, link)
+        self._writes[self._num_copies] = job
         job.posted_s = self._clock.monotonic_s()
-        link.say(encode(OfferCopy(self._num_copies, job.unit_bytes, theirs)))
+        _link_of(job).say(encode(OfferCopy(self._num_copies, job.unit_bytes, theirs)))
 
     def abandon(self, tag: Hashable) -> int:
         """See `Mover`: after this call none of its bytes can land."""
-        for message, (what, link) in list(self._reads.items()):
+        for message, what in list(self._reads.items()):
             if what.tag == tag:
                 del self._reads[message]
                 self._messages.drop(message)
                 if message.is_posted:
-                    link.say(encode(DropCopy(message.tag)))
+                    _link_of(what).say(encode(DropCopy(message.tag)))
                 if isinstance(what, _WarmUp):
                     self._warmed_up.append((what, "it was given up"))
         for warm_up in [each for each in self._warm_ups if each.tag == tag]:
             self._warm_ups.remove(warm_up)
             self._warmed_up.append((warm_up, "it was given up"))
-        for copy_id, (job, link) in list(self._writes.items()):
+        for copy_id, job in list(self._writes.items()):
             if job.tag == tag:
                 del self._writes[copy_id]
-                link.say(encode(WithdrawCopy(copy_id)))
+                _link_of(job).say(encode(WithdrawCopy(copy_id)))
         self._ended = deque(each for each in self._ended if each[0].tag != tag)
         return 0
 
@@ -265,9 +267,10 @@ class UcxMover:
             case TakeCopy():
                 self._send_offered(link, frame)
             case CopyLanded():
-                written = self._writes.pop(frame.copy_id, None)
-                if written is not None:
-                    self._settle(written[0], frame.why_not or None)
+                job = self._offered(link, frame.copy_id)
+                if job is not None:
+                    del self._writes[frame.copy_id]
+                    self._settle(job, frame.why_not or None)
             case WithdrawCopy():
                 incoming = self._incoming.pop((link, frame.copy_id), None)
                 if incoming is not None:
@@ -277,23 +280,22 @@ class UcxMover:
 
     # ---- READ ------------------------------------------------------------------------------
 
-    def _fetch(
-        self, what: Job | _WarmUp, link: MoverLink, unit_bytes: int, units: bytes, num_bytes: int
-    ) -> None:
+    def _fetch(self, what: Job | _WarmUp, unit_bytes: int, units: bytes, num_bytes: int) -> None:
         """Make a peer send units of its memory or, without units, `unit_bytes` arbitrary bytes."""
         tag = self._messages.new_tag()
 
         def on_posted() -> None:
             if not isinstance(what, _WarmUp):
                 what.posted_s = self._clock.monotonic_s()
-            link.say(encode(FetchCopy(tag, unit_bytes, units)))
+            _link_of(what).say(encode(FetchCopy(tag, unit_bytes, units)))
 
         def on_over(payload: torch.Tensor, failure: str | None) -> None:
             del self._reads[message]
             self._read_over(what, payload, failure)
 
-        message = TaggedMessage(link.metadata, tag, num_bytes, on_over, on_posted=on_posted)
-        self._reads[message] = (what, link)
+        address = what.remote.metadata
+        message = TaggedMessage(address, tag, num_bytes, on_over, on_posted=on_posted)
+        self._reads[message] = what
         self._messages.post(message)
 
     def _read_over(self, what: Job | _WarmUp, payload: torch.Tensor, failure: str | None) -> None:
@@ -325,13 +327,17 @@ class UcxMover:
 
     def _send_offered(self, link: MoverLink, take: TakeCopy) -> None:
         """Send an offered copy, for which the peer has posted a receive."""
-        written = self._writes.get(take.copy_id)
-        if written is None:  # withdrawn, but the peer's receive must end
+        job = self._offered(link, take.copy_id)
+        if job is None:  # withdrawn, but the peer's receive must end
             self._send(link, take.tag, 0, nothing)
             return
-        job = written[0]
         fill = functools.partial(self._staging.gather, job.local_units, job.unit_bytes)
         self._send(link, take.tag, job.num_bytes, fill, copy_id=take.copy_id)
+
+    def _offered(self, link: MoverLink, copy_id: int) -> Job | None:
+        """Return the copy that is offered under this number, if it is offered over this link."""
+        job = self._writes.get(copy_id)
+        return job if job is not None and job.link is link else None
 
     def _take(self, link: MoverLink, offer: OfferCopy) -> None:
         """Receive a copy that a peer wants to write."""
@@ -393,7 +399,7 @@ class UcxMover:
                 return
             link.say(encode(SendBroken()))
             if copy_id in self._writes:
-                self._settle(self._writes.pop(copy_id)[0], failure)
+                self._settle(self._writes.pop(copy_id), failure)
 
         if (link, tag) in self._serving:
             raise FrameError(Fault.UNEXPECTED, f"tag {tag} was sent twice")
@@ -411,17 +417,21 @@ class UcxMover:
         """Return the units of this side's memory that a peer names.
 
         Raises:
-            FrameError: The bytes name no units, or units outside the memory.
+            FrameError: The bytes name no units, units outside the memory, or more than one copy
+                has: a buffer of their size would be allocated for them.
         """
         if not raw or len(raw) % 4:
             raise FrameError(Fault.UNEXPECTED, f"{len(raw)} bytes do not list units")
         units: npt.NDArray[np.int32] = np.frombuffer(raw, dtype="<i4")
         why = self._pool.why_outside(units, unit_bytes)
+        if len(units) * unit_bytes > max(MAX_COPY_BYTES, self._pool.stride_bytes):
+            why = f"{len(units)} units of {unit_bytes} bytes are more than one copy has"
         if why is not None:
             raise FrameError(Fault.UNEXPECTED, why)
         return units
 
 
-def _linked(link: MoverLink | None) -> MoverLink:
+def _link_of(what: Job | _WarmUp) -> MoverLink:
+    link = what.remote.link if isinstance(what, _WarmUp) else what.link
     assert link is not None, "the protocol copies only to and from peers that it is linked to"
     return link

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pdserve.connectors.base import KVLayout
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.transfer.seams import Direction, FrameError, Job, JobEnd, MoverLink
 from pdserve.connectors.ucx.frames import (
+    MAX_COPY_BYTES,
     CopyLanded,
     DropCopy,
     FetchCopy,
@@ -46,11 +48,11 @@ BLOCKS = np.array([3, 1, 7], dtype=np.int32)
 class Side:
     """A mover, and what comes to it: frames are heard when `hear` is called."""
 
-    def __init__(self, value: float) -> None:
-        self.kv = torch.full((LAYOUT.num_blocks, LAYOUT.block_bytes // 4), value)
+    def __init__(self, value: float, layout: KVLayout = LAYOUT) -> None:
+        self.kv = torch.full((layout.num_blocks, layout.block_bytes // 4), value)
         self.mover = UcxMover(
             kv=self.kv,
-            layout=LAYOUT,
+            layout=layout,
             host="127.0.0.1",
             watch=lambda descriptor: None,
             clock=SystemClock(),
@@ -274,6 +276,52 @@ def test_what_no_peer_can_mean_ends_the_link(
     ours, _ = sides
     with pytest.raises(FrameError):
         ours.mover.hear(ours.link, encode(frame))
+
+
+def test_a_copy_that_is_larger_than_any_ends_the_link_before_memory_is_taken_for_it() -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_blocks=MAX_COPY_BYTES // LAYOUT.block_bytes + 1)
+    side = Side(1.0, layout)
+    side.meet(side)
+    units = np.arange(layout.num_blocks, dtype="<i4").tobytes()
+    for frame in (OfferCopy(1, layout.block_bytes, units), FetchCopy(1, layout.block_bytes, units)):
+        with pytest.raises(FrameError, match="are more than one copy has"):
+            side.mover.hear(side.link, encode(frame))
+    side.mover.close(1.0)
+
+
+def test_what_another_peer_says_of_a_copy_is_not_said_by_the_one_it_is_offered_to(
+    sides: tuple[Side, Side],
+) -> None:
+    ours, theirs = sides
+    theirs.exposed = {BlockId(int(block)) for block in BLOCKS}
+    ours.copy(Direction.WRITE)
+    other = MoverLink(b"other", deque[bytes]().append, frozenset)
+    ours.mover.hear(other, encode(CopyLanded(1)))
+    ours.mover.deliver()
+    assert not ours.ends
+    until(sides, lambda: ours.ends)
+    assert ours.ends[0].failure is None
+    assert theirs.holds(1.0)
+
+
+@pytest.mark.parametrize("is_behind_a_copy", [False, True])
+def test_a_warm_up_goes_on_over_the_latest_link_if_the_one_it_began_with_is_lost(
+    sides: tuple[Side, Side], *, is_behind_a_copy: bool
+) -> None:
+    ours, theirs = sides
+    latest = ours.link
+    ours.link = MoverLink(latest.metadata, say=lambda _: None, exposed=frozenset)
+    if is_behind_a_copy:
+        ours.copy(Direction.READ)  # the only one that may be posted for this peer
+    remote = ours.mover.meet(latest.metadata, theirs.mover.target.pool)
+    remote.link = ours.link
+    warmed_up: list[str | None] = []
+    ours.mover.warm_up(remote, remote.pool, tag="warm-up", on_settled=warmed_up.append)
+    idle(sides)
+    remote.link = latest
+    ours.mover.hang_up(ours.link)
+    until(sides, lambda: warmed_up)
+    assert warmed_up == [None]
 
 
 def test_a_tag_is_told_once(sides: tuple[Side, Side]) -> None:
