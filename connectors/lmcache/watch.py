@@ -183,8 +183,8 @@ class StoreWatch(threading.Thread):
             link.was_lost.clear()
             self._say(0)
         if self._ping is None and now_s >= self._next_ping_s:
-            self._ping = link.client.ping()
             self._next_ping_s = now_s + max(settings.heartbeat_s, settings.timeout_s)
+            self._ping = link.client.ping()
         if self._ping is None:
             return
         if self._ping.query():
@@ -230,7 +230,11 @@ class StoreWatch(threading.Thread):
             if not self._link.is_up:
                 self._link.tell(LookupDone(taken.session, 0, 0.0, is_late=True))
                 return
-            pending = self._link.client.lookup(taken)
+            try:
+                pending = self._link.client.lookup(taken)
+            except Exception:
+                self._link.tell(LookupDone(taken.session, 0, 0.0, is_late=True))
+                raise
             self._lookups[taken.session] = _Lookup(taken, pending, now_s)
             return
         lookup = self._lookups.get(taken.chunks.session)

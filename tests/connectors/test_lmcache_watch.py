@@ -1,0 +1,72 @@
+"""What the thread that asks the store does when a question cannot even be sent."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.connectors.lmcache.messages import ChunkRange, LookupDone, StoreInstructions, read_news
+from pdserve.connectors.lmcache.moving import StoreLink
+from pdserve.connectors.lmcache.settings import LMCacheSettings
+from pdserve.connectors.lmcache.watch import StoreWatch
+from pdserve.wire.ids import RequestId
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pdserve.connectors.lmcache.messages import StoreNews
+
+
+class BrokenClient:
+    """Sends nothing, and counts what it is to send."""
+
+    def __init__(self) -> None:
+        self.num_pings = 0
+        self.num_lookups = 0
+
+    def ping(self) -> None:
+        self.num_pings += 1
+        raise RuntimeError("no ping")
+
+    def lookup(self, chunks: ChunkRange) -> None:
+        self.num_lookups += 1
+        raise RuntimeError("no lookup")
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.client = BrokenClient()
+        self.link = StoreLink(self.client, lambda _: None, rank=0, wake=lambda: None)
+        self.link.is_up = True
+        settings = LMCacheSettings(heartbeat_s=0.1, timeout_s=0.1)
+        self.watch = StoreWatch(self.link, settings, block_size=16, tells=True)
+        self.news: list[StoreNews] = []
+
+    def hear(self) -> list[StoreNews]:
+        self.news += map(read_news, self.link.take_report().payloads)
+        return self.news
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    made.watch.start()
+    yield made
+    made.watch.close()
+
+
+def test_a_lookup_that_cannot_be_sent_is_a_miss_for_its_request_too(bench: Bench) -> None:
+    chunks = ChunkRange(7, RequestId("r"), bytes(4 * 16), "", 0, 1)
+    bench.watch.post(StoreInstructions(lookups=[chunks]))
+    wait_until(lambda: any(isinstance(each, LookupDone) for each in bench.hear()))
+    found = next(each for each in bench.news if isinstance(each, LookupDone))
+    assert (found.session, found.num_chunks, found.is_late) == (7, 0, True)
+
+
+def test_a_ping_that_cannot_be_sent_is_tried_again_with_the_next_heartbeat(bench: Bench) -> None:
+    wait_until(lambda: bench.client.num_pings)
+    time.sleep(0.35)
+    assert bench.client.num_pings <= 5
