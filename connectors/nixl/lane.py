@@ -10,13 +10,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.connectors.nixl.agent import (
-    REST_S,
-    AgentError,
-    KnownPeers,
-    TransferState,
-    in_units,
-)
+from pdserve.connectors.nixl.agent import AgentError, TransferState
+from pdserve.connectors.nixl.known_peers import REST_S, KnownPeers, in_units
 from pdserve.connectors.pieces import count_runs
 from pdserve.connectors.transfer.seams import Direction, Job
 from pdserve.errors import InternalError
