@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdserve.connectors.slicing import mismatch
 from pdserve.wire.ids import prompt_digest
-from pdserve.wire.transfer import MAX_LEASE_S, MAX_TICKET_S, MIN_LEASE_S
+from pdserve.wire.transfer import MAX_LEASE_S, MAX_NAME_CHARS, MAX_TICKET_S, MIN_LEASE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext
     from pdserve.wire.transfer import Endpoint, EngineRef, KVHandoff, KVShape, PushTicket
 
-_MAX_NAME_CHARS: Final = 512
 _SAME_IN_ALL_SHAPES: Final = (
     "num_layers",
     "num_planes",
@@ -149,9 +148,9 @@ def _why_not_endpoint(endpoint: Endpoint, *, has_secret: bool) -> str | None:
 
 
 def _why_not_name(what: str, name: str) -> str | None:
-    """Return why a name is too long, or empty: names are kept, and sent in every message."""
-    if not 0 < len(name) <= _MAX_NAME_CHARS:
-        return f"its {what} has {len(name)} characters: it must have 1 to {_MAX_NAME_CHARS}"
+    """Return why a name is too long, or empty."""
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        return f"its {what} has {len(name)} characters: it must have 1 to {MAX_NAME_CHARS}"
     return None
 
 

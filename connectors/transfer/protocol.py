@@ -47,7 +47,7 @@ import msgspec
 
 from pdserve.connectors.slicing import block_bytes
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
-from pdserve.wire.transfer import KVHandoff, KVShape, LeaseEnd, Numerics
+from pdserve.wire.transfer import MAX_NAME_CHARS, KVHandoff, KVShape, LeaseEnd, Numerics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 """What comes over the wire is refused by the decoder if it is below."""
+Nonce = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+"""Names a lease or a push, and is remembered when these are over."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -179,13 +181,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Renew these leases."""
 
-    nonces: list[str]
+    nonces: list[Nonce]
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """D is about to read; `read_id` is D's own name for this load."""
 
-    nonce: str
+    nonce: Nonce
     read_id: int
 
 
@@ -202,7 +204,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
         first_token: First token of the read.
     """
 
-    nonce: str
+    nonce: Nonce
     read_id: int
     first_token: int
 
@@ -223,14 +225,14 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 class EndRead(msgspec.Struct, frozen=True, tag="end_read"):
     """A read that was begun is over without being used; the lease goes on."""
 
-    nonce: str
+    nonce: Nonce
     read_id: int
 
 
 class LeaseRelease(msgspec.Struct, frozen=True, tag="release"):
     """The lease is not needed any more."""
 
-    nonce: str
+    nonce: Nonce
     end: LeaseEnd = LeaseEnd.RELEASED
 
 
@@ -243,7 +245,7 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
         first_token: First token to write; D has those before it.
     """
 
-    nonce: str
+    nonce: Nonce
     load_id: int
     request_id: RequestId
     block_ids: list[BlockId]

@@ -337,7 +337,7 @@ def _why_not_writable(source: KVShape, hello: Hello, message: Register) -> str |
     """Return why a registration cannot be written to; None = it can, as far as is known."""
     shape = hello.shape
     num_blocks = -(-message.num_tokens // shape.block_size)
-    if message.num_tokens < 1 or len(message.block_ids) < num_blocks:
+    if message.num_tokens < 1 or len(message.block_ids) != num_blocks:
         return f"{message.num_tokens} tokens do not match {len(message.block_ids)} blocks"
     if not all(0 <= block < shape.num_blocks for block in message.block_ids):
         return f"it names blocks outside its {shape.num_blocks}"

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_UNAUTHENTICATED = 64
+# Of one D, begun and not over: more than it can have blocks for.
+_MAX_READS = 1 << 14
 # A grant reaches this thread no later than the end of the concurrent step. Once its lease would
 # have expired, it is no longer waited for.
 _GRANT_GRACE_S = 5.0
@@ -105,7 +107,7 @@ class Server:
         self._clock = seams.clock
         # In order of arrival: a set would be iterated by memory address.
         self._clients: dict[_Client, None] = {}
-        self._parked: list[_Parked] = []
+        self._parked: dict[tuple[_Client, int], _Parked] = {}
         self.leases = LeaseTable(self._transfer.lease_s)
         self._grants: dict[str, Grant] = {}
         self._undigested: set[str] = set()
@@ -125,7 +127,7 @@ class Server:
         return min(
             self.leases.due_s,
             self.pushing.due_s(),
-            *(parked.until_s for parked in self._parked),
+            *(parked.until_s for parked in self._parked.values()),
             *(self._patience_ends_s(client) for client in self._clients),
         )
 
@@ -196,10 +198,9 @@ class Server:
         now_s = self._clock.monotonic_s()
         self.pushing.tick()
         self.leases.expire(now_s)
-        overdue = [entry for entry in self._parked if entry.until_s <= now_s]
-        if overdue:
-            self._parked = [entry for entry in self._parked if entry.until_s > now_s]
-            for entry in overdue:
+        for key, entry in list(self._parked.items()):
+            if entry.until_s <= now_s:
+                del self._parked[key]
                 self._refuse(entry.client, entry.done)
         for client in [c for c in self._clients if self._patience_ends_s(c) <= now_s]:
             self._drop(client, Fault.SLOW, "no complete handshake in time")
@@ -240,12 +241,17 @@ class Server:
                 self.leases.heartbeat(message.nonces, now_s)
                 self.pushing.heard(destination, message.nonces)
             case Begin():
+                if message.read_id in client.reads or len(client.reads) >= _MAX_READS:
+                    raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message}")
                 client.reads[message.read_id] = message.nonce
                 self._begin_read(client, message.read_id, message.nonce)
             case Assist():
                 if message.read_id in client.reads:
                     client.assisting[message.read_id] = now_s + self._transfer.transfer_timeout_s
             case Done():
+                is_open = client.reads.get(message.read_id) == message.nonce
+                if not is_open or (client, message.read_id) in self._parked:
+                    raise FrameError(Fault.UNEXPECTED, f"{client.link.peer}: {message}")
                 client.assisting.pop(message.read_id, None)
                 self._answer(client, message)
             case EndRead():
@@ -323,19 +329,17 @@ class Server:
         self._seams.take_digests(table, grant.num_tokens, grant.request_id, done)
 
     def _look_at_parked(self, nonce: str) -> None:
-        parked, self._parked = self._parked, []
-        for entry in parked:
+        for key, entry in list(self._parked.items()):
             if entry.done.nonce == nonce:
+                del self._parked[key]
                 self._answer(entry.client, entry.done)
-            else:
-                self._parked.append(entry)
 
     def _answer(self, client: _Client, done: Done) -> None:
         """Confirm a read, refuse it, or let it wait for its grant or for the digests."""
         now_s = self._clock.monotonic_s()
         if done.nonce in self._undigested:
             # It stays a reader, because the digests must be of the blocks it has read.
-            self._parked.append(_Parked(client, done, now_s + self._transfer.transfer_timeout_s))
+            self._park(client, done, now_s + self._transfer.transfer_timeout_s)
             return
         match self.leases.confirm(done.nonce, (client, done.read_id), now_s):
             case ReadVerdict.VALID:
@@ -345,7 +349,10 @@ class Server:
                 self._refuse(client, done)
             case ReadVerdict.UNKNOWN:
                 grace_s = min(_GRANT_GRACE_S, self._transfer.lease_s)
-                self._parked.append(_Parked(client, done, now_s + grace_s))
+                self._park(client, done, now_s + grace_s)
+
+    def _park(self, client: _Client, done: Done, until_s: float) -> None:
+        self._parked[client, done.read_id] = _Parked(client, done, until_s)
 
     def _confirm(self, client: _Client, done: Done) -> None:
         """Confirm that the lease is valid, and send the digests."""
@@ -406,8 +413,8 @@ class Server:
 
     def _forget(self, client: _Client) -> None:
         self._clients.pop(client, None)
-        self._parked = [entry for entry in self._parked if entry.client is not client]
         for read_id, nonce in client.reads.items():
+            self._parked.pop((client, read_id), None)
             self.leases.end_read(nonce, (client, read_id))
         client.reads.clear()
         client.assisting.clear()

@@ -21,6 +21,8 @@ MAX_TICKET_S: Final = 3600.0
 MIN_LEASE_S: Final = 0.01
 MAX_LEASE_S: Final = 3600.0
 """Heartbeats follow from a lease's length, so a shorter one would cause constant work."""
+MAX_NAME_CHARS: Final = 512
+"""Of engines, hosts and nonces, which are kept, and sent in every message."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):

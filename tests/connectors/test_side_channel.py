@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -20,13 +21,15 @@ from pdserve.connectors.transfer.protocol import (
     Begin,
     Done,
     EndRead,
+    Fail,
     Heartbeat,
     Hello,
     LeaseRelease,
     Region,
+    Register,
 )
 from pdserve.errors import ConfigError
-from pdserve.wire.ids import EngineId, Incarnation
+from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.transfer import Endpoint, LoadFailure
 from tests.connectors.engines import Engine
 
@@ -177,6 +180,7 @@ def test_a_replayed_release_is_refused_and_the_lease_lives(p: Engine, d: Engine)
         (msgspec.msgpack.encode({"type": "no such message"}), "malformed"),
         (msgspec.msgpack.encode({"type": "heartbeat", "nonces": 5}), "malformed"),
         (msgspec.msgpack.encode(Done("n", 1, 0)), "unexpected"),
+        (msgspec.msgpack.encode(LeaseRelease("n" * 513)), "malformed"),
         (msgspec.msgpack.encode(LeaseRelease("value")).replace(b"value", b"\xff" * 5), "malformed"),
         (
             msgspec.msgpack.encode({"type": "release", "nonce": "n", "more": 0})[:-1]
@@ -184,7 +188,15 @@ def test_a_replayed_release_is_refused_and_the_lease_lives(p: Engine, d: Engine)
             "malformed",
         ),
     ],
-    ids=["no msgpack", "no such message", "another type", "before hello", "no text", "too deep"],
+    ids=[
+        "no msgpack",
+        "no such message",
+        "another type",
+        "before hello",
+        "long",
+        "no text",
+        "too deep",
+    ],
 )
 def test_an_authentic_frame_without_sense_is_refused_counted_and_survived(
     p: Engine, d: Engine, payload: bytes, fault: str
@@ -210,6 +222,40 @@ def test_a_d_that_was_refused_and_speaks_on_is_hung_up_on(p: Engine) -> None:
     caller.say(Heartbeat(["n"]))
     assert caller.is_hung_up_on()
     assert counted(p, "unexpected", 1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [Done("n", 1, 0)],
+        [Begin("n", 1), Done("other", 1, 0)],
+        [Begin("n", 1), Done("n", 1, 0), Done("n", 1, 0)],
+        [Begin("n", 1), Begin("n", 1)],
+        [Begin("n", number) for number in range((1 << 14) + 1)],
+    ],
+    ids=["not begun", "of another lease", "twice", "begun twice", "too many"],
+)
+def test_reads_that_no_d_can_have_are_refused_counted_and_survived(
+    p: Engine, d: Engine, said: list[Begin | Done]
+) -> None:
+    caller = Caller(p.endpoint).meet()
+    caller.say(hello(p))
+    with contextlib.suppress(ConnectionError):  # it hangs up before it has heard all
+        for message in said:
+            caller.say(message)
+    assert caller.is_hung_up_on()
+    assert counted(p, "unexpected", 1)
+    assert still_serves(p, d)
+
+
+def test_a_registration_of_more_blocks_than_its_tokens_fill_is_refused(p: Engine) -> None:
+    caller = Caller(p.endpoint).meet()
+    caller.say(hello(p))
+    caller.hear()
+    caller.say(Register("n", 1, RequestId("r"), [BlockId(0)] * 3, 0, 20))
+    fail = msgspec.msgpack.decode(caller.hear(), type=Fail)
+    assert fail.reason == "20 tokens do not match 3 blocks"
+    caller.sock.close()
 
 
 def test_a_hello_whose_refusal_fits_no_frame_is_refused_counted_and_survived(
