@@ -133,8 +133,13 @@ class NixlAgent:
         """
         devices = os.environ.get(_NET_DEVICES, "all")
         with self._typed(f"add_remote_agent (over the devices {devices} here)"):
-            name: bytes | str = self._agent.loadRemoteMD(metadata)
-        return name.decode() if isinstance(name, bytes) else name
+            name: bytes = self._agent.loadRemoteMD(metadata)
+        try:
+            return name.decode()
+        except UnicodeDecodeError as error:
+            with self._typed("remove_remote_agent"):
+                self._agent.invalidateRemoteMD(name)
+            raise AgentError(f"the peer's agent has no name in UTF-8: {error}") from None
 
     def prepare(self, region: Region, peer: str | None = None) -> Prepared:
         """Prepare memory for transfers, unit by unit: registered here, or of a peer."""

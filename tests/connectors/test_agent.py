@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from pdserve.connectors.nixl.agent import NixlAgent, TransferState
+from pdserve.connectors.nixl.agent import AgentError, NixlAgent, TransferState
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.transfer.seams import Direction
 from pdserve.errors import ConfigError
@@ -96,6 +96,18 @@ def _ports() -> set[int]:
 
 def _region(memory: npt.NDArray[np.uint8]) -> Region:
     return Region(memory.ctypes.data, _UNIT_BYTES, memory.nbytes // _UNIT_BYTES, "DRAM", 0)
+
+
+def test_a_peer_whose_agent_has_no_readable_name_is_refused_as_a_value() -> None:
+    memory = np.zeros(_UNIT_BYTES * _NUM_UNITS, dtype=np.uint8)
+    agent, target = (NixlAgent(f"{name}-{os.urandom(8).hex()}", ["UCX"]) for name in ("a", "name"))
+    target.register(_region(memory))
+    for _ in range(2):  # it is not kept
+        with pytest.raises(AgentError, match="no name in UTF-8"):
+            agent.add_peer(target.metadata().replace(b"name-", b"\xffame-"))
+    assert agent.add_peer(target.metadata()).startswith("name-")
+    agent.close()
+    target.close()
 
 
 def test_a_backend_that_reaches_storage_alone_is_a_wrong_setting() -> None:
