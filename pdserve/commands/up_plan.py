@@ -112,6 +112,7 @@ def plan(
     members: list[Member] = []
 
     def claim(name: str, host: str, port: int, flag: str) -> None:
+        require(0 < port <= 65535, flag, port, "use 1 to 65535")
         if port in ports:
             raise ConfigError(f"--{flag} {port} is already the port of {ports[port]}", param=flag)
         ports[port] = name

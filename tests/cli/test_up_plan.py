@@ -80,13 +80,16 @@ def test_the_engine_to_compare_with_has_the_same_settings_and_a_port_of_its_own(
         ({"decode-replicas": 0}, "decode-replicas"),
         ({"decode-replicas": -1, "both-replicas": 1}, "decode-replicas"),
         ({"both-replicas": -1}, "both-replicas"),
+        ({"port": -1}, "port"),
+        ({"port": 0}, "port"),
+        ({"decode-replicas": 2, "decode-port": 65535}, "decode-port"),
         (
             {**FOR_BOTH, "both.kv-transfer-config.kv-role": "kv_producer"},
             "kv-transfer-config.kv-role",
         ),
     ],
 )
-def test_a_deployment_where_nobody_does_a_part_of_the_work_is_refused(
+def test_a_deployment_where_nobody_does_a_part_of_the_work_or_listens_is_refused(
     given: dict[str, object], flag: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
