@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Final
 
 import msgspec
@@ -51,8 +52,8 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
             self._refuse("save", f"{self.save!r}: use one of {', '.join(_SAVES)}")
         for name in ("timeout_s", "heartbeat_s", "max_pending_chunks"):
             value = getattr(self, name)
-            if value <= 0:
-                self._refuse(name.replace("_", "-"), f"{value}: it must be more than 0")
+            if not 0 < value < math.inf:
+                self._refuse(name.replace("_", "-"), f"{value}: it must be a number above 0")
 
     @property
     def server_url(self) -> str:

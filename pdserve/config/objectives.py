@@ -44,5 +44,7 @@ def objectives_by_model(words: Sequence[str]) -> dict[str, ModelObjectives]:
         is_one = bool(model) and kind in ("ttft", "itl") and 0 < limit_ms <= _MAX_MS
         require(is_one, MODEL_SLO, word, "write it as MODEL=ttft:300 or MODEL=itl:25, in ms")
         before = found.get(model, ModelObjectives())
+        known_s = before.ttft_s if kind == "ttft" else before.itl_s
+        require(known_s is None, MODEL_SLO, word, f"the {kind} of {model} is given twice")
         found[model] = msgspec.structs.replace(before, **{f"{kind}_s": limit_ms / 1e3})
     return found

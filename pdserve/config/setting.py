@@ -179,7 +179,7 @@ def parse(setting: Setting, raw: object) -> object:
         if isinstance(raw, (str, int, float)) and not isinstance(raw, bool):
             try:
                 return float(raw)
-            except ValueError:
+            except (ValueError, OverflowError):
                 pass
         raise ValueError(f"{raw!r} is not a number")
     if kind is tuple:
@@ -222,7 +222,7 @@ def _parse_list(raw: object) -> list[object]:
     if isinstance(raw, str) and raw.lstrip().startswith("["):
         try:
             raw = json.loads(raw)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{raw!r} is not JSON: {error}") from None
     if isinstance(raw, str):
         return [part.strip() for part in raw.split(",") if part.strip()]
@@ -245,12 +245,17 @@ def parse_object(raw: object) -> Mapping[str, object]:
     """
     if isinstance(raw, str):
         try:
-            raw = json.loads(raw, object_pairs_hook=_no_key_twice)
-        except json.JSONDecodeError as error:
+            raw = json.loads(raw, object_pairs_hook=_no_key_twice, parse_constant=_refuse_constant)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{raw!r} is not JSON: {error}") from None
     if not isinstance(raw, Mapping):
         raise ValueError(f'{raw!r} is not an object such as {{"name": value}}')
     return _no_key_twice([(str(key), value) for key, value in raw.items()])
+
+
+def _refuse_constant(word: str) -> object:
+    """Refuse NaN and the infinities, which Python reads and no other reader of JSON does."""
+    raise ValueError(f"{word} is not JSON")
 
 
 def _no_key_twice(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:

@@ -162,6 +162,7 @@ def test_a_multiplied_number_is_its_product(number: int, suffix: str) -> None:
         ("size", None),
         ("share", "many"),
         ("share", False),
+        ("share", 10**400),
         ("is-on", "perhaps"),
         ("is-on", 2),
         ("title", 5),
@@ -169,6 +170,7 @@ def test_a_multiplied_number_is_its_product(number: int, suffix: str) -> None:
         ("colour", "green"),
         ("inner.names", [1]),
         ("inner.names", "[1"),
+        ("inner.names", 100_000 * "["),
         ("inner.names", {"a": 1}),
     ],
 )
@@ -241,6 +243,12 @@ def test_a_key_given_twice_is_refused(tmp_path: Path, text: str) -> None:
 )
 def test_a_key_given_twice_in_an_object_is_refused(raw: object) -> None:
     with pytest.raises(ConfigError, match=r"--inner: the key .* is given twice"):
+        resolve(TABLE, command_line={"inner": raw}, environ={})
+
+
+@pytest.mark.parametrize("raw", ['{"depth": NaN}', '{"depth": ' + 100_000 * "["])
+def test_an_object_that_only_python_reads_is_refused(raw: str) -> None:
+    with pytest.raises(ConfigError, match=r"--inner: .*is not JSON"):
         resolve(TABLE, command_line={"inner": raw}, environ={})
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
@@ -61,6 +63,12 @@ def test_a_store_is_reached_by_urls_with_a_scheme() -> None:
         flag = f"--kv-transfer-config.lmcache.{name.replace('_', '-')}"
         with pytest.raises(ConfigError, match=f"{flag} is '127.0.0.1:83': it must begin with"):
             LMCacheSettings(**{name: "127.0.0.1:83"})
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, math.nan, math.inf])
+def test_a_stores_times_are_numbers_above_0(number: float) -> None:
+    with pytest.raises(ConfigError, match=r"lmcache.timeout-s is .*: it must be a number above 0"):
+        LMCacheSettings(timeout_s=number)
 
 
 def test_settings_of_commands_are_checked_when_they_are_made() -> None:

@@ -185,6 +185,11 @@ def test_what_is_no_objective_of_a_model_is_refused_by_its_flag(word):
         ProxyConfig(model_slo=(word,))
 
 
+def test_an_objective_of_a_model_that_is_given_twice_is_refused():
+    with pytest.raises(ConfigError, match=r"--model-slo is 'm=itl:5': the itl of m is given twice"):
+        ProxyConfig(model_slo=("m=itl:25", "m=ttft:3", "m=itl:5"))
+
+
 @pytest.mark.parametrize(
     "slo", [{"ttft_ms": 0}, {"itl_ms": "soon"}, 5, {"ttft_ms": 1e9}, {"ttft": 300}]
 )
