@@ -105,17 +105,28 @@ def schedule(plan: Sequence[Planned], arrivals: ArrivalLaw, seed: int) -> list[P
 
 
 def due_times(num: int, arrivals: ArrivalLaw, seed: int) -> list[float]:
-    """Return `num` due times in seconds, in order."""
+    """Return `num` due times in seconds, in order.
+
+    Raises:
+        ConfigError: The law is so extreme that all gaps are 0, or endless.
+    """
     rates = _rates(num, arrivals)
     if num == 0 or math.isinf(rates[0]):
         return [0.0] * num
-    mean_gaps = 1.0 / rates
+    with np.errstate(over="ignore"):
+        mean_gaps = 1.0 / rates
     if math.isinf(arrivals.burstiness):
         gaps = mean_gaps
     else:
         shape = arrivals.burstiness
         gaps = np.random.default_rng(seed).gamma(shape, mean_gaps / shape)
     times = np.cumsum(gaps)
+    if not 0 < times[-1] < math.inf:
+        raise ConfigError(
+            f"--request-rate {rates[0]:g} and --burstiness {arrivals.burstiness:g} make all gaps "
+            "0, or endless: use values nearer to 1",
+            param="burstiness",
+        )
     if arrivals.ramp is None and times[-1] > 0:
         times *= num / arrivals.rate / times[-1]
     return [float(time) for time in times]

@@ -127,7 +127,7 @@ def details(run: Run) -> dict[str, Any]:
 
 def percentile_word(percent: float) -> str:
     """Return a percentile as used in keys: `p99`, `p99.9`."""
-    return f"p{percent:g}"
+    return f"p{percent:.12g}"
 
 
 def _latencies(good: Sequence[Outcome], percentiles: Sequence[float]) -> dict[str, float]:

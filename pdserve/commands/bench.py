@@ -43,7 +43,8 @@ from pdserve.commands.announce import given_lines, title
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
 from pdserve.config.datasets import DatasetConfig
-from pdserve.config.load import Resolved, Table, build
+from pdserve.config.load import Resolved, Source, Table, build
+from pdserve.errors import ConfigError
 
 
 def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
@@ -56,6 +57,8 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
     arrivals_of(traffic)  # before anything is asked
     if result.save_result:
         require_directory(Path(result.result_dir))
+    else:
+        _require_saved(resolved)
     print("\n".join([title("bench serve"), *given_lines(resolved)]), flush=True)
     target = target_of(target_config, os.environ)
 
@@ -122,6 +125,17 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
     if found["failed"] or not (run.health.valid or result.allow_invalid):
         return EXIT_FAILED
     return EXIT_DONE
+
+
+def _require_saved(resolved: Mapping[str, Resolved]) -> None:
+    """Refuse settings of a file where none is saved.
+
+    Raises:
+        ConfigError: One is given.
+    """
+    for flag in ("result-dir", "result-filename", "metadata"):
+        if resolved[flag].source is Source.COMMAND_LINE:
+            raise ConfigError(f"--{flag} needs --save-result: add it, or leave it out", param=flag)
 
 
 def figures_of(

@@ -29,6 +29,7 @@ from pdserve.bench.figures import figures
 from pdserve.bench.files import require_directory
 from pdserve.bench.goodput import Slo, parse_goodput
 from pdserve.bench.preparing import (
+    arrivals_of,
     options_of,
     prompts_of,
     sampling_in_words,
@@ -64,6 +65,7 @@ def run_sweep(table: Table, resolved: Mapping[str, Resolved]) -> int:
             "is no load to vary: use another data set, or bench serve",
             param="dataset-name",
         )
+    arrivals_of(traffic)  # before anything is asked
     require_directory(Path(result.result_dir))
     print("\n".join([title("bench sweep"), *given_lines(resolved)]), flush=True)
     target = target_of(target_config, os.environ)

@@ -6,15 +6,15 @@ Names are vLLM's (`vllm bench serve`) wherever it has one. Knows no request.
 from __future__ import annotations
 
 import enum
-import json
 import math
 from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
 
-from pdserve.config.checks import require, require_not_negative, require_url
-from pdserve.config.setting import declare
+from pdserve.config.checks import require, require_finite, require_not_negative, require_url
+from pdserve.config.setting import declare, parse_object
+from pdserve.errors import ConfigError
 
 
 class RampUp(enum.Enum):
@@ -149,9 +149,7 @@ class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def extra_fields(self) -> dict[str, Any]:
         """`extra_body`, parsed."""
-        content: Any = json.loads(self.extra_body or "{}")
-        assert isinstance(content, dict)
-        return content
+        return dict(parse_object(self.extra_body or "{}"))
 
     def __post_init__(self) -> None:
         require(
@@ -168,17 +166,13 @@ class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
         require_not_negative("num-warmups", self.num_warmups)
         require_not_negative("ready-check-timeout-sec", self.ready_check_timeout_s)
         require_not_negative("temperature", self.temperature)
+        require_finite("temperature", self.temperature)
         require(0 <= self.cancel_share <= 1, "cancel-share", self.cancel_share, "use 0 to 1")
         try:
-            content = json.loads(self.extra_body or "{}")
-        except ValueError:
-            content = None
-        require(
-            isinstance(content, dict),
-            "extra-body",
-            self.extra_body,
-            'write it as a JSON object, as {"top_p": 0.9}',
-        )
+            parse_object(self.extra_body or "{}")
+        except ValueError as error:
+            remedy = 'write it as a JSON object, as {"top_p": 0.9}'
+            raise ConfigError(f"--extra-body: {error}; {remedy}", param="extra-body") from None
 
 
 _METRICS: Final = ("ttft", "tpot", "itl", "e2el")
@@ -221,7 +215,8 @@ class ResultConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def percentiles(self) -> tuple[float, ...]:
         """Which percentiles, as numbers."""
-        return tuple(float(word) for word in split_words(self.metric_percentiles))
+        words = split_words(self.metric_percentiles)
+        return tuple(dict.fromkeys(float(word) for word in words))
 
     def __post_init__(self) -> None:
         for name in self.metrics:

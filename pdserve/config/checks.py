@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import sys
 from typing import Final
 from urllib.parse import urlsplit
@@ -44,6 +45,11 @@ def require_url(url: str, flag: str) -> None:
 def require_positive(flag: str, value: float | None) -> None:
     """Refuse a number that is not above 0; None passes."""
     require(value is None or value > 0, flag, value, POSITIVE)
+
+
+def require_finite(flag: str, value: float | None) -> None:
+    """Refuse infinity and what is no number; None passes."""
+    require(value is None or math.isfinite(value), flag, value, "use a number that is not infinite")
 
 
 def require_not_negative(flag: str, value: float | None) -> None:

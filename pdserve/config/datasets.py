@@ -6,11 +6,18 @@ Names are vLLM's (`vllm bench serve`) wherever it has one. Knows no tokens and r
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
-from pdserve.config.checks import require, require_not_negative, require_positive
+from pdserve.config.checks import (
+    require,
+    require_finite,
+    require_not_negative,
+    require_positive,
+)
+from pdserve.config.load import Resolved, Source, Table
 from pdserve.config.setting import declare
 from pdserve.errors import ConfigError
 
@@ -40,6 +47,11 @@ class DatasetName(enum.Enum):
     def has_exact_lengths(self) -> bool:
         """Whether vLLM's client requests full-length answers for such data sets."""
         return self in (DatasetName.RANDOM, DatasetName.TRACE)
+
+    @property
+    def field(self) -> str:
+        """The field of `DatasetConfig` with the settings that it alone has."""
+        return self.value.removeprefix("pd-").replace("-", "_")
 
 
 class RandomConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +149,12 @@ class TraceDataConfig(msgspec.Struct, frozen=True, kw_only=True):
         require_positive("trace-duration", self.duration_s)
         require_positive("trace-length-scale", self.length_scale)
         require_positive("trace-block-size", self.block_size)
+        for name, number in (
+            ("speedup", self.speedup),
+            ("start", self.start_s),
+            ("length-scale", self.length_scale),
+        ):
+            require_finite(f"trace-{name}", number)
 
 
 class MultiTurnConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +183,7 @@ class MultiTurnConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             require_positive(f"multi-turn-{name}", number)
         require_not_negative("multi-turn-think-time", self.think_time_s)
+        require_finite("multi-turn-think-time", self.think_time_s)
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,6 +250,7 @@ class InterferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("duration", self.duration_s),
         ):
             require_positive(f"interference-{name}", number)
+            require_finite(f"interference-{name}", number)
         require_not_negative("interference-burst-size", self.burst_size)
 
 
@@ -263,6 +283,7 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_positive("num-prompts", self.num_prompts)
+        require_not_negative("seed", self.seed)
         if self.name.reads_a_file and not self.path:
             raise ConfigError(
                 f"--dataset-name {self.name.value} reads a file: name it with --dataset-path FILE",
@@ -275,6 +296,25 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
             f"--dataset-name {self.name.value} reads no file: use sharegpt, custom or trace, or "
             "leave the path out",
         )
+
+
+_OF_FILES: Final = ("dataset.disable_shuffle", "dataset.no_oversample")
+
+
+def idle_notes(table: Table, resolved: Mapping[str, Resolved]) -> list[str]:
+    """Return a line for each setting that somebody gave for another data set than the chosen."""
+    name = resolved["dataset-name"].value if "dataset-name" in resolved else None
+    if not isinstance(name, DatasetName):
+        return []
+    lines = []
+    for setting in table.settings:
+        parts, given = setting.path.split("."), resolved[setting.flag]
+        is_others = parts[0] == "dataset" and len(parts) > 2 and parts[1] != name.field
+        is_idle = is_others or (setting.path in _OF_FILES and not name.reads_a_file)
+        if is_idle and given.source is not Source.DEFAULT:
+            where = f"{setting.flag} in " if given.source is Source.FILE else ""
+            lines.append(f"{where}{given.origin} changes nothing: --dataset-name is {name.value}")
+    return lines
 
 
 # fmt: off

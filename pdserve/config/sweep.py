@@ -100,6 +100,17 @@ class SweepConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if number is not None and not 0 < number < math.inf:
                 _refuse(flag, number, "it must be above 0")
+        for flag, start, most, limit in (
+            ("start-rate", self.start_rate, self.max_rate, "max-rate"),
+            (
+                "start-concurrency",
+                self.start_concurrency,
+                self.max_concurrency_limit,
+                "max-concurrency-limit",
+            ),
+        ):
+            if start is not None and start > most:
+                _refuse(flag, start, f"raise --{limit}, which is {most:g}")
         if self.seconds_per_run is not None and self.is_over_concurrency:
             _refuse(
                 "seconds-per-run",

@@ -81,6 +81,12 @@ def test_a_law_that_is_none_is_refused_by_its_flag(fields: dict[str, object], fl
     assert refusal.value.param == flag
 
 
+@pytest.mark.parametrize("fields", [{"rate": 1.0, "burstiness": 1e-9}, {"rate": 1e-320}])
+def test_a_law_whose_gaps_are_all_nothing_or_endless_is_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="make all gaps 0, or endless"):
+        due_times(5, ArrivalLaw(**fields), 1)
+
+
 def test_a_share_is_given_up_at_points_over_the_whole_answer() -> None:
     found = cancel_some(plan(1000), 0.3, 5)
     points = [p.cancel_after_tokens for p in found if p.cancel_after_tokens is not None]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.bench.console import block, further, verdict
-from pdserve.bench.figures import details, figures
+from pdserve.bench.figures import details, figures, percentile_word
 from pdserve.bench.files import load, save, write_file
 from pdserve.bench.goodput import parse_goodput
 from pdserve.bench.records import RunHealth
@@ -259,3 +259,11 @@ def test_a_file_for_which_the_disk_has_no_room_leaves_no_part_of_itself(tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
+
+
+def test_percentiles_close_to_the_maximum_have_names_of_their_own() -> None:
+    assert [percentile_word(each) for each in (99.9, 99.99999, 100.0)] == [
+        "p99.9",
+        "p99.99999",
+        "p100",
+    ]

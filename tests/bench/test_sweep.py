@@ -341,6 +341,7 @@ def test_loads_are_measured_in_ascending_order():
         ({"slo": ("ttft:5", "often")}, "--slo is often"),
         ({"request_rates": ("1",), "slo": ("p99",)}, "--slo is p99: a share needs objectives"),
         ({"slo": ("ttft:5", "p0")}, "--slo is p0: the share must be above 0"),
+        ({"slo": ("ttft:5",), "start_rate": 2000.0}, "--start-rate is 2000.0: raise --max-rate"),
         ({"request_rates": ("1",), "num_runs": 0}, "--num-runs is 0"),
         ({"request_rates": ("1",), "tolerance": 0.0}, "--tolerance is 0"),
         ({"max_concurrencies": (1,), "seconds_per_run": 5.0}, "--seconds-per-run is 5.0"),
