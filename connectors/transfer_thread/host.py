@@ -149,11 +149,11 @@ def _started(pid: int) -> int | None:
         OSError: This cannot be determined.
     """
     try:
-        # The name, in parentheses, may have blanks: what follows it is state, ppid, ...
-        after_name = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        # The name, in parentheses, may be any bytes: what follows it is state, ppid, ...
+        after_name = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         num_threads = len(os.listdir(_PROC / str(pid) / "task"))
     except (FileNotFoundError, ProcessLookupError):
         return None
-    if after_name[0] in "ZX" and num_threads <= 1:
+    if after_name[0] in b"ZX" and num_threads <= 1:
         return None
     return int(after_name[19])

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import resource
+import shutil
 import socket
+import subprocess
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 import pytest
 
@@ -134,6 +138,18 @@ def test_a_writer_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert is_taken_for_alive
+
+
+def test_a_writer_is_looked_at_whatever_its_name_is(tmp_path: Path) -> None:
+    # The kernel keeps 15 bytes of it, and so cuts a character in two.
+    program = shutil.copy("/bin/sleep", tmp_path / "a_long_writer_é")
+    processes = HostProcesses(is_direct=True)
+    with subprocess.Popen([program, "60"]) as child:
+        writer = msgspec.structs.replace(processes.this, pid=child.pid, started=0)
+        try:
+            assert not processes.is_alive(writer)  # it has begun at another time
+        finally:
+            child.kill()
 
 
 # ---- real ports --------------------------------------------------------------------------------
