@@ -160,6 +160,11 @@ class DeviceSampler(Sampler):
         """Whether any row asks for it, in this step or not; see the function `asks_host`."""
         return bool(self._rules.keys() - self._only_grammar or self._alternatives)
 
+    @property
+    def has_grammars(self) -> bool:
+        """Whether any row has a grammar as its only rule."""
+        return bool(self._only_grammar)
+
     def remove(self, row: int) -> None:
         """See `Sampler`."""
         super().remove(row)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pdserve.kernels.step import StepInputs
     from pdserve.wire.ids import BlockId, RequestId
-    from pdserve.wire.step import KnownRequests, NewRequest
+    from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
     from pdserve.worker.graphs import StepGraphs
     from pdserve.worker.step import AwaitedTokens
     from pdserve.worker.step_buffers import GraphSize, StepBuffers
@@ -126,6 +126,17 @@ class InputBatch:
                 self._append_blocks(row, block_ids)
         if known.sampled_token_ids:
             self.extend(rows, known.sampled_token_ids)
+
+    def has_unfinished(self, step: SchedulerOutput) -> bool:
+        """Return whether a step ends before the last token of one of its requests."""
+        known, num_new = step.known_requests, step.num_scheduled_tokens
+        computed = zip(known.request_ids, known.num_computed_tokens, strict=True)
+        ends = np.array([num + num_new[each] for each, num in computed], dtype=np.int64)
+        return bool((ends < self._num_tokens[self.rows(known.request_ids)]).any()) or any(
+            new.num_computed_tokens + num_new[new.request_id]
+            < len(new.prompt_token_ids) + len(new.output_token_ids)
+            for new in step.new_requests
+        )
 
     def rows(self, request_ids: list[RequestId]) -> NDArray[np.int64]:
         """Return the rows of requests.

@@ -106,7 +106,8 @@ class ReplayedSteps:
         """Return whether `step` may be launched before the device's current one is collected.
 
         It may not if it depends on the host's part in the tokens before it, takes the host long,
-        or may have drafts: those continue from tokens that the host knows.
+        or may have drafts: those continue from tokens that the host knows. Nor if there are
+        grammars and a part of a prompt: no graph leaves the choice of its tokens for later.
         """
         if self.graphs is None or step.num_tokens != len(step.num_scheduled_tokens):
             return False
@@ -114,7 +115,11 @@ class ReplayedSteps:
             return False
         is_connected = step.connector_metadata is not None or bool(step.loading_request_ids)
         asks = self._sampler.asks_host or any(asks_host(new.sampling) for new in step.new_requests)
-        return not is_connected and not asks
+        if is_connected or asks:
+            return False
+        is_masked = any(new.sampling.grammar is not None for new in step.new_requests)
+        is_masked |= self._sampler.has_grammars
+        return not (is_masked and self._batch.has_unfinished(step))
 
     def launch(
         self, prepared: PreparedStep, staged: StagedDraws

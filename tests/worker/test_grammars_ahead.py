@@ -176,3 +176,21 @@ def test_masks_of_all_rows_come_in_one_copy_and_not_before_the_tokens_they_follo
     assert not second.unready_ids
     assert first.sampled_token_ids == [first.sampled_token_ids[0]] * 3
     assert second.sampled_token_ids == [second.sampled_token_ids[0]] * 3
+
+
+def test_a_prompt_that_is_computed_token_by_token_beside_a_grammar_is_waited_for(
+    tmp_path: Path,
+    pools: Callable[[type[GrammarPool]], GrammarPool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_sampler, "PATIENCE_S", 30.0)
+    engine = Engine(tmp_path, RecordedDevice(), grammars=pools(GrammarPool))
+    engine.add("ruled", [5], bound(0))
+    launched = engine.runner.launch(engine.plan({"ruled": 1}))
+    engine.add("prompt", [1, 2, 3])
+    for follows in (False, False, True, True):
+        step = engine.plan({"ruled": 1, "prompt": 1})
+        assert engine.runner.may_follow(step) is follows
+        behind = engine.runner.launch(step) if follows else None
+        engine.runner.collect(launched)
+        launched = behind or engine.runner.launch(step)
