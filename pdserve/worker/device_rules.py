@@ -183,7 +183,9 @@ class DeviceRules:
     def apply(self, logits: Tensor, staged: StagedRules) -> None:
         """Apply the rules to rows of logits, `[L, vocab_size]`, in place."""
         assert self._words is not None
-        tables = RuleTables(self._words, self._words if self._bias is None else self._bias)
+        # Any tensor does where there is no bias, of the dtype that kernels are compiled for.
+        bias = self._words.view(torch.float32) if self._bias is None else self._bias
+        tables = RuleTables(self._words, bias)
         self._ops.rule(
             logits, tables, self._ruled(staged.num), by_bias=staged.by_bias, avoids=staged.avoids
         )

@@ -170,3 +170,23 @@ def test_all_that_a_step_may_launch_is_warmed_up() -> None:
     ).warm_up()
     assert called[:5] == ["largest", "draw", "draw by_p", "draw by_k", "draw by_k by_p"]
     assert called[5:] == ["rule", "rule avoids", "rule by_bias", "rule by_bias avoids", "note"]
+
+
+def test_rules_without_a_bias_launch_the_kernel_that_was_warmed_up() -> None:
+    launched: list[tuple[object, ...]] = []
+
+    def rule(logits: Any, tables: Any, ruled: Any, **asked: bool) -> None:
+        launched.append((*asked.items(), *(tensor.dtype for tensor in (*tables, *ruled))))
+
+    bench = Bench()
+    ops = SamplingOps(rule=rule)
+    sampler = bench.there = DeviceSampler(
+        ROWS, VOCAB, device=bench.device, buffers=bench.buffers, ops=ops
+    )
+    sampler.warm_up()
+    warmed, launched[:] = set(launched), []
+    for row, fields in enumerate(({"frequency_penalty": 1.0}, {"logit_bias": {7: 1.0}})):
+        sampler.add(row, params(**fields), PROMPT, OUTPUTS)
+        bench.sample(torch.zeros(1, VOCAB), [row], [3])
+    assert len(launched) == 2
+    assert warmed >= set(launched)
