@@ -38,7 +38,7 @@ def read_config(directory: Path, param: str = "model") -> dict[str, Any]:
             f"model {str(directory)!r} has no config.json, so it is not in Hugging Face format",
             param=param,
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", param=param) from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a JSON object", param=param)

@@ -29,9 +29,9 @@ def shard_paths(directory: Path) -> list[Path]:
             raise ConfigError(f"{index} is a Git LFS pointer: run `git lfs pull`", param="model")
         try:
             names = sorted(set(json.loads(content)["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            paths = [directory / name for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ConfigError(f"{index} has no weight_map", param="model") from None
-        paths = [directory / name for name in names]
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
             raise ConfigError(

@@ -358,9 +358,10 @@ class _Shard:
         try:
             for name, entry in json.loads(header).items():
                 if name != "__metadata__":
-                    self.tensors[name] = _Stored(name, entry["dtype"], tuple(entry["shape"]))
+                    shape = tuple(map(int, entry["shape"]))
+                    self.tensors[name] = _Stored(name, str(entry["dtype"]), shape)
                     end = max(end, entry["data_offsets"][1])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._broken(f"its header is not readable ({error})") from None
         if 8 + length + end > size:
             raise self._broken(

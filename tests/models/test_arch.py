@@ -377,7 +377,9 @@ def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
         read_arch(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "version https://git-lfs.github.com/spec/v1"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "[" * 10**5, "version https://git-lfs.github.com/spec/v1"]
+)
 def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="JSON"):

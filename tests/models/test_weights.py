@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -212,13 +213,28 @@ def test_a_directory_without_safetensors_says_what_to_do(
         load(tmp_path)
 
 
-def test_an_index_without_a_weight_map_is_refused(
-    save_model: Callable[..., Any], tmp_path: Path
-) -> None:
-    save_model()
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}}))
+@pytest.mark.parametrize("text", ['{"metadata": {}}', '{"weight_map": {"a": 1}}', "[" * 10**5])
+def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ConfigError, match="has no weight_map"):
-        load(tmp_path)
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[]",
+        "[" * 10**5,
+        '{"a": {}}',
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
+        '{"a": {"dtype": "F32", "shape": [[1]], "data_offsets": [0, 4]}}',
+    ],
+)
+def test_a_header_of_another_form_is_refused(tmp_path: Path, header: str) -> None:
+    file = struct.pack("<Q", len(header)) + header.encode() + bytes(4)
+    (tmp_path / "model.safetensors").write_bytes(file)
+    with pytest.raises(ConfigError, match="its header is not readable"):
+        Checkpoint(tmp_path)
 
 
 def test_the_digest_changes_with_any_tensor_and_not_with_the_place(
