@@ -292,6 +292,7 @@ NGRAM = SpeculativeConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheduler", "speculative", "num_requests"),
     [(most(3, 17), None, 12), (most(3, 17), NGRAM, 12), (BY_ONE, None, 5)],
