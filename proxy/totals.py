@@ -102,8 +102,11 @@ class Totals(Collector):
             yield family
         known: dict[str, list[Backend]] = {role: [] for role in self._sums}
         for backend in self._backends:
-            if backend.snapshot is not None:
-                known[backend.role.value].append(backend)
+            of_role = known.get(
+                backend.role.value
+            )  # none yet of one that has just changed its role
+            if backend.snapshot is not None and of_role is not None:
+                of_role.append(backend)
         loads = {role: _load_of(backends) for role, backends in known.items()}
         yield from engine_families(self.model_name, self._sums, loads)
         yield cache_family(

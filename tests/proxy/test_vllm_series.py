@@ -206,6 +206,15 @@ def test_a_new_life_of_an_engine_begins_at_zero() -> None:
     assert counted(totals, backend)["num_preemptions_total", "decode", "m"] == 5 + 2
 
 
+def test_an_engine_that_has_another_role_than_before_is_left_out_until_it_is_asked() -> None:
+    totals, backend = Totals(), engine()
+    totals.add(backend, EngineStats(num_preemptions=5))
+    backend.role = Role.PREFILL
+    assert counted(totals, backend)["num_preemptions_total", "decode", "m"] == 5
+    totals.add(backend, EngineStats(num_preemptions=7))
+    assert counted(totals, backend)["num_preemptions_total", "m", "prefill"] == 2
+
+
 def test_what_an_engine_counted_before_the_proxy_began_is_not_the_proxys() -> None:
     totals, backend = Totals(), engine()
     backend.snapshot = None
