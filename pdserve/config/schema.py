@@ -19,6 +19,7 @@ from pdserve.config.checks import (
     require_one_of,
     require_port,
     require_positive,
+    require_text,
 )
 from pdserve.config.kv_events import KVEventsConfig
 from pdserve.config.numerics import NumericsMode
@@ -91,6 +92,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         for name in self.served_model_name:
             require(bool(name.strip()), "served-model-name", name, "a name must not be empty")
+            require_text("served-model-name", name)
         require(-(2**63) <= self.seed < 2**63, "seed", self.seed, "it must be of 64 bits")
 
 
@@ -407,5 +409,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_one_of("device", self.device, "auto", "cpu", "cuda")
+        require_text("engine-id", self.engine_id)
         self.speculative.require_stages(self.parallel.pipeline_parallel_size)
         self.cache.events.require_secret(self.transfer.secret, self.transfer.host)

@@ -224,6 +224,8 @@ def test_a_server_setting_that_cannot_be_names_its_flag(flag: str, value: object
         ("max-request-tokens", -1),
         ("seed", 2**63),
         ("served-model-name", ("",)),
+        ("served-model-name", ("\udcff",)),
+        ("engine-id", "\udcff"),
     ],
 )
 def test_an_engine_setting_that_cannot_be_names_its_flag(flag: str, value: object) -> None:
