@@ -52,6 +52,7 @@ def figures(
     num_in = sum(each.num_prompt_tokens for each in good)
     num_out = sum(each.num_output_tokens for each in good)
     within = sum(is_within(each, goodput) for each in good)
+    num_counted = sum(not each.is_cancelled for each in run.outcomes)
     peak_tokens, peak_requests = _peaks(good)
     result: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S", time.localtime(run.started_wall_s)),
@@ -88,7 +89,7 @@ def figures(
         "goodput": {
             "slos": [str(slo) for slo in goodput],
             "good": within,
-            "share": within / len(run.outcomes) if run.outcomes else math.nan,
+            "share": within / num_counted if num_counted else math.nan,
         }
         if goodput
         else None,

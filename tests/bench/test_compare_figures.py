@@ -119,6 +119,14 @@ class TestTable:
         assert row_of(made, "colocated").num_failed == 1
         assert figures_of(run, [])[Figure.TTFT_P99] != before[Figure.TTFT_P99]
 
+    def test_a_run_in_which_all_failed_has_no_throughput_and_its_repeats_are_not_alone(self, made):
+        for each in made.runs("P/D 1:1", None)[1:]:
+            for one in each.outcomes:
+                one.error = "HTTP 500"
+        value = row_of(made, "P/D 1:1").values[Figure.THROUGHPUT]
+        assert (value.median, value.low) == (0.0, 0.0)
+        assert Figure.TTFT_P50 in row_of(made, "P/D 1:1").values
+
     def test_the_console_shows_every_deployment_with_its_ratio(self, made):
         text = console.tables(made)
         for each in made.deployments:

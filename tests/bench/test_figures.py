@@ -81,6 +81,9 @@ def test_goodput_counts_requests_within_all_limits() -> None:
     assert found["request_goodput"] == pytest.approx(2 / 2.0)
     assert found["pdserve"]["goodput"]["share"] == pytest.approx(2 / 3)
     assert figures(make_run(FIRST))["request_goodput"] is None
+    left = outcome(9, 0.0, [0.1], is_cancelled=True)  # on purpose, so it is no failure
+    found = figures(make_run(FIRST, SECOND, ONE_TOKEN, left), slos)
+    assert found["pdserve"]["goodput"]["share"] == pytest.approx(2 / 3)
 
 
 def test_a_limit_holds_at_its_value() -> None:

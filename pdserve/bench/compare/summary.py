@@ -188,6 +188,12 @@ def figures_of(run: Run, slos: Sequence[Slo]) -> dict[Figure, float]:
     """
     good = run.answered
     figures: dict[Figure, float] = {}
+    if run.duration_s > 0:
+        tokens = sum(one.num_output_tokens for one in good)
+        figures[Figure.THROUGHPUT] = tokens / run.duration_s
+        if slos:
+            num_kept = sum(is_within(one, slos) for one in good)
+            figures[Figure.GOODPUT] = num_kept / run.duration_s
     if not good:
         return figures
     ttft = [one.ttft_s * 1e3 for one in good]
@@ -202,12 +208,6 @@ def figures_of(run: Run, slos: Sequence[Slo]) -> dict[Figure, float]:
     if (prompts := prompt_figures(good)) is not None:
         figures[Figure.COMPUTED] = float(prompts["computed_tokens"])
         figures[Figure.CACHED] = 100 * prompts["hit_rate"]
-    if run.duration_s > 0:
-        tokens = sum(one.num_output_tokens for one in good)
-        figures[Figure.THROUGHPUT] = tokens / run.duration_s
-        if slos:
-            num_kept = sum(is_within(one, slos) for one in good)
-            figures[Figure.GOODPUT] = num_kept / run.duration_s
     return figures
 
 
