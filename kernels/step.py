@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,3 +28,25 @@ class StepInputs:
     block_tables: Tensor
     query_start: Tensor
     context_lens: Tensor
+
+
+_padded = False
+
+
+@contextmanager
+def padded() -> Iterator[None]:
+    """Say of the steps inside the block that requests may have query tokens and no context.
+
+    Graphs are made of such steps, and the run before a capture is of one, too.
+    """
+    global _padded  # noqa: PLW0603
+    before, _padded = _padded, True
+    try:
+        yield
+    finally:
+        _padded = before
+
+
+def is_padded() -> bool:
+    """Return whether steps are `padded` now."""
+    return _padded

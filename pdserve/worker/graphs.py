@@ -16,6 +16,7 @@ import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from pdserve.kernels.step import padded
 from pdserve.worker.step_buffers import GraphSize
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ class StepGraphs(Generic[T]):
         for size in reversed(self._sizes):
             self._stage(size)
             try:
-                self._captured[size] = self._device.capture(partial(self._run, size))
+                with padded():
+                    self._captured[size] = self._device.capture(partial(self._run, size))
             except RuntimeError:
                 self.close()
                 raise

@@ -20,6 +20,7 @@ import torch
 from pdserve.config.schema import EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.config.speculative import SpeculativeConfig
 from pdserve.kernels.backend import REFERENCE
+from pdserve.kernels.step import is_padded
 from pdserve.models.registry import load_model
 from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
@@ -303,6 +304,25 @@ def test_capturing_computes_nothing(tmp_path: Path) -> None:
     engine = Engine(tmp_path, RecordedDevice())
     assert not engine.kv.any()
     assert engine.told == ["compiling the device's kernels", "capturing steps as graphs"]
+
+
+def test_a_capture_and_the_run_before_it_tell_kernels_that_steps_are_padded(
+    tmp_path: Path,
+) -> None:
+    told: list[bool] = []
+
+    def attend(*args: Any) -> torch.Tensor:
+        told.append(is_padded())
+        return CAPTURABLE.paged_attention(*args)
+
+    kernels = replace(CAPTURABLE, paged_attention=attend)
+    engine = Engine(tmp_path, RecordedDevice(), kernels=kernels, num_rows=1, warms_up=False)
+    engine.runner.rehearse(engine.told.append)
+    assert not any(told)
+    del told[:]
+    engine.runner.capture(engine.told.append)
+    num_layers = 2
+    assert told == [True] * (2 * num_layers * len(engine.sizes))
 
 
 def test_without_graphs_kernels_are_compiled_and_nothing_is_captured(tmp_path: Path) -> None:

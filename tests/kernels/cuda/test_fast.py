@@ -20,6 +20,7 @@ from pdserve.kernels.fast.backend import faster
 from pdserve.kernels.fast.linear import MOST_ROWS, FastLinear
 from pdserve.kernels.reference.attention import paged_attention
 from pdserve.kernels.reference.linear import linear
+from pdserve.kernels.step import padded
 
 CPU = torch.device("cpu")
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -185,11 +186,11 @@ def test_what_flash_does_not_take_is_left_to_the_kernels(
     assert torch.equal(with_flash(refused, paged_attention)(*args), paged_attention(*args))
 
 
-def test_steps_that_are_captured_are_left_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_steps_are_left_to_the_kernels() -> None:
     args = attention_inputs([40], [40], (4, 2), 64, dtype=FP16, device=CPU)
     wanted = paged_attention(*args)
-    monkeypatch.setattr("pdserve.kernels.fast.attention.is_captured", lambda _: True)
-    assert torch.equal(with_flash(refused, paged_attention)(*args), wanted)
+    with padded():
+        assert torch.equal(with_flash(refused, paged_attention)(*args), wanted)
 
 
 @pytest.fixture
