@@ -397,13 +397,14 @@ class DeviceSampler(Sampler):
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     def warm_up(self) -> None:
-        """Launch everything that a step with the maximum number of rows may launch."""
-        logits = torch.zeros(len(self._ahead), self._vocab_size, device=self._device)
+        """Launch everything that a step with the most rows of logits, drafts' too, may launch."""
+        num_rows, max_logits = len(self._ahead), self._buffers.max_logits
+        logits = torch.zeros(max_logits, self._vocab_size, device=self._device)
         tokens, peaks = self._ops.largest(logits)
-        draws = self._buffers.draws(len(logits))
-        token_logprobs(logits.clone(), tokens, [1] * len(logits))
+        draws = self._buffers.draws(max_logits)
+        token_logprobs(logits.clone(), tokens, [1] * max_logits)
         for by_k in (False, True):
             for by_p in (False, True):
                 self._ops.draw(logits, peaks, draws, tokens, by_k=by_k, by_p=by_p)
-        self._kept.warm_up(logits)
+        self._kept.warm_up(logits[:num_rows])
         self._masks.warm_up(logits)

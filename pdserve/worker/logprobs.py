@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _CACHED = 1 << 17
 """Numbers that stay in a core's cache between two operations."""
+_ON_DEVICE = 1 << 24
+"""Numbers that a device takes at a time: 256 MiB in two dtypes of 8 bytes."""
 
 Alternatives = int | tuple[int, ...]
 """What is reported beside a token: so many of the likeliest ones, or those with these ids."""
@@ -67,7 +69,7 @@ def _normaliser(logits: Tensor) -> Tensor:
     """Return the logarithm of the sum of each row's exponentials, `[M, 1]` fp64."""
     peak = logits.amax(-1, keepdim=True).double()
     one = 2.0 ** (62 - logits.shape[-1].bit_length())
-    at_once = len(logits) if logits.is_cuda else max(1, _CACHED // logits.shape[-1])
+    at_once = max(1, (_ON_DEVICE if logits.is_cuda else _CACHED) // logits.shape[-1])
     parts = zip(torch.split(logits, at_once), torch.split(peak, at_once), strict=True)
     sums = [
         (part - most).exp_().mul_(one).round_().long().sum(-1, keepdim=True) for part, most in parts

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pdserve.kernels.ops import SamplingOps
+from pdserve.kernels.reference import sampling as reference
 from pdserve.wire.sampling import SamplingParams
 from pdserve.worker.device_sampler import DeviceSampler
 from pdserve.worker.philox import uniforms
@@ -190,3 +191,21 @@ def test_rules_without_a_bias_launch_the_kernel_that_was_warmed_up() -> None:
         bench.sample(torch.zeros(1, VOCAB), [row], [3])
     assert len(launched) == 2
     assert warmed >= set(launched)
+
+
+def test_warming_up_takes_the_memory_of_logits_of_all_drafts() -> None:
+    num_rows: list[int] = []
+
+    def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows.append(len(logits))
+        return reference.largest(logits)
+
+    bench = Bench(num_drafted=3)
+    DeviceSampler(
+        ROWS,
+        VOCAB,
+        device=bench.device,
+        buffers=bench.buffers,
+        ops=SamplingOps(largest=largest),
+    ).warm_up()
+    assert num_rows == [ROWS * 4]
