@@ -50,14 +50,16 @@ class UcxConnector(TransferConnector, frozen=True, kw_only=True):
         self, context: ConnectorContext, kv: Tensor, layout: KVLayout, host: str, reactor: Reactor
     ) -> UcxMover:
         """See `TransferConnector`."""
+        from pdserve.connectors.transfer_thread.host import net_devices
         from pdserve.connectors.ucx.mover import UcxMover
 
+        options = {"NET_DEVICES": net_devices(host), "TLS": self.settings.tls}
         return UcxMover(
             kv=kv,
             layout=layout,
-            host=host,
             watch=reactor.watch,
             clock=SystemClock(),
-            tls=self.settings.tls,
+            options={name: value for name, value in options.items() if value},
             max_messages=self.settings.messages,
+            timeout_s=2 * context.config.transfer.transfer_timeout_s,
         )

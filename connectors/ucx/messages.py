@@ -4,8 +4,9 @@
         `----- dropped -----'--> (its buffer is reused once UCX has finished with it)
 
 A dropped message that was posted continues, but touches only its buffer. A message that hangs ends
-with its peer's connection (`hang_up`); a buffer that is not returned even then is left to UCX. Each
-peer is limited to a share of the buffers, so that one which hangs does not block the others.
+with its peer's connection (`hang_up`), at the latest after a while; a buffer that is not returned
+even then is left to UCX. Each peer is limited to a share of the buffers, so that one which hangs
+does not block the others, and several do so only for that while.
 
 It knows neither blocks nor the contents of messages.
 """
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.ucx.library import UcxEndpoint, UcxRequest, UcxWorker
     from pdserve.connectors.ucx.staging import Staging
+    from pdserve.observe.clock import Clock
 
 _SHARE: Final = 4
 
@@ -42,6 +44,7 @@ class TaggedMessage:
             it returns, and the reason of a failure or None.
         fill: Writes the payload of a message to send; None for a message to receive.
         on_posted: Called when it is posted.
+        until_s: When it ends its peer's connection if it is not over; inf before it is posted.
     """
 
     address: bytes
@@ -53,6 +56,7 @@ class TaggedMessage:
     is_dropped: bool = False
     buffer: torch.Tensor | None = None
     request: UcxRequest | None = None
+    until_s: float = float("inf")
 
     @property
     def is_posted(self) -> bool:
@@ -136,11 +140,22 @@ class Messages:
         worker: UCX.
         staging: Makes buffers.
         max_posted: Limit of posted messages, each way.
+        timeout_s: Time after which a posted message hangs, whether or not it was dropped meanwhile.
     """
 
-    def __init__(self, worker: UcxWorker, staging: Staging, max_posted: int) -> None:
+    def __init__(
+        self,
+        worker: UcxWorker,
+        staging: Staging,
+        *,
+        clock: Clock,
+        max_posted: int,
+        timeout_s: float,
+    ) -> None:
         self._worker = worker
         self._staging = staging
+        self._clock = clock
+        self._timeout_s = timeout_s
         self._endpoints: dict[bytes, UcxEndpoint] = {}
         self._free: list[torch.Tensor] = []
         self._max_free = 2 * max_posted
@@ -148,6 +163,12 @@ class Messages:
         self._stranded: list[TaggedMessage] = []
         # Begins at random and counts up, so no tag of an earlier process or message repeats.
         self._next_tag = secrets.randbits(62)
+
+    @property
+    def due_s(self) -> float:
+        """When `advance` must be called next, whatever UCX has to do."""
+        posted = (each for way in self._ways for each in way.posted)
+        return min((each.until_s for each in posted), default=float("inf"))
 
     def new_tag(self) -> int:
         """Draw a tag that no message to this rank has ever had."""
@@ -187,6 +208,10 @@ class Messages:
         for message in [each for each in self._stranded if each.is_over]:
             self._stranded.remove(message)
             self._give_back(message)
+        now_s = self._clock.monotonic_s()
+        posted = [each for way in self._ways for each in way.posted]
+        for address in {each.address for each in posted if each.until_s <= now_s}:
+            self.hang_up(address)
         self._post_waiting()
 
     def close(self) -> None:
@@ -228,6 +253,7 @@ class Messages:
             message.fill(message.payload)
             end_with(message.memory, message.tag)
             message.request = endpoint.send(message.memory, message.tag)
+        message.until_s = self._clock.monotonic_s() + self._timeout_s
         if message.on_posted is not None:
             message.on_posted()
 

@@ -26,7 +26,7 @@ from pdserve.connectors.transfer.seams import (
     FrameError,
     Remote,
 )
-from pdserve.connectors.transfer_thread.host import HostProcesses, net_devices, region_of
+from pdserve.connectors.transfer_thread.host import HostProcesses, region_of
 from pdserve.connectors.ucx.frames import (
     MAX_COPY_BYTES,
     MAX_TRIAL_BYTES,
@@ -46,7 +46,7 @@ from pdserve.connectors.ucx.staging import Staging
 from pdserve.wire.seal import UNREADABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Mapping
 
     import numpy.typing as npt
 
@@ -79,10 +79,11 @@ class UcxMover:
 
     Args:
         kv: This rank's KV memory, contiguous.
-        host: Address on which the side channel listens.
         watch: Makes the thread's event loop wake up when a descriptor is readable.
-        tls: UCX's transports; empty means all.
+        options: See `UcxWorker`.
         max_messages: Limit of messages in flight, each way.
+        timeout_s: Time after which one of them ends its peer's connection. A busy peer that has
+            not got to it when its transfer is given up needs as much again.
     """
 
     num_lanes: ClassVar[int] = 1
@@ -94,20 +95,20 @@ class UcxMover:
         *,
         kv: torch.Tensor,
         layout: KVLayout,
-        host: str,
         watch: Callable[[int], None],
         clock: Clock,
-        tls: str,
+        options: Mapping[str, str],
         max_messages: int,
+        timeout_s: float,
     ) -> None:
         self._kv = kv
         self._staging = Staging(kv)
         self._pool = region_of(kv, layout.block_bytes)
-        self._host = host
         self._watch = watch
         self._clock = clock
-        self._tls = tls
+        self._options = options
         self._max_messages = max_messages
+        self._timeout_s = timeout_s
         self._worker: UcxWorker
         self._messages: Messages
         self.processes = HostProcesses(is_direct=False)
@@ -124,7 +125,7 @@ class UcxMover:
     @property
     def due_s(self) -> float:
         """See `ThreadMover`."""
-        return min((warm_up.due_s for warm_up in self._warm_ups), default=_NEVER)
+        return min([self._messages.due_s, *(warm_up.due_s for warm_up in self._warm_ups)])
 
     # ---- the thread ------------------------------------------------------------------------
 
@@ -132,9 +133,14 @@ class UcxMover:
         """See `ThreadMover`."""
         if self._kv.is_cuda:
             torch.cuda.set_device(self._kv.device)  # UCX uses the calling thread's context
-        options = {"NET_DEVICES": net_devices(self._host), "TLS": self._tls or None}
-        self._worker = UcxWorker({name: value for name, value in options.items() if value})
-        self._messages = Messages(self._worker, self._staging, self._max_messages)
+        self._worker = UcxWorker(self._options)
+        self._messages = Messages(
+            self._worker,
+            self._staging,
+            clock=self._clock,
+            max_posted=self._max_messages,
+            timeout_s=self._timeout_s,
+        )
         self._watch(self._worker.descriptor)
 
     def tick(self) -> None:

@@ -48,16 +48,16 @@ BLOCKS = np.array([3, 1, 7], dtype=np.int32)
 class Side:
     """A mover, and what comes to it: frames are heard when `hear` is called."""
 
-    def __init__(self, value: float, layout: KVLayout = LAYOUT) -> None:
+    def __init__(self, value: float, layout: KVLayout = LAYOUT, *, timeout_s: float = 60.0) -> None:
         self.kv = torch.full((layout.num_blocks, layout.block_bytes // 4), value)
         self.mover = UcxMover(
             kv=self.kv,
             layout=layout,
-            host="127.0.0.1",
             watch=lambda descriptor: None,
             clock=SystemClock(),
-            tls="",
+            options={"NET_DEVICES": "lo"},
             max_messages=4,
+            timeout_s=timeout_s,
         )
         self.mover.start()
         self.inbox: deque[bytes] = deque()
@@ -255,6 +255,31 @@ def test_a_peer_that_never_answers_leaves_the_others_their_buffers() -> None:
     assert ours.ends[0].failure is None
     assert ours.holds(2.0)
     for side in (ours, mute, theirs):
+        side.mover.close(1.0)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_peers_that_never_answer_leave_the_others_their_buffers_in_time(*, is_read: bool) -> None:
+    ours, theirs, mutes = Side(1.0, timeout_s=0.5), Side(2.0), [Side(0.0) for _ in range(4)]
+    for number, mute in enumerate(mutes):  # as many as there are buffers
+        ours.meet(mute)
+        if is_read:
+            ours.copy(Direction.READ, f"mute {number}")
+            continue
+        fetch = FetchCopy(1, LAYOUT.block_bytes, BLOCKS.astype("<i4").tobytes())
+        ours.mover.hear(ours.link, encode(fetch))
+    ours.mover.tick()
+    for number in range(len(mutes)):
+        ours.mover.abandon(f"mute {number}")
+    ours.meet(theirs)
+    theirs.meet(ours)
+    asks = ours if is_read else theirs
+    asks.copy(Direction.READ, "answered")
+    began_s = time.monotonic()
+    until((ours, theirs), lambda: asks.ends)
+    assert asks.ends[0].failure is None
+    assert time.monotonic() - began_s > 0.2
+    for side in (ours, theirs, *mutes):
         side.mover.close(1.0)
 
 
