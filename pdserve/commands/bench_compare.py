@@ -117,7 +117,7 @@ def run_compare(table: Table, resolved: Mapping[str, Resolved]) -> int:
         is_valid = not any(comparison.why_not(m.deployment, m.rate) for m in comparison.measured)
         return EXIT_FAILED if has_failed or not (is_valid or result.allow_invalid) else EXIT_DONE
 
-    return run_until_signalled(work(), on_second_signal=session.kill)
+    return run_until_signalled(work(), on_second_signal=session.kill, is_service=False)
 
 
 class _Session:

@@ -25,18 +25,29 @@ from pdserve.observe.log import configure_logging
 
 
 def run_until_signalled(
-    main: Coroutine[Any, Any, int], *, on_second_signal: Callable[[], None] = lambda: None
+    main: Coroutine[Any, Any, int],
+    *,
+    on_second_signal: Callable[[], None] = lambda: None,
+    is_service: bool = True,
 ) -> int:
     """Run `main` to its end and return its exit code.
 
     The first SIGINT, SIGTERM or SIGHUP cancels it, and `main` drains what runs; the second calls
-    `on_second_signal` and ends the process at once. The code is 130 after SIGINT and 0
-    after the others.
+    `on_second_signal` and ends the process at once. The code is 130 after SIGINT and, as a service
+    has done its work then, 0 after the others.
+
+    Args:
+        is_service: Whether it runs until it is stopped; what is cut short ends with 130.
     """
-    return asyncio.run(_signalled(main, on_second_signal))
+    stopped_by = asyncio.run(_signalled(main, on_second_signal))
+    if isinstance(stopped_by, signal.Signals):
+        return exit_code(stopped_by) if is_service else EXIT_INTERRUPTED
+    return stopped_by
 
 
-async def _signalled(main: Coroutine[Any, Any, int], on_second: Callable[[], None]) -> int:
+async def _signalled(
+    main: Coroutine[Any, Any, int], on_second: Callable[[], None]
+) -> int | signal.Signals:
     loop = asyncio.get_running_loop()
     task = loop.create_task(main)
     received: list[signal.Signals] = []
@@ -56,7 +67,7 @@ async def _signalled(main: Coroutine[Any, Any, int], on_second: Callable[[], Non
     except asyncio.CancelledError:
         if not received:
             raise
-        return exit_code(received[0])
+        return received[0]
     finally:
         for number in heeded:
             loop.remove_signal_handler(number)

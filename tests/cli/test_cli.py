@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from pdserve.cli import WITHOUT_FLAG, make_parser, normalise, settings_of
 from pdserve.commands import engine
 from pdserve.commands.catalogue import COMMANDS, Command
 from pdserve.commands.model_directory import model_directory
+from pdserve.commands.running import run_until_signalled
 from pdserve.config.load import Source
 from pdserve.errors import ConfigError
 from tests.cli.process import ROOT, environment, pdserve, pdserve_here
@@ -396,3 +400,15 @@ def test_a_name_of_the_environment_is_read() -> None:
         "model": "boxed",
         "kv-transfer-config.lease-s": 9.0,
     }
+
+
+@pytest.mark.parametrize(("is_service", "code"), [(True, 0), (False, 130)])
+def test_what_is_cut_short_does_not_end_as_a_service_that_is_stopped(
+    is_service: bool, code: int
+) -> None:
+    async def work() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60.0)
+        return 7
+
+    assert run_until_signalled(work(), is_service=is_service) == code
