@@ -108,7 +108,12 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         milliseconds(self.prompt_times, 3, "prompt-times", "4 0.045 2.5e-6")
         milliseconds(self.step_times, 3, "step-times", "7 0.06 6e-5")
         milliseconds(self.wire_times, 2, "wire-times", "1 0.008")
-        require_not_negative("hop-ms", self.hop_ms)
+        require(
+            self.hop_ms is None or 0 <= self.hop_ms <= _MAX_MS,
+            "hop-ms",
+            self.hop_ms,
+            "use milliseconds of up to an hour",
+        )
         if self.times_error is not None:
             require(
                 0 <= self.times_error < 1, "times-error", self.times_error, "use 0 to 1, as 0.1"

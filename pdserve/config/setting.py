@@ -148,6 +148,17 @@ def parse_int(text: str) -> int:
     value, rest = divmod(int(whole + decimals) * multiplier, scale)
     if rest:
         raise ValueError(f"{text!r} is not a whole number")
+    return _sendable(value)
+
+
+def _sendable(value: int) -> int:
+    """Refuse a whole number that no message between processes can carry.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(f"{value} has more than 64 bits")
     return value
 
 
@@ -173,7 +184,7 @@ def parse(setting: Setting, raw: object) -> object:
         if isinstance(raw, str):
             return parse_int(raw)
         if isinstance(raw, int) and not isinstance(raw, bool):
-            return raw
+            return _sendable(raw)
         raise ValueError(f"{raw!r} is not a whole number")
     if kind is float:
         if isinstance(raw, (str, int, float)) and not isinstance(raw, bool):

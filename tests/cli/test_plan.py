@@ -122,6 +122,7 @@ def test_objectives_that_no_layout_holds_are_no_success():
             ("--num-engines", "2", *TIMES, *SLO, "--times-error", "2"),
             "--times-error is 2.0: use 0 to",
         ),
+        (("--num-engines", "2", *TIMES, *SLO, "--hop-ms", "inf"), "--hop-ms is inf: use"),
         (("--num-engines", "2", *TIMES, *SLO), "all requests arrive at once: give --request-rate"),
         (
             ("--num-engines", "2", *TIMES, *SLO, "--kv-tokens", "100", "--max-model-len", "200"),

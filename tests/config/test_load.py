@@ -158,6 +158,8 @@ def test_a_multiplied_number_is_its_product(number: int, suffix: str) -> None:
     ("flag", "raw"),
     [
         ("size", True),
+        ("size", 1 << 64),
+        ("size", "99999999T"),
         ("size", 1.5),
         ("size", None),
         ("share", "many"),
