@@ -42,7 +42,7 @@ _PROMPT_REQUESTS: Final = (2, 16, 64)
 def rehearsed_steps(
     max_num_rows: int, max_num_tokens: int, max_model_len: int
 ) -> list[tuple[int, int]]:
-    """Return requests and tokens of steps that launch every kernel steps with prompts need.
+    """Return requests and tokens of steps that launch every kernel that steps need.
 
     Kernels are compiled for a few ranges of sizes, each spanning a factor of 2 or more. The first
     step is the largest possible: those after it reuse the memory that it took.
@@ -51,10 +51,12 @@ def rehearsed_steps(
     doubled = [1 << i for i in range(max(max_num_rows, max_num_tokens).bit_length())]
     alone = [(-(-num // max_model_len), num) for num in [*doubled, max_num_tokens]]
     several = [(num, min(2 * num, max_num_tokens)) for num in [*doubled, max_num_rows]]
+    single = [(num, num) for num in [*doubled, max_num_rows]]
+    every = [largest, *alone[::-1], *several[::-1], *single[::-1]]
     return [
         (num_rows, num_tokens)
-        for num_rows, num_tokens in dict.fromkeys([largest, *alone[::-1], *several[::-1]])
-        if num_rows <= max_num_rows and num_rows < num_tokens <= max_num_tokens
+        for num_rows, num_tokens in dict.fromkeys(every)
+        if num_rows <= max_num_rows and num_rows <= num_tokens <= max_num_tokens
     ]
 
 

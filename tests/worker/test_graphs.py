@@ -222,13 +222,16 @@ def test_steps_with_prompts_have_a_size_with_room_for_their_padding(
 @pytest.mark.parametrize(("rows", "tokens", "length"), [(5, 256, 64), (128, 2048, 8192), (1, 7, 7)])
 def test_steps_of_every_size_are_rehearsed(rows: int, tokens: int, length: int) -> None:
     steps = rehearsed_steps(rows, tokens, length)
-    assert len(set(steps)) == len(steps) < 24
+    assert len(set(steps)) == len(steps) < 32
     for num_rows, num_tokens in steps:
         assert num_rows <= rows
-        assert num_rows < num_tokens <= min(tokens, num_rows * length)
+        assert num_rows <= num_tokens <= min(tokens, num_rows * length)
     assert steps[0] == (rows, tokens)
+    singles = [num_rows for num_rows, num_tokens in steps if num_rows == num_tokens]
+    for num_rows in range(1, rows + 1):
+        assert any(num_rows <= num < 2 * num_rows for num in singles)
     for num_tokens in range(2, tokens + 1):  # each size has one within its factor of two
-        assert any(num <= num_tokens < 2 * num for _, num in steps)
+        assert any(num <= num_tokens < 2 * num for at, num in steps if at < num)
 
 
 def test_replayed_steps_give_the_tokens_of_launched_ones(tmp_path: Path) -> None:

@@ -279,12 +279,11 @@ class FirstRanksDrafts:
 
 
 def rehearsed(buffers: StepBuffers, steps: Sequence[tuple[int, int]]) -> Iterator[StepInputs]:
-    """Bring steps that store nothing to a device, one by one: prompts, and single tokens.
+    """Bring those of the model's rehearsed steps that fit into the buffers to a device, one by one.
 
     Args:
-        steps: Requests and tokens of the model's steps, cut to fit into the buffers.
+        steps: As returned by `rehearsed_steps`.
     """
-    single = [(num_rows, num_rows) for num_rows, _ in steps]
-    for num_rows, num_tokens in dict.fromkeys([*single, *steps]):
+    for num_rows, num_tokens in steps:
         if num_tokens <= buffers.max_num_tokens:
             yield buffers.rehearse(num_rows, num_tokens)
