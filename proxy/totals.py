@@ -102,9 +102,8 @@ class Totals(Collector):
             yield family
         known: dict[str, list[Backend]] = {role: [] for role in self._sums}
         for backend in self._backends:
-            of_role = known.get(
-                backend.role.value
-            )  # none yet of one that has just changed its role
+            # None yet of one that has just changed its role.
+            of_role = known.get(backend.role.value)
             if backend.snapshot is not None and of_role is not None:
                 of_role.append(backend)
         loads = {role: _load_of(backends) for role, backends in known.items()}
