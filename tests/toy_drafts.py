@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from tests.toy_executor import TOY_EOS, TOY_VOCAB_SIZE, ToyModel, chain
+from tests.toy_executor import TOY_EOS, TOY_NAN, TOY_VOCAB_SIZE, ToyModel, chain
 from tests.toy_request import ToyRequest
 
 ToyDrafter = Callable[[ToyRequest, int], list[int]]
@@ -35,6 +35,12 @@ def mixed(request: ToyRequest, num_tokens: int) -> list[int]:
     rng = random.Random(len(request.tokens))
     draft = right(request, rng.randint(0, num_tokens))
     return [token_id if rng.random() < 0.7 else TOY_EOS for token_id in draft]
+
+
+def spoiling(request: ToyRequest, num_tokens: int) -> list[int]:
+    """Half of them with a token that makes values NaN."""
+    draft = right(request, num_tokens)
+    return draft if len(request.tokens) % 2 else [*draft[:-1], TOY_NAN]
 
 
 TOY_DRAFTERS: dict[str, ToyDrafter] = {"right": right, "wrong": wrong, "mixed": mixed}

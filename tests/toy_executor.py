@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 TOY_VOCAB_SIZE = 7
 TOY_EOS = 6
+TOY_NAN = TOY_VOCAB_SIZE
+"""In a draft: what makes the values of its request NaN."""
 
 
 class WrongKVError(InternalError):
@@ -278,6 +280,7 @@ class ToyExecutor:
         sampled: list[list[int]] = []
         drafted: dict[RequestId, int] = {}
         unready: list[RequestId] = []
+        spoiled: list[RequestId] = []
         rejected: list[RequestId] = []
         logprobs: dict[RequestId, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[RequestId, list[TokenLogprobs]] = {}
@@ -305,6 +308,9 @@ class ToyExecutor:
                 rejected.append(request_id)
             elif end == len(request.tokens) and request.sits_out():
                 unready.append(request_id)
+            elif end == len(request.tokens) and TOY_NAN in draft:
+                spoiled.append(request_id)
+                drafted[request_id] = len(draft)
             elif end == len(request.tokens):
                 tokens = self._sample(request, draft)
                 if sampling.logprobs is not None:
@@ -329,6 +335,7 @@ class ToyExecutor:
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
             unready_ids=unready,
+            spoiled_ids=spoiled,
             rejected_ids=rejected,
             failed_loads=failed,
         )
@@ -407,6 +414,8 @@ class ToyExecutor:
         values = _values(request.values, request.tokens[:end])
         if draft:  # whose KV may be wrong: it is nobody's until the tokens prove right
             values = _values(list(request.values), [*request.tokens[:end], *draft])
+        if TOY_NAN in draft:
+            values[end - 1 :] += 1  # no tokens make them that
         for number, rank in enumerate(self._ranks):
             wrong = rank.check(request.blocks, values[:start]) if start else None
             if wrong is not None:

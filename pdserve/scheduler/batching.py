@@ -215,7 +215,8 @@ class Batcher:
         """Return the maximum draft length of `request` in a step that computes its last token."""
         num_tokens = request.num_tokens
         num_output = num_tokens - len(request.prompt_token_ids)
-        if not num_output or request.num_computed_tokens != num_tokens - 1:
+        is_spoiled = request.drafts is not None and request.drafts.spoiled_at == num_tokens
+        if is_spoiled or not num_output or request.num_computed_tokens != num_tokens - 1:
             return 0
         # The step may yield one token more than the draft has.
         return min(

@@ -53,6 +53,8 @@ class DraftRecord:
         trial_interval: Steps between two trials, in which the request is given a row although that
             does not pay. It doubles with each trial that fails, and is reset by a draft that was
             right.
+        spoiled_at: Number of the request's tokens behind which it has no draft, as one may have
+            made its values NaN or infinite.
     """
 
     __slots__ = (
@@ -64,6 +66,7 @@ class DraftRecord:
         "is_predicted",
         "num_accepted",
         "num_drafted",
+        "spoiled_at",
         "trial_interval",
     )
 
@@ -73,6 +76,7 @@ class DraftRecord:
         self.is_predicted = is_predicted
         self.found = 1.0
         self.num_drafted = self.num_accepted = 0
+        self.spoiled_at: int | None = None
         self.trial_interval = TRIAL_INTERVAL
         self._is_on_trial = False
         self._memory = memory
@@ -86,6 +90,10 @@ class DraftRecord:
     def begin_trial(self) -> None:
         """Note that the next step is a trial."""
         self._is_on_trial = True
+
+    def spoil(self, num_tokens: int) -> None:
+        """Note that the request may have no token behind `num_tokens` because of its draft."""
+        self.spoiled_at = num_tokens
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
         """Note a step in which it had rows; one without a draft leaves `acceptance` unchanged."""

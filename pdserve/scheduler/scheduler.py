@@ -243,6 +243,8 @@ class Scheduler:
             request = running.get(request_id)
             if request is not None:
                 request.add_prompt_logprobs(entries)
+        for request_id in result.ids_without_token:
+            step.num_computed_after[request_id] -= 1  # nobody may find the KV of its last token
         for request_id, num_computed in step.num_computed_after.items():
             request = running.get(request_id)
             if request is not None:
@@ -257,11 +259,14 @@ class Scheduler:
             if request is not None:
                 logprobs, pooled = result.logprobs.get(request_id), result.pooled.get(request_id)
                 self._take_tokens(request, token_ids, logprobs, now_s, pooled)
-        for request_id in result.unready_ids:
+        for request_id in (*result.unready_ids, *result.spoiled_ids):
             request = running.get(request_id)
             if request is not None:
-                self._counters.num_sat_out += 1
                 self.state.steps.take_back(request)
+                if request_id in result.unready_ids:
+                    self._counters.num_sat_out += 1
+                elif request.drafts is not None:
+                    request.drafts.spoil(request.num_tokens)
         for request_id, why in result.dead_ends.items():
             request = running.get(request_id)
             if request is not None:
@@ -354,6 +359,7 @@ class Scheduler:
         history = self.state.drafts
         assert history is not None
         num_sampled = dict(zip(result.request_ids, map(len, result.sampled_token_ids), strict=True))
+        num_sampled |= dict.fromkeys(result.spoiled_ids, 1)  # nothing of their drafts was right
         for request_id in step.num_draft_rows:
             request = self.state.running.get(request_id)
             record = None if request is None else request.drafts

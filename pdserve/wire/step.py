@@ -127,6 +127,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             their other results are meaningless, and so is the KV that they have written.
         unready_ids: Requests without a token because their grammars' masks are not ready: they
             compute their last token again in the next step.
+        spoiled_ids: Requests without a token because, with a draft behind their last one, their
+            values are NaN or infinite, which may be the draft's fault: they compute it again
+            without one, and what they have written of it is meaningless.
         dead_ends: Requests without a token because none may follow, and why.
         rejected_ids: Requests without a token because their grammars reject their tokens so far.
         failed_loads: Those of the step's `loading_request_ids` that failed on any rank. All
@@ -146,6 +149,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     num_drafted: dict[RequestId, int] = {}
     non_finite_ids: list[RequestId] = []
     unready_ids: list[RequestId] = []
+    spoiled_ids: list[RequestId] = []
     dead_ends: dict[RequestId, str] = {}
     rejected_ids: list[RequestId] = []
     failed_loads: list[Failed] = []
@@ -155,3 +159,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     forward_s: float = 0.0
     is_wave_over: bool = False
     experts: ExpertBalance | None = None
+
+    @property
+    def ids_without_token(self) -> list[RequestId]:
+        """Requests whose tokens end in the step, and that have got none."""
+        return [*self.unready_ids, *self.spoiled_ids, *self.dead_ends, *self.rejected_ids]

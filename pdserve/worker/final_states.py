@@ -157,15 +157,16 @@ def not_a_number(entries: Mapping[RequestId, Sequence[TokenLogprobs]]) -> set[Re
 
 
 def not_finite(prepared: PreparedStep, sums: Tensor) -> set[RequestId]:
-    """Return the requests with a token that does not sample and has non-finite states.
+    """Return the requests without a draft that have a token with non-finite states.
 
-    A token attends to itself, so its states reveal its KV in every layer. For tokens that
-    sample, the logits do. Draft tokens do not count yet.
+    A token attends to itself, so its states reveal its KV in every layer. Where there is a draft,
+    which may be at fault, the logits of the request's last token tell.
 
     Args:
         sums: `[T]` fp32, sums of each token's states after the last attention.
     """
     found = np.flatnonzero(~np.isfinite(sums.cpu().numpy()))
-    tokens = np.setdiff1d(found, prepared.draft_tokens)
-    requests = np.searchsorted(prepared.query_start, tokens, side="right") - 1
-    return {prepared.request_ids[i] for i in requests.tolist()}
+    requests = np.searchsorted(prepared.query_start, found, side="right") - 1
+    drafts = zip(prepared.sampling.tolist(), prepared.drafts or [], strict=False)
+    drafted = {index for index, draft in drafts if draft}
+    return {prepared.request_ids[i] for i in set(requests.tolist()) - drafted}

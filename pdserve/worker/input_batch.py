@@ -225,11 +225,9 @@ class InputBatch:
         does_all_sample = num_logits == total
         query_start, width = self._fill(self._buffers, rows, start, end)
         arrays = self._buffers.arrays
-        draft_tokens = np.zeros(0, dtype=np.int64)
         if drafts:
             ends = np.cumsum(num_wanted)
             wanted = np.arange(num_logits) + np.repeat(query_start[1:][sampling] - ends, num_wanted)
-            draft_tokens = np.delete(wanted, ends - num_wanted)
         else:
             wanted = query_start[1:][sampling] - 1
         if not does_all_sample:
@@ -258,7 +256,6 @@ class InputBatch:
             sampling=sampling,
             num_outputs=(num_tokens - num_drafted - self._num_prompt[rows])[sampling],
             drafts=[drafts.get(request_ids[i], []) for i in sampling] if drafts else None,
-            draft_tokens=draft_tokens,
             logit_rows=None if does_all_sample else self._buffers.logit_rows(num_logits),
             num_fed=len(fed),
             num_tables=num_tables,

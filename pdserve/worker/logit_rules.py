@@ -34,12 +34,13 @@ class Hindrance(enum.Enum):
     """Why a row has no token.
 
     UNREADY: the grammar's mask is not ready. DEAD_END: no token may follow. REJECTED: the grammar
-    does not allow the tokens so far.
+    does not allow the tokens so far. SPOILED: its logits are not finite, and it has a draft.
     """
 
     UNREADY = enum.auto()
     DEAD_END = enum.auto()
     REJECTED = enum.auto()
+    SPOILED = enum.auto()
 
 
 class Hindered(NamedTuple):

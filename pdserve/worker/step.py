@@ -47,9 +47,8 @@ class PreparedStep:
         sampling: `[M]`, indices of those that reach the end of their tokens.
         num_outputs: `[M]`, number of tokens they have already put out.
         drafts: `M` drafts, some empty; None if all are.
-        draft_tokens: `[D]`, the step's tokens that belong to drafts.
-        logit_rows: `[M + D]` int64 on the device, tokens whose logits are wanted; None if all
-            are.
+        logit_rows: `[M + D]` int64 on the device, tokens whose logits are wanted, D of them in
+            drafts; None if all are.
         num_fed: Number of requests whose last token is only on the device.
         num_tables: Number of requests with tokens, those of padding included.
     """
@@ -64,7 +63,6 @@ class PreparedStep:
     sampling: NDArray[np.int64]
     num_outputs: NDArray[np.int64]
     drafts: list[list[int]] | None
-    draft_tokens: NDArray[np.int64]
     logit_rows: Tensor | None
     num_fed: int
     num_tables: int

@@ -9,19 +9,23 @@ only if it is put out: a sampler never has to undo what it noted
 Independent rows are sampled together, however far the draft turns out to be right: where a token
 is simply the largest logit, and on a device, where an extra row costs next to nothing but another
 wave costs a wait.
+
+Attention gives what a row may not see a weight of 0, and 0 times NaN is NaN: a token of a draft
+that makes values NaN or infinite spoils the rows before it as well. So where a request's first row
+is not finite, its draft may be at fault, and the row is computed again without one.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import numpy as np
 import torch
 
-from pdserve.worker.logit_rules import Hindrance
+from pdserve.worker.logit_rules import Hindered, Hindrance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,8 +36,9 @@ if TYPE_CHECKING:
     from pdserve.wire.ids import RequestId
     from pdserve.wire.sampling import SamplingParams, TokenLogprobs
     from pdserve.wire.step import ModelRunnerOutput
-    from pdserve.worker.logit_rules import Hindered
     from pdserve.worker.sampler import Sampled
+
+_SPOILED: Final = Hindered(Hindrance.SPOILED)
 
 
 class RowSampler(Protocol):
@@ -71,8 +76,8 @@ class Verified:
     Attributes:
         token_ids: Tokens of each request; at least one, unless it is hindered.
         logprobs: By index into the requests, for those that asked: one entry per token.
-        non_finite: Indices of requests whose first row has a NaN or infinite logit. In a row
-            behind a draft, that only ends the verification: it is first in the next step.
+        non_finite: Indices of requests without a draft whose row has a NaN or infinite logit. In a
+            row behind a draft, that only ends the verification: it is first in the next step.
         hindered: By index, requests that have no token, and why.
     """
 
@@ -176,6 +181,7 @@ def _without(output: ModelRunnerOutput, hindered: Mapping[int, Hindered]) -> Mod
         request_ids=[ids[index] for index in having],
         sampled_token_ids=[output.sampled_token_ids[index] for index in having],
         unready_ids=named(Hindrance.UNREADY),
+        spoiled_ids=named(Hindrance.SPOILED),
         dead_ends={each: why[each] for each in named(Hindrance.DEAD_END)},
         rejected_ids=named(Hindrance.REJECTED),
     )
@@ -256,6 +262,9 @@ def take_at_once(
         if first in sampled.hindered:
             verified.hindered[index] = sampled.hindered[first]
             continue
+        if first in lost and drafts[index]:
+            verified.hindered[index] = _SPOILED
+            continue
         taken = verified.token_ids[index]
         for place, drafted in enumerate((*drafts[index], None), first):
             if place in lost and taken:
@@ -279,8 +288,13 @@ def _take_wave(
     """Take a token for each request; return the requests whose next row is valid."""
     without = set(sampled.hindered)
     if depth == 0:
-        verified.non_finite.update(requests[place] for place in sampled.non_finite)
         verified.hindered.update({requests[at]: why for at, why in sampled.hindered.items()})
+        for place in sampled.non_finite:
+            if drafts[requests[place]]:
+                verified.hindered[requests[place]] = _SPOILED
+                without.add(place)
+            else:
+                verified.non_finite.add(requests[place])
     else:
         without.update(sampled.non_finite)
     for place, entry in sampled.logprobs.items():

@@ -19,7 +19,7 @@ from pdserve.wire.request import FinishReason
 from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import Engine, make_request
 from tests.toy import sampling
-from tests.toy_drafts import mixed, right, wrong
+from tests.toy_drafts import mixed, right, spoiling, wrong
 from tests.toy_executor import expected_output
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def served(engine: Engine, **requests: tuple[list[int], int, bool]) -> dict[str,
     return tokens
 
 
-@pytest.mark.parametrize("drafter", [right, wrong, mixed])
+@pytest.mark.parametrize("drafter", [right, wrong, mixed, spoiling])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -115,6 +115,19 @@ def test_what_a_draft_brought_is_found_by_others_as_far_as_it_was_right() -> Non
     # The toy looks at all KV that it reads.
     assert served(under_test, second=(again, 5, False))["second"] == wanted
     assert under_test.scheduler.stats().local_cache_hit_tokens == 32
+
+
+def test_what_a_draft_may_have_spoiled_is_found_by_nobody_and_computed_without_one() -> None:
+    under_test = engine(spoiling)
+    prompt = [1] * 7  # the first output token fills a block
+    under_test.scheduler.add(make_request("first", prompt, 30))
+    for _ in range(2):
+        under_test.step()
+    under_test.scheduler.add(
+        make_request("second", [*prompt, *expected_output(prompt, sampling(1))], 30)
+    )
+    outputs = under_test.settle()
+    assert not any(output.error for output in outputs)
 
 
 def test_outputs_tell_logprobs_of_every_token_and_how_drafts_did() -> None:

@@ -114,7 +114,7 @@ class Driver:
 
     def take(self, output: ModelRunnerOutput) -> None:
         """Take what was sampled in a step."""
-        for name in output.unready_ids:
+        for name in (*output.unready_ids, *output.spoiled_ids):
             self._num_computed[name] -= 1
         for name, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
             self.tokens[name] += tokens

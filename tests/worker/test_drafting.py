@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -256,7 +256,39 @@ def test_logits_behind_a_right_draft_that_are_not_finite_end_nothing_by_themselv
         assert driver.step({"r": 1}, {"r": 3}).non_finite_ids == []
     assert driver.outputs["r"] == wanted[:9]
     poison(driver, slice(None))
-    assert driver.step({"r": 1}, {"r": 3}).non_finite_ids == ["r"]
+    spoiled = driver.step({"r": 1}, {"r": 3})
+    assert (spoiled.spoiled_ids, spoiled.non_finite_ids) == (["r"], [])
+    assert driver.step({"r": 1}).non_finite_ids == ["r"]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, params(temperature=1.0, seed=3, min_tokens=20)])
+def test_a_draft_whose_values_are_not_finite_ends_no_request(
+    make_driver: Callable[..., Driver], sampling: SamplingParams
+) -> None:
+    driver = make_driver(speculative=DRAFTING)
+    prompts = {"r": prompt_of(9, 1), "other": prompt_of(20, 2)}
+    wanted = {}
+    for name, prompt in prompts.items():
+        driver.add(name, prompt, sampling)
+        wanted[name] = list(driver.run(name, 40))
+        driver.drop(name)
+    used = {token for name in prompts for token in (*prompts[name], *wanted[name])}
+    bad = next(token for token in range(VOCAB) if token not in used)
+    model: Any = runner_of(driver)._model
+    model._embedding._table[bad] = float("nan")
+    drafts_by(driver, Recall(wanted, lambda draft: [draft[0], bad] if draft else []))
+    for name, prompt in prompts.items():
+        driver.add(name, prompt, sampling)
+    driver.step({name: len(prompt) for name, prompt in prompts.items()})
+    spoiled: set[str] = set()
+    while len(driver.outputs["r"]) < 12:
+        rows = {} if "r" in spoiled else {"r": 3}
+        answer = driver.step({"r": 1, "other": 1}, rows)
+        assert not answer.non_finite_ids
+        spoiled = {*answer.spoiled_ids}
+        runner_of(driver).finish_step()
+    for name, tokens in driver.outputs.items():
+        assert tokens == wanted[name][: len(tokens)]
 
 
 def test_a_draft_without_its_requests_last_token_is_refused(

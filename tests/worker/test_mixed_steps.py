@@ -25,6 +25,7 @@ from pdserve.config.speculative import SpeculativeConfig
 from pdserve.connectors.base import KVConnectorScheduler
 from pdserve.engine.core import EngineCore
 from pdserve.kernels.backend import REFERENCE
+from pdserve.kernels.registry import kernels_on
 from pdserve.models.weights import DummyWeights
 from pdserve.observe.clock import ManualClock
 from pdserve.text.grammar import GrammarCompiler
@@ -37,6 +38,7 @@ from pdserve.worker.graphs import decode_sizes
 from tests.models.decoding import load
 from tests.scheduler.invariants import assert_nothing_held, check
 from tests.tiny_models import write_tokenizer
+from tests.worker.capturable import CAPTURABLE
 from tests.worker.draft_models import write_eagle, write_pair
 from tests.worker.driver import TINY
 from tests.worker.held_pool import HeldPool
@@ -233,8 +235,12 @@ def serve_all(
     scheduler: SchedulerConfig,
     speculative: SpeculativeConfig | None = None,
     num_requests: int = 12,
+    on_host: bool = False,
 ) -> Counter[str]:
     """Serve the requests of each seed together and alone, and count what happened.
+
+    Args:
+        on_host: Serve them on this CPU, by its kernels.
 
     Raises:
         AssertionError: Something else was told of a request.
@@ -244,11 +250,17 @@ def serve_all(
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(directory, VOCAB)
     pool = HeldPool(lambda: GrammarCompiler(load_text(ModelConfig(model=str(directory)))))
+    kernels = kernels_on(CPU) if on_host else REFERENCE
     host = Engine(
-        directory, HostDevice(CPU), kernels=REFERENCE, scheduler=most(1, 256), grammars=pool
+        directory, HostDevice(CPU), kernels=kernels, scheduler=most(1, 256), grammars=pool
     )
     engine = Engine(
-        directory, RecordedDevice(), scheduler=scheduler, speculative=speculative, grammars=pool
+        directory,
+        HostDevice(CPU) if on_host else RecordedDevice(),
+        kernels=kernels if on_host else CAPTURABLE,
+        scheduler=scheduler,
+        speculative=speculative,
+        grammars=pool,
     )
     longest = 256 if scheduler.enable_chunked_prefill else scheduler.max_num_batched_tokens
     total: Counter[str] = Counter()
@@ -264,7 +276,8 @@ def serve_all(
             assert told[name].is_like(wanted[name]), (name, request, told[name], wanted[name])
         total += counts
     pool.close()
-    total["replayed prompts"] = sum(size not in decode_sizes(99) for size in engine.replayed)
+    if not on_host:
+        total["replayed prompts"] = sum(size not in decode_sizes(99) for size in engine.replayed)
     return total
 
 
@@ -348,3 +361,11 @@ def test_so_they_do_where_a_forward_pass_drafts(tmp_path: Path, method: str) -> 
     directory, speculative = write_drafter(tmp_path, method)
     counts = serve_all(directory, range(10), scheduler=most(4, 40), speculative=speculative)
     assert counts["replayed prompts"], counts
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_so_they_do_on_a_host_where_a_draft_may_be_nan(tmp_path: Path, method: str) -> None:
+    directory, speculative = write_drafter(tmp_path, method)
+    assert serve_all(
+        directory, range(3), scheduler=most(4, 40), speculative=speculative, on_host=True
+    )["accepted"]

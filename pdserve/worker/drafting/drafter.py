@@ -90,11 +90,11 @@ class StepStates:
         start: `[R]`, position of each one's first token here; the others follow it.
         query_start: `[R + 1]`, where in T its tokens are.
         num_valid: `[R]`, number of its valid tokens, counted from the first. Tokens after them
-            are of a draft that was wrong: their KV and states are void, and the next step
-            computes their positions again.
+            are of a draft that was wrong, or the last ones of a request that got no token: their
+            KV and states are void, and the next step computes their positions again.
         sampled: `R`, tokens each put out: the last one follows its last valid token, and the
             earlier ones follow the valid tokens before that. Empty if its tokens do not end
-            here, or a rule left it none: the next step may then have the same token again.
+            here, or it got none.
         inputs: Inputs of the model: token ids, positions, and the places of their KV.
         hidden: `[T, hidden_size]`, final states after the norm: the input of the head.
         aux: For each of the drafter's `aux_layers`, `[T, hidden_size]`: the residual stream
@@ -144,7 +144,7 @@ def states_of(
     drafts = prepared.drafts or [[]] * len(prepared.sampling)
     for index, tokens, draft in zip(prepared.sampling.tolist(), token_ids, drafts, strict=True):
         sampled[index] = tokens
-        num_valid[index] -= len(draft) - max(0, len(tokens) - 1)
+        num_valid[index] -= len(draft) - (len(tokens) - 1)
     return StepStates(
         rows=prepared.rows,
         start=prepared.start,
