@@ -150,9 +150,13 @@ def _pairs(fields: Mapping[str, object]) -> list[str]:
 
 
 def word(value: object) -> str:
-    """Return a value as one word: text with spaces, quotes or newlines is quoted."""
+    """Return a value as one word: text with spaces, quotes or newlines is quoted.
+
+    Text with what no terminal should get, such as other ends of lines and C1 controls, is escaped.
+    """
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    plain = text.isprintable() and not any(char in ' "=' for char in text)
-    return text if plain and text else json.dumps(text, ensure_ascii=False)
+    is_printable = text.isprintable()
+    plain = is_printable and not any(char in ' "=' for char in text)
+    return text if plain and text else json.dumps(text, ensure_ascii=not is_printable)

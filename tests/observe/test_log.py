@@ -46,6 +46,12 @@ def test_an_event_is_a_date_a_level_fixed_text_and_fields(stream: io.StringIO):
     )
 
 
+@pytest.mark.parametrize("control", ["\x85", "\u2028", "\x9b", "\u202e"])
+def test_no_field_ends_a_line_or_controls_a_terminal(stream: io.StringIO, control: str):
+    log_event(logging.getLogger("pdserve.x"), "it happened", text=f"a{control}b", name="Zoë b")
+    assert stream.getvalue().endswith(f'text="a\\u{ord(control):04x}b" name="Zoë b"\n')
+
+
 def test_times_are_utc_to_the_millisecond(stream: io.StringIO):
     record = logging.LogRecord("pdserve.x", logging.INFO, "", 0, "x", (), None)
     record.created = 1e9 + 0.0625
