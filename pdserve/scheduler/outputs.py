@@ -145,6 +145,7 @@ class Counters:
         self.local_compute_tokens = 0
         self.local_cache_hit_tokens = 0
         self.external_kv_tokens = 0
+        self.peer_kv_tokens = 0
         self.kv_bytes_received = 0
         self.kv_descriptors = 0
         self.recompute_tokens = 0
@@ -203,6 +204,8 @@ class Counters:
         self.prompt_tokens += num_prompt
         self.local_cache_hit_tokens += num_hit
         self.external_kv_tokens += num_external
+        if request.kv_mode is not None:
+            self.peer_kv_tokens += num_external
         self.local_compute_tokens += num_prompt - num_hit - num_external
 
     def loaded(self, received: Received) -> None:

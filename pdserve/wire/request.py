@@ -301,6 +301,7 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
             next three. Requests aborted before they start count in none of them.
         local_compute_tokens, local_cache_hit_tokens, external_kv_tokens: Prompt tokens
             by where their KV came from.
+        peer_kv_tokens: The external ones that another engine had; a store had the others.
         kv_load_failures: Count by `LoadFailure` value.
         lease_ends: Count by `LeaseEnd` value.
         forward_s: Seconds in the model's forward, all steps together.
@@ -336,6 +337,7 @@ class EngineStats(EngineLoad, frozen=True, kw_only=True):
     local_compute_tokens: int = 0
     local_cache_hit_tokens: int = 0
     external_kv_tokens: int = 0
+    peer_kv_tokens: int = 0
     kv_bytes_received: int = 0
     kv_descriptors: int = 0
     kv_load_failures: dict[str, int] = {}

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pdserve.connectors.base import Match
+from pdserve.observe.engine_series import counts_of
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import FinishReason, OnLoadFailure
+from pdserve.wire.request import EngineStats, FinishReason, OnLoadFailure
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import (
@@ -44,6 +45,12 @@ def engine_with(request_id: str, match: Match, **fields: Any) -> Engine:
     return engine
 
 
+def cached_by_source(stats: EngineStats) -> dict[str, float]:
+    counts = counts_of(stats)
+    name = "vllm:prompt_tokens_cached_by_source"
+    return {label: number for (series, label), number in counts.items() if series == name}
+
+
 # ---- a hit that covers the whole prompt --------------------------------------------------
 
 
@@ -60,6 +67,7 @@ def test_the_last_token_of_a_prompt_that_is_loaded_whole_is_computed_again() -> 
     assert len(tokens_of(outputs, "behind")) == 8
     stats = engine.scheduler.stats()
     assert (stats.external_kv_tokens, stats.local_compute_tokens) == (24, 4)
+    assert cached_by_source(stats) == {"device": 0, "p2p": 0, "external_unspecified": 24}
     assert_nothing_held(engine.scheduler)
 
 
@@ -76,7 +84,11 @@ def test_so_is_that_of_one_whose_load_no_step_waits_for() -> None:
     # The block whose last token was written again could be found by nobody before.
     engine.scheduler.add(make_request("again", [*PROMPT, 0]))
     engine.run()
-    assert engine.scheduler.stats().local_cache_hit_tokens == 24
+    assert cached_by_source(engine.scheduler.stats()) == {
+        "device": 24,
+        "p2p": 24,
+        "external_unspecified": 0,
+    }
     assert_nothing_held(engine.scheduler)
 
 
