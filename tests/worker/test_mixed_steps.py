@@ -363,6 +363,7 @@ def test_so_they_do_where_a_forward_pass_drafts(tmp_path: Path, method: str) -> 
     assert counts["replayed prompts"], counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_so_they_do_on_a_host_where_a_draft_may_be_nan(tmp_path: Path, method: str) -> None:
     directory, speculative = write_drafter(tmp_path, method)
