@@ -57,8 +57,9 @@ def test_tokens_through_both_are_those_of_an_engine_that_drafts_nothing(
     ):
         expected = complete_all(deployment.url("serve"), PROMPTS[::3], **fields)
         assert complete_all(deployment.url("proxy"), PROMPTS[::3], **fields) == expected
+    # Whether drafts pay, and hence how many there are, is measured; the next test has right ones.
     stats = deployment.info("drafting")["stats"]
-    assert stats["num_draft_tokens"] >= sum(stats["accepted_by_position"]) > 0
+    assert stats["num_draft_tokens"] > 0
 
 
 def test_a_prediction_makes_an_answer_take_fewer_steps_and_changes_nothing(
