@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,7 +31,7 @@ class StepInputs:
     context_lens: Tensor
 
 
-_padded = False
+_padded: ContextVar[bool] = ContextVar("padded", default=False)
 
 
 @contextmanager
@@ -39,14 +40,13 @@ def padded() -> Iterator[None]:
 
     Graphs are made of such steps, and the run before a capture is of one, too.
     """
-    global _padded  # noqa: PLW0603
-    before, _padded = _padded, True
+    before = _padded.set(True)
     try:
         yield
     finally:
-        _padded = before
+        _padded.reset(before)
 
 
 def is_padded() -> bool:
     """Return whether steps are `padded` now."""
-    return _padded
+    return _padded.get()

@@ -453,7 +453,7 @@ def test_a_peer_that_was_met_twice_and_forgotten_once_is_read_to_the_end(
     bench.submit(as_d, Direction.READ, units[1:], on_slow=lambda: slow.append(True))
     bench.until(lambda: slow, is_driven=False)
     bench.lanes.forget(as_p)
-    time.sleep(0.1)
+    time.sleep(0.1)  # by then the lane's thread would have told of a failure
     bench.lanes.deliver()
     assert len(bench.told) == 1  # the other one goes on
     bench.until(lambda: len(bench.told) == 2)

@@ -153,49 +153,35 @@ def test_a_cut_call_without_markers_that_streams_have_begun_is_not_content(parse
 
 
 @pytest.mark.parametrize(
-    ("parser", "text"),
+    ("parser", "first", "cut", "malformed"),
     [
-        ("llama3_json", '{"name": "f", "parameters": {"x": 1}}; {"name": "f", "parameters": {"x'),
+        (
+            "llama3_json",
+            '{"name": "f", "parameters": {"x": 1}}; {"name": "f", "parameters": {',
+            '"x',
+            "x}}",
+        ),
         (
             "mistral",
             '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {',
+            "",
+            "x}}]",
         ),
-        ("pythonic", "[f(x=1), f("),
+        ("pythonic", "[f(x=1), f(", "", "x=]"),
     ],
 )
+@pytest.mark.parametrize("is_cut", [True, False])
 @pytest.mark.parametrize("is_parallel", [True, False])
-def test_a_cut_in_a_later_call_of_a_list_leaves_those_that_streams_have_sent(
-    parser, text, is_parallel
+def test_a_later_call_of_a_list_that_is_cut_or_none_leaves_those_that_streams_have_sent(
+    parser, first, cut, malformed, is_cut, is_parallel
 ):
     machine = make_machine(parser, reasoning=None, is_parallel=is_parallel)
-    pieces = machine.push(text) + machine.finish(is_cut=True)
+    text = first + (cut if is_cut else malformed)
+    pieces = machine.push(text) + machine.finish(is_cut=is_cut)
     told = told_calls(pieces)
     assert [call.is_whole for call in told] == ([True, False] if is_parallel else [True])
     assert json.loads(told[0].call.arguments) == {"x": 1}
-    assert machine.is_over is not is_parallel
-
-
-@pytest.mark.parametrize(
-    ("parser", "text"),
-    [
-        ("llama3_json", '{"name": "f", "parameters": {"x": 1}}; {"name": "f", "parameters": {x}}'),
-        (
-            "mistral",
-            '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {x}}]',
-        ),
-        ("pythonic", "[f(x=1), f(x=]"),
-    ],
-)
-@pytest.mark.parametrize("is_parallel", [True, False])
-def test_a_later_call_of_a_list_that_is_none_leaves_those_that_streams_have_sent(
-    parser, text, is_parallel
-):
-    machine = make_machine(parser, reasoning=None, is_parallel=is_parallel)
-    pieces = machine.push(text) + machine.finish(is_cut=False)
-    told = told_calls(pieces)
-    assert [call.is_whole for call in told] == ([True, False] if is_parallel else [True])
-    assert json.loads(told[0].call.arguments) == {"x": 1}
-    assert pieces[-1] == Content(text)
+    assert is_cut or pieces[-1] == Content(text)
     assert machine.is_over is not is_parallel
 
 
