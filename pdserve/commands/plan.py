@@ -36,21 +36,22 @@ from pdserve.commands.plan_console import (
     checked,
     layout_table,
     moved,
+    rate,
     sentences,
-    start_commands,
+    start_command,
 )
 from pdserve.config.bench import ResultConfig, TrafficConfig
 from pdserve.config.boxed import boxed_model_dir
 from pdserve.config.checks import require
 from pdserve.config.datasets import DatasetConfig
 from pdserve.config.http import KVTransfer
-from pdserve.config.load import build
+from pdserve.config.load import Source, build
 from pdserve.config.plan import MAX_ENGINES, PlanConfig, milliseconds
 from pdserve.config.policies import read_policy
 from pdserve.config.sweep import SweepConfig
 from pdserve.errors import ConfigError
 from pdserve.planner.figures import compare, load_figures
-from pdserve.planner.planning import Planner, PlanQuestion, TimesError
+from pdserve.planner.planning import MAX_GROWTH, Planner, PlanQuestion, TimesError
 from pdserve.planner.work import FleetCosts, FleetLayout, parse_layout, workload_of
 from pdserve.text.tokenizer import Tokenizer
 
@@ -66,7 +67,11 @@ if TYPE_CHECKING:
 _USUAL_ERROR: Final = TimesError(prefill=0.1, step=0.1, wire=0.1)
 _ITL_SLO_S: Final = 0.05
 """The default objective of a proxy."""
+_SIZES: Final = ("max-model-len", "max-num-batched-tokens", "max-num-seqs")
+"""Settings that engines have, too."""
 _MAX_REQUESTS: Final = 1_000_000
+_MAX_KV_TOKENS: Final = 5_000_000_000
+"""Of all engines of a layout; they take about 2 bytes each."""
 _MAX_SPAN_S: Final = 86_400.0
 """Longest workload; a simulated second takes time even if no request comes."""
 
@@ -98,7 +103,8 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
             little.
     """
     config = build("plan", PlanConfig, table, resolved)
-    layouts = [parse_layout(word) for each in config.layout for word in each.split(",")]
+    words = [word for each in config.layout for word in each.split(",")]
+    layouts = list(dict.fromkeys(parse_layout(word) for word in words))
     if not resolved["slo"].value:
         raise ConfigError(
             "--slo is missing: give the limits of a request in milliseconds and the share of "
@@ -124,26 +130,29 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
     with contextlib.closing(line):
         asked = _asked(config, slos, objectives.share, table, resolved)
+        _check_memory(asked.question.size, config.num_engines, layouts)
         planner = Planner(asked.question, show)
         check = None
         if config.check:
             check = asyncio.run(_check(asked, config.check, line if shows_progress else None))
         plan = planner.plan(config.num_engines or 0, layouts)
     per_s = len(asked.requests) / _span_s(asked.requests)
-    commands = start_commands(plan.best, asked.model, asked.question.settings)
+    given = {flag: resolved[flag] for flag in _SIZES if resolved[flag].source is not Source.DEFAULT}
+    sizes = {flag: item.value for flag, item in given.items() if item.value is not None}
+    command = start_command(plan.best, asked.model, asked.question.settings, sizes)
     if config.json:
         print(
             json.dumps(
-                _as_json(asked, plan=plan, check=check, per_s=per_s, start=commands), indent=1
+                _as_json(asked, plan=plan, check=check, per_s=per_s, start=command), indent=1
             )
         )
     else:
-        print(f"{asked.description}: {len(asked.requests)} requests, {per_s:.3g}/s")
+        print(f"{asked.description}: {len(asked.requests)} requests, {rate(per_s)}/s")
         lines = [moved(asked.question.settings, config.url)]
         lines += [*(f"note: {each}" for each in asked.notes), ""]
         lines += [*checked(check), ""] if check else []
         lines += [*layout_table(plan.rows), ""]
-        lines += [*sentences(plan, per_s=per_s, share=objectives.share), "", *commands]
+        lines += [*sentences(plan, per_s=per_s, share=objectives.share), "", command]
         print("\n".join(lines))
     return EXIT_DONE if plan.rows[0].holds else EXIT_FAILED
 
@@ -307,6 +316,20 @@ def _check_span(
         value,
         f"its {len(requests)} requests come within {span_s:.3g} s, and at most {_MAX_SPAN_S:.0f} s "
         f"are simulated: {remedy}, or lower --num-prompts",
+    )
+
+
+def _check_memory(
+    size: FleetLayout, num_engines: int | None, layouts: Sequence[FleetLayout]
+) -> None:
+    """Refuse engines whose caches together need more memory than a simulation should."""
+    counts = [each.num_engines for each in layouts]
+    most = max(counts, default=(num_engines or 0) * MAX_GROWTH)
+    require(
+        size.kv_tokens * most <= _MAX_KV_TOKENS,
+        "kv-tokens",
+        size.kv_tokens,
+        f"use up to {_MAX_KV_TOKENS // most} where up to {most} engines are tried",
     )
 
 

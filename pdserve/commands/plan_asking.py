@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _NUM_ASKED: Final = 256
-_COMPUTING: Final = ("queue", "prefill")
-"""Parts of the TTFT that an engine takes; the others are the way there and back."""
+_ON_THE_WAY: Final = ("proxy", "relay")
+"""Parts of the TTFT that are the way there and back; a simulation finds the waits itself."""
 _MAX_ERROR: Final = 0.9
 
 
@@ -129,9 +129,9 @@ def _can_push(proxy: _Proxy, ready: Sequence[_Engine]) -> bool:
 
 
 def _hop_s(finished: Sequence[_Finished]) -> float | None:
-    """Return half of the median TTFT without queue and prefill; None if unknown."""
+    """Return half of the median time on the way; None if unknown."""
     all_terms = [each.ttft_terms for each in finished if each.ttft_terms]
-    ways = [sum(ms for name, ms in each.items() if name not in _COMPUTING) for each in all_terms]
+    ways = [sum(each.get(name, 0.0) for name in _ON_THE_WAY) for each in all_terms]
     return statistics.median(ways) / 2e3 if ways else None
 
 

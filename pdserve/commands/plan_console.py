@@ -1,13 +1,11 @@
-"""Prints a plan: the table of layouts, a summary, and the commands that start the best one."""
+"""Prints a plan: the table of layouts, a summary, and the command that starts the best one."""
 
 from __future__ import annotations
 
-import itertools
 import shlex
 from typing import TYPE_CHECKING, Final
 
 from pdserve.config.http import KVTransfer
-from pdserve.config.policies import looks_at_prefixes
 from pdserve.observe.tables import aligned
 from pdserve.planner.planning import MAX_LOAD
 from pdserve.planner.work import parse_layout
@@ -19,10 +17,11 @@ if TYPE_CHECKING:
     from pdserve.planner.planning import FleetPlan, LayoutFigures
 
 _COLUMNS: Final = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
-_PROXY: Final = "http://127.0.0.1:8000"
-_EVENTS: Final = "--kv-events-config.enable-kv-cache-events"
-_CONNECTOR: Final = "--kv-transfer-config.kv-connector nixl"
-_POLICIES: Final = ("prefill_policy", "decode_policy", "split_policy")
+
+
+def rate(per_s: float) -> str:
+    """Return three digits of a rate, without an exponent."""
+    return f"{float(f'{per_s:.3g}'):,g}"
 
 
 def moved(settings: Mapping[str, object], url: str) -> str:
@@ -37,7 +36,8 @@ def layout_table(rows: Sequence[LayoutFigures]) -> list[str]:
     table: list[Sequence[str]] = [head]
     for each in rows:
         figures = each.figures
-        times = [f"{getattr(figures, name):.1f}" for name in _COLUMNS]
+        is_answered = figures.num_failed < figures.num_requests
+        times = [f"{getattr(figures, name):.1f}" if is_answered else "-" for name in _COLUMNS]
         share = f"{figures.goodput:.1%}{'' if each.holds else ' *'}"
         cells = (each.layout, str(each.num_engines), share, *times, str(figures.num_failed))
         table.append(cells)
@@ -58,7 +58,7 @@ def sentences(plan: FleetPlan, *, per_s: float, share: float) -> list[str]:
     best = plan.rows[0]
     lines = [
         (
-            f"{plan.best} is best: {best.figures.goodput:.1%} of {per_s:.3g} requests/s meet the "
+            f"{plan.best} is best: {best.figures.goodput:.1%} of {rate(per_s)} requests/s meet the "
             f"objectives, or {low:.1%} to {high:.1%} if the times are off by their error."
         )
     ]
@@ -70,13 +70,13 @@ def sentences(plan: FleetPlan, *, per_s: float, share: float) -> list[str]:
         least = "at least " if plan.highest_load == MAX_LOAD else ""
         lines.append(
             f"It reaches {share:.0%} up to {least}{plan.highest_load:.3g} times the load "
-            f"({plan.highest_load * per_s:.3g} requests/s)."
+            f"({rate(plan.highest_load * per_s)} requests/s)."
         )
     fewest = plan.fewest
     if fewest is None:
         lines.append(
-            "Even four times as many engines would not reach it: check whether the objectives "
-            "are possible."
+            f"No layout that was tried reaches it, of up to {plan.most_engines} engines: check "
+            "whether the objectives are possible."
         )
     elif fewest.num_engines != best.num_engines:
         lines.append(
@@ -99,40 +99,27 @@ def checked(check: PlanCheck) -> list[str]:
     return [*aligned(table), *(f"note: {each}" for each in check.notes)]
 
 
-def start_commands(layout_name: str, model: str, settings: Mapping[str, object]) -> list[str]:
-    """Return the commands that start a layout: a single one on one host where possible.
+def start_command(
+    layout_name: str, model: str, settings: Mapping[str, object], sizes: Mapping[str, object]
+) -> str:
+    """Return the command that starts a layout on one host.
 
     Args:
         settings: Fields of `ProxyConfig`, as the plan was made with.
+        sizes: Settings of the engines by flag, where they are not the default.
     """
     layout = parse_layout(layout_name)
-    model = shlex.quote(model or "MODEL")
+    words = [shlex.quote(model or "MODEL"), *(f"--{flag} {size}" for flag, size in sizes.items())]
     if layout.num_engines == 1:
-        return [f"pdserve serve {model} --port 8000"]
-    flags = {
-        name.removesuffix("_s").replace("_", "-"): getattr(value, "value", value)
-        for name, value in settings.items()
-        if value is not KVTransfer.AUTO
-    }
-    if not layout.num_both:
-        words = " ".join(f"--proxy.{flag} {value}" for flag, value in flags.items())
-        replicas = f"--prefill-replicas {layout.num_prefill} --decode-replicas {layout.num_decode}"
-        return [f"pdserve up {model} {replicas} {words}"]
-    words = " ".join(f"--{flag} {value}" for flag, value in flags.items())
-    events = reading = ""
-    if looks_at_prefixes(*(str(settings[name]) for name in _POLICIES)):
-        events, reading = f" {_EVENTS}", f" --tokenizer {model}"
-    ports = itertools.count(8100)
-    engines = [
-        f"pdserve {command} {model} --port {next(ports)} --proxy {_PROXY}{further}{events}"
-        for command, number, further in (
-            ("prefill", layout.num_prefill, ""),
-            ("decode", layout.num_decode, ""),
-            ("serve", layout.num_both, f" {_CONNECTOR}"),
-        )
-        for _ in range(number)
-    ]
-    return [f"pdserve proxy --port 8000{reading} {words}", *engines]
+        return " ".join(("pdserve serve", *words, "--port 8000"))
+    words += [f"--prefill-replicas {layout.num_prefill}", f"--decode-replicas {layout.num_decode}"]
+    if layout.num_both:
+        words.append(f"--both-replicas {layout.num_both}")
+    for name, value in settings.items():
+        if value is not KVTransfer.AUTO:
+            flag = name.removesuffix("_s").replace("_", "-")
+            words.append(f"--proxy.{flag} {getattr(value, 'value', value)}")
+    return " ".join(("pdserve up", *words))
 
 
 def _compared(name: str, both: Sequence[LoadFigures], off: float) -> tuple[str, ...]:

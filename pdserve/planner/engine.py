@@ -121,7 +121,7 @@ class FleetEngine:
                 events=KVEventsConfig(enable_kv_cache_events=tell is not None),
             ),
             Dimensions(
-                num_blocks=layout.kv_tokens // _BLOCK_TOKENS,
+                num_blocks=-(-layout.kv_tokens // _BLOCK_TOKENS),
                 block_size=_BLOCK_TOKENS,
                 max_model_len=layout.max_model_len,
                 vocab_size=_NUM_IDS,

@@ -30,7 +30,7 @@ _NUM_SPLITS: Final = 7
 """Layouts of prefill and decode engines that are simulated."""
 _NUM_TRIED: Final = 2
 """The same for each other number of engines."""
-_MAX_GROWTH: Final = 4
+MAX_GROWTH: Final = 4
 """Multiple of the given engines up to which more engines are tried."""
 MAX_LOAD: Final = 32.0
 """Highest load that is tried, as a multiple of the workload's rate."""
@@ -68,6 +68,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
         close: Other layouts that are as good as the best, within the error of the times.
         goodput_range: Goodput of the best layout, with all times longer and shorter by their error.
         fewest: The layout with the fewest engines that holds; None if no tried one does.
+        most_engines: The most engines of a layout that was tried.
         highest_load: Highest load of the best layout, as a multiple of the workload's rate; None if
             it holds none.
     """
@@ -77,6 +78,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     close: list[str]
     goodput_range: tuple[float, float]
     fewest: LayoutFigures | None
+    most_engines: int
     highest_load: float | None
 
 
@@ -121,7 +123,7 @@ class Planner:
     def plan(self, num_engines: int, layouts: Sequence[FleetLayout] = ()) -> FleetPlan:
         """Return the best of some layouts, or of all layouts of `num_engines` engines."""
         tried = layouts or self._layouts(num_engines, _NUM_SPLITS)
-        rows = sorted((self.row(each) for each in tried), key=_rank)
+        rows = sorted((self.row(each) for each in tried), key=rank)
         best = rows[0]
         layout = next(each for each in tried if str(each) == best.layout)
         slower = self.simulate(layout, off=1.0).goodput
@@ -132,7 +134,8 @@ class Planner:
             best=best.layout,
             close=[each.layout for each in rows[1:] if each.figures.goodput >= low],
             goodput_range=(low, high),
-            fewest=best if layouts else self._fewest(best),
+            fewest=_fewest_of(rows) if layouts else self._search_fewest(best),
+            most_engines=max(each.num_engines for each in self._rows.values()),
             highest_load=self._highest_load(layout, holds=best.holds),
         )
 
@@ -183,10 +186,10 @@ class Planner:
         rows = (self.row(each) for each in self._layouts(num_engines, _NUM_TRIED))
         return next((each for each in rows if each.holds), None)
 
-    def _fewest(self, best: LayoutFigures) -> LayoutFigures | None:
+    def _search_fewest(self, best: LayoutFigures) -> LayoutFigures | None:
         """Search for the fewest engines that hold, assuming that more engines are never worse."""
         failing, found = 0, best if best.holds else None
-        limit = best.num_engines * _MAX_GROWTH
+        limit = best.num_engines * MAX_GROWTH
         trying = best.num_engines
         while found is None and trying < limit:
             failing, trying = trying, min(limit, 2 * trying)
@@ -222,7 +225,18 @@ def longer(costs: FleetCosts, error: TimesError, off: float) -> FleetCosts:
     return dataclasses.replace(costs, **scaled)
 
 
-def _rank(row: LayoutFigures) -> tuple[float, int, float, float]:
-    """Rank by the highest goodput, then by the fewest engines and the lowest latencies."""
+def _fewest_of(rows: Sequence[LayoutFigures]) -> LayoutFigures | None:
+    """Return the first of those with the fewest engines that hold."""
+    return min((each for each in rows if each.holds), key=lambda row: row.num_engines, default=None)
+
+
+def rank(row: LayoutFigures) -> tuple[float, int, int, float, float]:
+    """Rank by the highest goodput, then by the fewest engines and failures, then by latencies."""
     figures = row.figures
-    return -figures.goodput, row.num_engines, figures.ttft_p99_ms, figures.tpot_p99_ms
+    return (
+        -figures.goodput,
+        row.num_engines,
+        figures.num_failed,
+        figures.ttft_p99_ms,
+        figures.tpot_p99_ms,
+    )

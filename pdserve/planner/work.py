@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE: Final = 50_000
 """Number of different output tokens."""
-_LAYOUT: Final = re.compile(r"(?=.)(?:(\d+)P)?(?:(\d+)D)?(?:(\d+)B)?")
+_LAYOUT: Final = re.compile(r"(?=.)(?:(\d{1,9})P)?(?:(\d{1,9})D)?(?:(\d{1,9})B)?")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.commands.plan_asking import ask_fleet
-from pdserve.commands.plan_console import start_commands
+from pdserve.commands.plan_console import rate, start_command
 from pdserve.errors import PdserveError
 from tests.cli.answering import answering
 from tests.cli.process import pdserve_here
@@ -109,6 +109,11 @@ def test_objectives_that_no_layout_holds_are_no_success():
         ),
         (("--num-engines", "1000000", *TIMES, *SLO), "--num-engines is 1000000: use 1 to 1000"),
         (("--layout", "9999P1D", *TIMES, *SLO), "--layout is '9999P1D': use up to 1000 engines"),
+        (("--layout", f"{'9' * 5000}B", *TIMES, *SLO), "write layouts such as 4P4D"),
+        (
+            ("--layout", "3B", *TIMES, *SLO, "--request-rate", "4", "--kv-tokens", f"{10**12}"),
+            "--kv-tokens is 1000000000000: use up to 1666666666 where up to 3 engines are tried",
+        ),
         (
             ("--num-engines", "2", *TIMES, *SLO, "--request-rate", "1e-300"),
             "--request-rate is '1e-300': its 4 requests come within 2.42e+300 s",
@@ -168,20 +173,31 @@ def test_a_rate_of_a_data_set_with_times_of_its_own_is_refused(trace):
     assert "--request-rate is 3, but --dataset-name trace sets the times" in found.stderr
 
 
-def test_engines_for_prompts_and_tokens_start_in_one_command_and_those_for_both_in_several():
-    [command] = start_commands("2P1D", "m", SETTINGS)
-    assert command == (
-        "pdserve up m --prefill-replicas 2 --decode-replicas 1 "
+def test_one_command_starts_a_layout_with_the_sizes_that_it_was_planned_with():
+    proxy = (
         "--proxy.prefill-policy prefix_sticky --proxy.decode-policy prefix_sticky "
         "--proxy.split-policy predicted --proxy.ttft-slo 1.0 --proxy.itl-slo 0.03"
     )
-    proxy, prefill, *both = start_commands("1P2B", "m", SETTINGS)
-    assert proxy.startswith("pdserve proxy --port 8000 --tokenizer m --prefill-policy")
-    assert prefill.startswith("pdserve prefill m --port 8100 --proxy http://127.0.0.1:8000")
-    assert [each.split()[:5] for each in both] == [
-        ["pdserve", "serve", "m", "--port", port] for port in ("8101", "8102")
-    ]
-    assert start_commands("1B", "", SETTINGS) == ["pdserve serve MODEL --port 8000"]
+    assert start_command("2P1D", "m", SETTINGS, {}) == (
+        f"pdserve up m --prefill-replicas 2 --decode-replicas 1 {proxy}"
+    )
+    assert start_command("1P2B", "my m", SETTINGS, {"max-num-seqs": 8}) == (
+        "pdserve up 'my m' --max-num-seqs 8 --prefill-replicas 1 --decode-replicas 0 "
+        f"--both-replicas 2 {proxy}"
+    )
+    assert start_command("1B", "", SETTINGS, {}) == "pdserve serve MODEL --port 8000"
+
+
+def test_an_engine_whose_size_was_given_is_started_with_it():
+    found = plan("--layout", "1B", *TIMES, *SLO, *RANDOM, "--max-num-seqs", "8")
+    assert found.stdout.splitlines()[-1] == "pdserve serve MODEL --max-num-seqs 8 --port 8000"
+
+
+def test_of_requests_that_nothing_answers_no_time_is_shown():
+    never = ("--prompt-times", "3600000", "0", "0", *TIMES[4:])
+    found = plan("--layout", "1P1D", "1P1D", *never, *SLO, *RANDOM)
+    rows = [line.split() for line in found.stdout.splitlines() if line.startswith("1P1D  ")]
+    assert rows == [["1P1D", "2", "0.0%", "*", "-", "-", "-", "-", "12"]], found
 
 
 def learned(**changed: Any) -> dict[str, Any]:
@@ -193,7 +209,8 @@ def learned(**changed: Any) -> dict[str, Any]:
         "wire": fit | {"weights": [1e-3, 8e-6]},
     }
     engine = {"health": "ready", "num_blocks": 100, "block_size": 16, "can_push": True}
-    terms = {"proxy": 1.0, "queue": 9.0, "prefill": 20.0, "relay": 3.0}
+    waits = {"admission": 900.0, "retry": 50.0, "queue": 9.0, "reserve": 80.0, "prefill": 20.0}
+    terms = waits | {"proxy": 1.0, "relay": 3.0}
     second = {"kv": 7.0, "handover": 5.0, "first_step": 6.0}
     pages = {
         "/debug/decisions": {
@@ -222,6 +239,12 @@ def learned(**changed: Any) -> dict[str, Any]:
 
 def proxy(pages: dict[str, Any]) -> AbstractContextManager[str]:
     return answering(lambda asked: (200, json.dumps(pages[asked.path.partition("?")[0]]).encode()))
+
+
+def test_rates_have_no_exponent():
+    assert [rate(per_s) for per_s in (0.01234, 4.161, 1234.0, 32_000.0)] == [
+        "0.0123", "4.16", "1,230", "32,000",
+    ]  # fmt: skip
 
 
 def test_times_layout_and_room_are_what_a_running_proxy_says():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from pdserve.bench.goodput import parse_goodput
@@ -13,7 +14,7 @@ from pdserve.errors import ConfigError
 from pdserve.planner.candidates import demand_of, splits
 from pdserve.planner.figures import load_figures
 from pdserve.planner.fleet import Fleet
-from pdserve.planner.planning import Planner, PlanQuestion, TimesError, longer
+from pdserve.planner.planning import Planner, PlanQuestion, TimesError, longer, rank
 from pdserve.planner.work import FleetCosts, FleetLayout, Work, parse_layout, workload_of
 from pdserve.text.tokenizer import Tokenizer
 
@@ -101,6 +102,30 @@ def test_times_are_longer_by_their_own_error_and_a_hop_is_as_it_is():
     assert times.wire_token == pytest.approx(1.2 * COSTS.wire_token)
     assert times.hop == COSTS.hop
     assert longer(COSTS, off, 0.0) == COSTS
+
+
+def test_of_given_layouts_the_fewest_engines_are_of_one_that_holds():
+    layouts = [parse_layout(name) for name in ("4B", "2B", "3P1D")]
+    asked = planner(work(12, 1.0, 500, 20))
+    fewest = asked.plan(0, layouts).fewest
+    assert fewest is not None
+    assert fewest.layout == "2B"
+    never = planner(work(4, 1.0, 200, 4), slo=("ttft:0.1",)).plan(0, layouts)
+    assert never.fewest is None
+    assert never.most_engines == 4
+
+
+def test_of_layouts_that_keep_no_objective_one_that_answers_is_better_than_one_that_does_not():
+    answers = planner(work(4, 1.0, 200, 4), slo=("ttft:0.1",)).row(parse_layout("1P1D"))
+    none = dict.fromkeys(("ttft_p99_ms", "tpot_p99_ms"), 0.0)
+    silent = msgspec.structs.replace(answers.figures, num_failed=4, **none)
+    assert rank(answers) < rank(msgspec.structs.replace(answers, figures=silent))
+
+
+def test_a_request_as_long_as_a_cache_is_served():
+    size = FleetLayout(0, 0, 1, kv_tokens=310, max_model_len=310)
+    [served] = Fleet(size, SETTINGS).run(work(1, 1.0, 300, 10))
+    assert served.end_s is not None
 
 
 def test_an_objective_that_nobody_can_keep_has_no_layout_and_no_load():
