@@ -65,6 +65,7 @@ class Pushing:
         self._destinations = Destinations(seams.mover)
         self._pushes: dict[str, Push] = {}
         self._by_request: dict[RequestId, Push] = {}
+        # By nonce, and by rank of D and load id: of loads that D gave up.
         self._over: Remembered[Ending] = Remembered()
         self._overtaken: Remembered[str] = Remembered()
         self.observations: deque[Observation] = deque(maxlen=256)
@@ -190,7 +191,8 @@ class Pushing:
         if known is not None and known.register.load_id == message.load_id:
             self._facts.faults["push_repeated"] += 1
             return
-        ending = self._over.get(nonce) if push is None else push.ending
+        ending = self._over.get((destination.life, message.load_id))
+        ending = ending or (self._over.get(nonce) if push is None else push.ending)
         if ending is not None:
             reason = f"the push is over: {ending.reason}"
             destination.send(Fail(message.load_id, reason, ending.aborted))
@@ -244,11 +246,14 @@ class Pushing:
     def abort(self, destination: Destination, message: Abort) -> None:
         """End a push for D, which gets `Fail` once nothing is in flight."""
         push, part = self._find(destination, message.load_id)
+        ending = Ending("D gave it up", aborted=True)
         if push is None or part is None or part.is_through:
+            # It may have registered over another connection, and what comes of that is void now.
+            self._keep(self._over, (destination.life, message.load_id), ending)
             destination.send(Fail(message.load_id, "nothing is being written"))
             return
         part.destination = destination  # it may ask over another connection
-        push.end("D gave it up", aborted=True)
+        push.end(ending.reason, aborted=ending.aborted)
 
     def heard(self, destination: Destination, nonces: Iterable[str]) -> None:
         """Note that D still waits for these."""

@@ -14,6 +14,7 @@ from pdserve.connectors.handover.instructions import Grant, Instructions, Reserv
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange, Spoil, Trouble
 from pdserve.connectors.memory.rank import POLLS_ON_THE_WIRE
+from pdserve.connectors.transfer.protocol import Abort
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId
@@ -514,6 +515,21 @@ def test_a_release_that_overtakes_what_a_rank_of_d_has_checked_is_no_fault() -> 
     exchange.cut = set()
     world.poll(2)
     assert not world.p.faults
+
+
+def test_a_registration_that_its_abort_overtakes_is_not_written_to(world: World) -> None:
+    """D may give a load up over a later connection than the one by which it registered."""
+    world.p.arrive(world.at_p)
+    world.d.arrive(world.at_d)
+    world.poll()
+    server = world.machine(world.p).server
+    (client,) = server._clients
+    assert client.destination is not None
+    server.pushing.abort(client.destination, Abort(load_id=1))
+    world.d.stage_load(world.at_d, world.d_blocks)
+    world.poll(2)
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.ABORTED]
+    assert not world.registered
 
 
 def test_d_is_driven_only_for_writes_that_go_on_after_their_post() -> None:
