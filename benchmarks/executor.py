@@ -48,7 +48,7 @@ from pdserve.executor.rings import RingEnds, RingHub, RingLink
 from pdserve.parallel.mesh import Axis
 from pdserve.parallel.place import CorePlace
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
-from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput
+from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata, ConnectorReport, LeaseEnd, Settled
 from pdserve.worker.info import WorkerInfo
 
@@ -107,16 +107,13 @@ def make_step(step_id: int) -> SchedulerOutput:
     """32 requests that decode; one in eight begins a block."""
     return SchedulerOutput(
         step_id=step_id,
-        new_requests=[],
-        known_requests=KnownRequests(
-            request_ids=_REQUEST_IDS,
-            new_block_ids=[
-                [BlockId(7000 + i)] if (i + step_id) % 8 == 0 else [] for i in range(NUM_REQUESTS)
-            ],
-            num_computed_tokens=[700 + 13 * i + step_id for i in range(NUM_REQUESTS)],
-        ),
         num_scheduled_tokens=dict.fromkeys(_REQUEST_IDS, 1),
-        gone_request_ids=[],
+        num_computed_tokens=[700 + 13 * i + step_id for i in range(NUM_REQUESTS)],
+        new_block_ids={
+            request_id: [BlockId(7000 + i)]
+            for i, request_id in enumerate(_REQUEST_IDS)
+            if (i + step_id) % 8 == 0
+        },
     )
 
 

@@ -377,14 +377,14 @@ class ToyExecutor:
         """Learn what the step says of its requests; return their computed tokens."""
         for request_id in step.gone_request_ids:
             del self._requests[request_id]
-        known = step.known_requests
-        computed = dict(zip(known.request_ids, known.num_computed_tokens, strict=True))
-        for request_id, blocks in zip(known.request_ids, known.new_block_ids, strict=True):
+        known = step.known_ids
+        computed = dict(zip(known, step.num_computed_tokens, strict=True))
+        for request_id, blocks in step.new_block_ids.items():
             self._requests[request_id].blocks.extend(blocks)
-        if known.sampled_token_ids and not self._is_told:
+        if step.sampled_token_ids and not self._is_told:
             raise InternalError("a step tells tokens that the ranks know")
         if self._is_told:
-            for request_id, told in zip(known.request_ids, known.sampled_token_ids, strict=True):
+            for request_id, told in zip(known, step.sampled_token_ids, strict=True):
                 self._requests[request_id].tokens.extend(told)
         for request in step.new_requests:
             if request.request_id in self._requests:

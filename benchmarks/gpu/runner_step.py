@@ -21,7 +21,7 @@ from pdserve.models.registry import LoadedModel
 from pdserve.parallel.group import World
 from pdserve.wire.ids import BlockId, RequestId
 from pdserve.wire.sampling import SamplingParams
-from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
+from pdserve.wire.step import NewRequest, SchedulerOutput
 from pdserve.worker.device import device_of
 from pdserve.worker.model_runner import ModelRunner
 
@@ -99,15 +99,15 @@ class RunnerBench:
         """Decode `batch` rows; microseconds of a step, and of the part in which the host waits."""
         names = [RequestId(f"{batch} {sampling.temperature} {row}") for row in range(batch)]
         new = [self._request(name, row, sampling) for row, name in enumerate(names)]
-        known = KnownRequests()
+        computed: list[int] = []
         walls, waits = [], []
         tokens: list[int] = []
         for at in range(CONTEXT, CONTEXT + NUM_STEPS):
-            output, wall_us = self._step(new, known, dict.fromkeys(names, 1))
+            output, wall_us = self._step(new, computed, dict.fromkeys(names, 1))
             walls.append(wall_us)
             waits.append(output.forward_s * 1e6)
             tokens.append(output.sampled_token_ids[0][0])
-            new, known = [], _known(names, at)
+            new, computed = [], [at] * batch
         self._gone += names
         return {
             "us": round(statistics.median(walls), 1),
@@ -126,18 +126,18 @@ class RunnerBench:
         """
         names = [RequestId(f"{num_tokens} beside {row}") for row in range(num_beside)]
         new = [self._request(name, row, _GREEDY) for row, name in enumerate(names)]
-        known = KnownRequests()
+        computed: list[int] = []
         walls: list[float] = []
         tokens: list[int] = []
         for number in range(NUM_PROMPTS):
             name = RequestId(f"prompt {number} of {num_tokens} beside {num_beside}")
             prompt = self._request(name, num_beside, _GREEDY, num_tokens)
             scheduled = dict.fromkeys(names, 1) | {name: num_tokens}
-            output, wall_us = self._step([*new, prompt], known, scheduled)
+            output, wall_us = self._step([*new, prompt], computed, scheduled)
             walls.append(wall_us)
             tokens += [each for (each,) in output.sampled_token_ids]
             self._gone.append(name)
-            new, known = [], _known(names, CONTEXT + number)
+            new, computed = [], [CONTEXT + number] * num_beside
         self._gone += names
         return {
             "us": round(statistics.median(walls), 1),
@@ -160,7 +160,7 @@ class RunnerBench:
         )
 
     def _step(
-        self, new: list[NewRequest], known: KnownRequests, scheduled: dict[RequestId, int]
+        self, new: list[NewRequest], computed: list[int], scheduled: dict[RequestId, int]
     ) -> tuple[ModelRunnerOutput, float]:
         """Run a step; return what it put out, and its microseconds."""
         gone, self._gone = self._gone, []
@@ -168,7 +168,7 @@ class RunnerBench:
         step = SchedulerOutput(
             step_id=self._step_id,
             new_requests=new,
-            known_requests=known,
+            num_computed_tokens=computed,
             num_scheduled_tokens=scheduled,
             gone_request_ids=gone,
         )
@@ -177,11 +177,3 @@ class RunnerBench:
         wall_us = (time.perf_counter() - began) * 1e6
         assert not output.non_finite_ids, output.non_finite_ids
         return output, wall_us
-
-
-def _known(names: list[RequestId], num_computed: int) -> KnownRequests:
-    return KnownRequests(
-        request_ids=names,
-        new_block_ids=[[] for _ in names],
-        num_computed_tokens=[num_computed] * len(names),
-    )

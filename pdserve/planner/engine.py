@@ -197,8 +197,7 @@ class FleetEngine:
         legs, costs = self._legs, self._time.costs
         for new in step.new_requests:
             legs[new.request_id].num_computed = new.num_computed_tokens
-        known = step.known_requests
-        for request_id, num in zip(known.request_ids, known.num_computed_tokens, strict=True):
+        for request_id, num in zip(step.known_ids, step.num_computed_tokens, strict=True):
             legs[request_id].num_computed = num
         num_decoding, context, num_prefill, pairs = 0, 0, 0, 0.0
         for request_id, num in step.num_scheduled_tokens.items():

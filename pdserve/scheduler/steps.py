@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdserve.errors import InternalError
-from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
+from pdserve.wire.step import NewRequest, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -130,10 +130,9 @@ class StepQueue:
             metadata: The connector's message to the workers.
         """
         new: list[NewRequest] = []
-        known_ids: list[RequestId] = []
-        known_blocks: list[list[BlockId]] = []
-        known_computed: list[int] = []
-        known_sampled: list[list[int]] = []
+        computed: list[int] = []
+        new_block_ids: dict[RequestId, list[BlockId]] = {}
+        sampled: list[list[int]] = []
         grown, num_draft_rows = filling.grown, filling.num_draft_rows
         after: dict[RequestId, int] = {}
         loading: list[RequestId] = []
@@ -142,11 +141,11 @@ class StepQueue:
             request = running[request_id]
             num_computed = request.num_computed_tokens
             if request.num_sent_tokens is not None:
-                known_ids.append(request_id)
-                known_blocks.append(grown.get(request_id, []))
-                known_computed.append(num_computed)
+                computed.append(num_computed)
+                if request_id in grown:
+                    new_block_ids[request_id] = grown[request_id]
                 if self._is_pipelined:
-                    known_sampled.append(request.tell_tokens())
+                    sampled.append(request.tell_tokens())
             else:
                 new.append(self._introduce(request))
             num_missing = len(request.prompt_token_ids) - num_computed
@@ -175,14 +174,11 @@ class StepQueue:
         )
         return SchedulerOutput(
             step_id=step_id,
-            new_requests=new,
-            known_requests=KnownRequests(
-                request_ids=known_ids,
-                new_block_ids=known_blocks,
-                num_computed_tokens=known_computed,
-                sampled_token_ids=known_sampled,
-            ),
             num_scheduled_tokens=filling.num_tokens,
+            new_requests=new,
+            num_computed_tokens=computed,
+            new_block_ids=new_block_ids,
+            sampled_token_ids=sampled,
             num_draft_rows=num_draft_rows,
             gone_request_ids=gone,
             loading_request_ids=loading,

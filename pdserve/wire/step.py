@@ -29,23 +29,6 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
 
 
-class KnownRequests(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests the worker knows, as columns: only what changed.
-
-    Attributes:
-        new_block_ids: Blocks appended to each request's table.
-        num_computed_tokens: As of the start of this step.
-        sampled_token_ids: Tokens each request sampled since it was last scheduled, if the
-            workers do not know them: with several pipeline stages, the first of which does
-            not sample. Empty otherwise.
-    """
-
-    request_ids: list[RequestId] = []
-    new_block_ids: list[list[BlockId]] = []
-    num_computed_tokens: list[int] = []
-    sampled_token_ids: list[list[int]] = []
-
-
 class WaveStep(msgspec.Struct, frozen=True):
     """One step of a wave: data-parallel engines whose ranks share experts step together.
 
@@ -61,13 +44,20 @@ class WaveStep(msgspec.Struct, frozen=True):
     is_unfinished: bool
 
 
-class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step. A request samples a token when the step reaches the end of its tokens.
+
+    Of `known_ids`, the requests that the worker knows, it has only what changed.
 
     Attributes:
         step_id: Increases by one per step.
         num_scheduled_tokens: Tokens to compute per request, in batch order; requests
             that only load KV are absent.
+        num_computed_tokens: Of each known request, as of the start of this step.
+        new_block_ids: Blocks appended to the tables of known requests, by request that got some.
+        sampled_token_ids: Tokens each known request sampled since it was last scheduled, if the
+            workers do not know them: with several pipeline stages, the first of which does
+            not sample. Empty otherwise.
         gone_request_ids: Finished or preempted since the last step: forget them.
         loading_request_ids: Requests whose first tokens the connector loads in this step.
         num_draft_rows: Maximum draft tokens to verify in this step, by request; they have blocks.
@@ -77,14 +67,22 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     step_id: int
-    new_requests: list[NewRequest]
-    known_requests: KnownRequests
     num_scheduled_tokens: dict[RequestId, int]
-    gone_request_ids: list[RequestId]
+    new_requests: list[NewRequest] = []
+    num_computed_tokens: list[int] = []
+    new_block_ids: dict[RequestId, list[BlockId]] = {}
+    sampled_token_ids: list[list[int]] = []
+    gone_request_ids: list[RequestId] = []
     loading_request_ids: list[RequestId] = []
     num_draft_rows: dict[RequestId, int] = {}
     connector_metadata: ConnectorMetadata | None = None
     wave: WaveStep | None = None
+
+    @property
+    def known_ids(self) -> list[RequestId]:
+        """Requests of the step that are not new, in its order."""
+        new = {each.request_id for each in self.new_requests}
+        return [each for each in self.num_scheduled_tokens if each not in new]
 
     @property
     def num_tokens(self) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pdserve.kernels.step import StepInputs
     from pdserve.wire.ids import BlockId, RequestId
-    from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
+    from pdserve.wire.step import NewRequest, SchedulerOutput
     from pdserve.worker.graphs import StepGraphs
     from pdserve.worker.step import AwaitedTokens
     from pdserve.worker.step_buffers import GraphSize, StepBuffers
@@ -111,28 +111,26 @@ class InputBatch:
             self._last_prompt, self._last_prompt_array = prompt, np.array(prompt, dtype=np.int32)
         return self._last_prompt_array
 
-    def update(self, known: KnownRequests) -> None:
-        """Apply the changes to known requests.
+    def update(self, step: SchedulerOutput) -> NDArray[np.int64]:
+        """Apply the changes to known requests; return their rows.
 
         Raises:
             InternalError: One of them is not known.
         """
-        if not known.request_ids:
-            return
-        rows = self.rows(known.request_ids)
-        self._num_computed[rows] = known.num_computed_tokens
-        for row, block_ids in zip(rows.tolist(), known.new_block_ids, strict=True):
-            if block_ids:
-                self._append_blocks(row, block_ids)
-        if known.sampled_token_ids:
-            self.extend(rows, known.sampled_token_ids)
+        rows = self.rows(step.known_ids)
+        self._num_computed[rows] = step.num_computed_tokens
+        for request_id, block_ids in step.new_block_ids.items():
+            self._append_blocks(self._row_of[request_id], block_ids)
+        if step.sampled_token_ids:
+            self.extend(rows, step.sampled_token_ids)
+        return rows
 
     def has_unfinished(self, step: SchedulerOutput) -> bool:
         """Return whether a step ends before the last token of one of its requests."""
-        known, num_new = step.known_requests, step.num_scheduled_tokens
-        computed = zip(known.request_ids, known.num_computed_tokens, strict=True)
+        known, num_new = step.known_ids, step.num_scheduled_tokens
+        computed = zip(known, step.num_computed_tokens, strict=True)
         ends = np.array([num + num_new[each] for each, num in computed], dtype=np.int64)
-        return bool((ends < self._num_tokens[self.rows(known.request_ids)]).any()) or any(
+        return bool((ends < self._num_tokens[self.rows(known)]).any()) or any(
             new.num_computed_tokens + num_new[new.request_id]
             < len(new.prompt_token_ids) + len(new.output_token_ids)
             for new in step.new_requests

@@ -430,10 +430,9 @@ class ModelRunner:
                 self._pooler.remove(request_id)
         for request in step.new_requests:
             self._add(request)
-        self._batch.update(known := step.known_requests)
-        if self._drafts is not None and known.sampled_token_ids:
-            rows = self._batch.rows(known.request_ids)
-            self._drafts.note(rows.tolist(), known.sampled_token_ids)
+        rows = self._batch.update(step)
+        if self._drafts is not None and step.sampled_token_ids:
+            self._drafts.note(rows.tolist(), step.sampled_token_ids)
 
     def _add(self, request: NewRequest) -> None:
         row = self._batch.add(request)

@@ -7,7 +7,7 @@ import pytest
 from pdserve.engine.waves import Phase, Waves
 from pdserve.errors import InternalError
 from pdserve.wire.ids import RequestId
-from pdserve.wire.step import KnownRequests, ModelRunnerOutput, SchedulerOutput, WaveStep
+from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput, WaveStep
 
 
 class ScriptedSource:
@@ -31,10 +31,7 @@ class ScriptedSource:
         self._step_id += 1
         return SchedulerOutput(
             step_id=self._step_id,
-            new_requests=[],
-            known_requests=KnownRequests(),
             num_scheduled_tokens={RequestId("r"): num_tokens} if num_tokens else {},
-            gone_request_ids=[],
         )
 
 

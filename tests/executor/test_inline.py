@@ -17,7 +17,7 @@ from pdserve.executor.base import RankDiedError
 from pdserve.parallel.place import CorePlace
 from pdserve.parallel.rendezvous import Rendezvous
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
-from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.step import SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata
 from tests.executor.driving import collect, names, sleep_until_woken, wait_report
 from tests.executor.scripted_worker import ScriptedWorker
@@ -56,8 +56,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InlineExecut
 def step(*script: str, step_id: int = 0) -> SchedulerOutput:
     return SchedulerOutput(
         step_id=step_id,
-        new_requests=[],
-        known_requests=KnownRequests(),
         num_scheduled_tokens={},
         gone_request_ids=[RequestId(line) for line in script],
     )

@@ -28,7 +28,7 @@ from pdserve.observe.liveness import NUM_LOOKS
 from pdserve.parallel.place import CorePlace, rank_places
 from pdserve.parallel.rendezvous import listen
 from pdserve.wire.ids import EngineId, Incarnation, RequestId
-from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.step import SchedulerOutput
 from pdserve.wire.transfer import ConnectorMetadata
 from tests.executor import scripted_worker
 from tests.executor.driving import collect, names, sleep_until_woken, wait_report
@@ -141,8 +141,6 @@ def running(
 def step(step_id: int, *script: str, payload: bytes = b"") -> SchedulerOutput:
     return SchedulerOutput(
         step_id=step_id,
-        new_requests=[],
-        known_requests=KnownRequests(),
         num_scheduled_tokens={},
         gone_request_ids=[RequestId(line) for line in script],
         connector_metadata=ConnectorMetadata(payload),

@@ -18,7 +18,7 @@ from pdserve.executor.base import RankDiedError
 from pdserve.executor.ray import RayExecutor
 from pdserve.parallel.place import CorePlace
 from pdserve.wire.ids import EngineId, Incarnation
-from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.step import SchedulerOutput
 from tests.executor.driving import collect
 from tests.executor.scripted_worker import PATH
 from tests.ray_cluster import ray_cluster
@@ -55,10 +55,7 @@ def executor(tensor_parallel_size: int = 2) -> RayExecutor:
 def step(step_id: int) -> SchedulerOutput:
     return SchedulerOutput(
         step_id=step_id,
-        new_requests=[],
-        known_requests=KnownRequests(),
         num_scheduled_tokens={},
-        gone_request_ids=[],
     )
 
 

@@ -118,14 +118,14 @@ def test_a_step_tells_what_was_sampled_since_the_last_one() -> None:
     pipeline.add("r", 3, [1, 2])
     steps = pipeline.finish()
     output = pipeline.tokens[RequestId("r")]
-    told = [step.known_requests.sampled_token_ids for step in steps]
+    told = [step.sampled_token_ids for step in steps]
     assert told == [[], [[output[0]]], [[output[1]]], []]
 
 
 def test_one_stage_is_told_nothing() -> None:
     pipeline = Pipeline(1)
     pipeline.add("r", 3, [1, 2])
-    assert not any(step.known_requests.sampled_token_ids for step in pipeline.finish())
+    assert not any(step.sampled_token_ids for step in pipeline.finish())
 
 
 @pytest.mark.parametrize("budget", [64, 8], ids=["recomputed at once", "in pieces"])

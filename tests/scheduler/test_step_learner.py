@@ -26,8 +26,7 @@ STEP_S = (5e-3, 1e-3, 1e-5)
 def seconds_of(step: SchedulerOutput) -> float:
     """What a step takes; a request's name begins with the length of its prompt."""
     before = {new.request_id: new.num_computed_tokens for new in step.new_requests}
-    known = step.known_requests
-    before |= dict(zip(known.request_ids, known.num_computed_tokens, strict=True))
+    before |= dict(zip(step.known_ids, step.num_computed_tokens, strict=True))
     streams = [before[each] + 1 for each, num in step.num_scheduled_tokens.items() if num == 1]
     seconds = STEP_S[0] + STEP_S[1] * len(streams) + STEP_S[2] * sum(streams) if streams else 0.0
     for each, num in step.num_scheduled_tokens.items():

@@ -93,7 +93,7 @@ class SimExecutor(TimedExecutor):
             self._engine,
             [(client_id_of(name), n) for name, n in step.num_scheduled_tokens.items()],
             [new.block_ids for new in step.new_requests],
-            step.known_requests.new_block_ids,
+            list(step.new_block_ids.values()),
         )
         result = super()._execute(step)
         self._world.result.reached["sat out"] += len(result.unready_ids)

@@ -10,7 +10,7 @@ import msgspec
 from pdserve.parallel.place import RankPlace
 from pdserve.wire.ids import BlockId, EngineId, Incarnation, RequestId
 from pdserve.wire.sampling import SamplingParams
-from pdserve.wire.step import KnownRequests, ModelRunnerOutput, NewRequest, SchedulerOutput
+from pdserve.wire.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from pdserve.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -152,11 +152,8 @@ class Driver:
         return SchedulerOutput(
             step_id=self._step_id,
             new_requests=new,
-            known_requests=KnownRequests(
-                request_ids=[k[0] for k in known],
-                new_block_ids=[k[1] for k in known],
-                num_computed_tokens=[k[2] for k in known],
-            ),
+            new_block_ids={name: fresh for name, fresh, _ in known if fresh},
+            num_computed_tokens=[computed for *_, computed in known],
             num_scheduled_tokens={RequestId(n): t for n, t in num_tokens.items()},
             num_draft_rows={RequestId(n): t for n, t in rows.items()},
             gone_request_ids=gone,

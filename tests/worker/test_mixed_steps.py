@@ -99,8 +99,7 @@ class WatchedRunner:
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         for new in step.new_requests:
             self._blocks_of[new.request_id] = list(new.block_ids)
-        known = step.known_requests
-        for request_id, blocks in zip(known.request_ids, known.new_block_ids, strict=True):
+        for request_id, blocks in step.new_block_ids.items():
             self._blocks_of[request_id] += blocks
         for request_id in step.num_scheduled_tokens:
             self._may_change.update(self._blocks_of[request_id])

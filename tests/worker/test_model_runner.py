@@ -11,7 +11,7 @@ import torch
 from pdserve.config.schema import CacheConfig
 from pdserve.errors import InternalError
 from pdserve.wire.ids import BlockId, RequestId
-from pdserve.wire.step import KnownRequests, NewRequest, SchedulerOutput
+from pdserve.wire.step import NewRequest, SchedulerOutput
 from pdserve.worker.philox import uniforms
 from pdserve.worker.sampler import Sampler
 from tests.worker.driver import GREEDY, TINY, params
@@ -357,17 +357,11 @@ class TestIllegalSteps:
     @staticmethod
     def step(num_tokens: int, *new: NewRequest, known: int | None = None) -> SchedulerOutput:
         request_id = RequestId("r")
-        columns = KnownRequests()
-        if known is not None:
-            columns = KnownRequests(
-                request_ids=[request_id], new_block_ids=[[]], num_computed_tokens=[known]
-            )
         return SchedulerOutput(
             step_id=1,
             new_requests=list(new),
-            known_requests=columns,
+            num_computed_tokens=[] if known is None else [known],
             num_scheduled_tokens={request_id: num_tokens},
-            gone_request_ids=[],
         )
 
     def test_an_unknown_request(self, make_driver: Callable[..., Driver]) -> None:

@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError, InternalError
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import Axis, Mesh, MeshShape
 from pdserve.parallel.place import RankPlace
-from pdserve.wire.step import ExpertBalance, KnownRequests, SchedulerOutput, WaveStep
+from pdserve.wire.step import ExpertBalance, SchedulerOutput, WaveStep
 from pdserve.worker import kv_memory, worker
 from pdserve.worker.expert_steps import ExpertSteps
 from tests.ranks import run_ranks
@@ -367,10 +367,7 @@ def _wave(world: World, config: EngineConfig) -> tuple[list[str], list[bool], li
 def empty_step() -> SchedulerOutput:
     return SchedulerOutput(
         step_id=1,
-        new_requests=[],
-        known_requests=KnownRequests(),
         num_scheduled_tokens={},
-        gone_request_ids=[],
     )
 
 

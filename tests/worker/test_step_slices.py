@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pdserve.wire.ids import RequestId
-from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.step import SchedulerOutput
 from pdserve.worker.step_slices import MAX_SLICES, TELL_EVERY_S, StepSlices
 
 
 def step(step_id: int) -> SchedulerOutput:
     return SchedulerOutput(
         step_id=step_id,
-        new_requests=[],
-        known_requests=KnownRequests(),
         num_scheduled_tokens={RequestId("a"): 3, RequestId("b"): 1},
-        gone_request_ids=[],
     )
 
 

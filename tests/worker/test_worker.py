@@ -19,7 +19,7 @@ from pdserve.connectors.base import Capabilities, KVConnectorWorker
 from pdserve.errors import ConfigError, InternalError
 from pdserve.kernels.registry import kernels_on
 from pdserve.wire.ids import RequestId
-from pdserve.wire.step import KnownRequests, SchedulerOutput
+from pdserve.wire.step import SchedulerOutput
 from pdserve.wire.transfer import (
     ConnectorMetadata,
     ConnectorReport,
@@ -109,8 +109,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordingConnector
 def empty_step(payload: bytes | None = None) -> SchedulerOutput:
     return SchedulerOutput(
         step_id=7,
-        new_requests=[],
-        known_requests=KnownRequests(),
         num_scheduled_tokens={},
         gone_request_ids=[RequestId("never seen")],
         connector_metadata=None if payload is None else ConnectorMetadata(payload),
