@@ -83,7 +83,7 @@ def choose(
     first call.
     """
     try:
-        return _completed(load(device, backends, progress))
+        return completed(load(device, backends, progress))
     except KernelsUnavailableError as error:
         _log.warning(
             "%s kernels unavailable, using the slower torch reference: %s",
@@ -109,8 +109,8 @@ def load(
     return cast(KernelBackend, importlib.import_module(module).load(device, progress))
 
 
-def _completed(backend: KernelBackend) -> KernelBackend:
-    """Let the reference run calls that ``backend`` does not support, and log what it lacks."""
+def completed(backend: KernelBackend) -> KernelBackend:
+    """Return ``backend`` with the reference for calls that it does not take; log what it lacks."""
     if backend is REFERENCE:
         return backend
     twins: dict[str, Any] = {}

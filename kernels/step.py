@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,6 +18,7 @@ class StepInputs:
         block_tables: ``[R, max_blocks]`` int32.
         query_start: ``[R + 1]`` int32, first row of each request, and T.
         context_lens: ``[R]`` int32, tokens of each request with KV after this step.
+        is_padded: Whether requests may have query tokens and no context, as in graphs.
     """
 
     token_ids: Tensor
@@ -29,24 +27,4 @@ class StepInputs:
     block_tables: Tensor
     query_start: Tensor
     context_lens: Tensor
-
-
-_padded: ContextVar[bool] = ContextVar("padded", default=False)
-
-
-@contextmanager
-def padded() -> Iterator[None]:
-    """Say of the steps inside the block that requests may have query tokens and no context.
-
-    Graphs are made of such steps, and the run before a capture is of one, too.
-    """
-    before = _padded.set(True)
-    try:
-        yield
-    finally:
-        _padded.reset(before)
-
-
-def is_padded() -> bool:
-    """Return whether steps are `padded` now."""
-    return _padded.get()
+    is_padded: bool = False

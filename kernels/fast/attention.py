@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.kernels.step import is_padded
-
 _DISTRIBUTION = "tokenspeed-fa3"
 _CAPABILITY = (9, 0)
 _FEW_TOKENS = 32
@@ -57,8 +55,7 @@ def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
     """Return a ``paged_attention`` that uses ``flash`` for the steps on which it is faster.
 
     The device is not involved: the numbers of tokens and requests decide, for all requests of a
-    step alike. Padded steps are left to ``ours``: a request whose tokens have no context FA3 was
-    never given on a device. So a capture launches the kernels that the run before it has compiled.
+    step alike.
     """
 
     def paged_attention(
@@ -72,7 +69,7 @@ def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
     ) -> Tensor:
         num_tokens, _, head_dim = q.shape
         is_few = num_tokens <= max(len(context_lens), _FEW_TOKENS)
-        if is_few or is_padded() or not takes(q.dtype, head_dim, kv_layer):
+        if is_few or not takes(q.dtype, head_dim, kv_layer):
             return ours(q, kv_layer, block_tables, query_start, context_lens, scale, window)
         keys, values = kv_layer.transpose(2, 3).unbind(1)
         attended = flash(

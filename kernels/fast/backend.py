@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from pdserve.kernels.backend import KernelBackend, hash_of_sources
 from pdserve.kernels.cuda import backend as exact_backend
 from pdserve.kernels.fast.attention import Flash, find_flash, with_flash
+from pdserve.kernels.reference.halves import Attention
+from pdserve.kernels.registry import completed
 
 
 def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend:
@@ -36,8 +39,12 @@ def faster(
     from pdserve.kernels.fast.linear import LEAST_ROWS, MOST_ROWS, FastLinear
 
     libraries = f"torch {torch.__version__}"
-    attention, prompts = exact.paged_attention, f"by Triton kernels ({flash})"
+    half, attention = exact.attention, exact.paged_attention
+    prompts = f"by Triton kernels ({flash})"
     if isinstance(flash, Flash):
+        # Padded steps: a request whose tokens have no context FA3 was never given on a device. So
+        # a capture launches the kernels that the run before it has compiled.
+        half = partial(Attention, padded=completed(exact))
         attention = with_flash(flash.attend, exact.paged_attention)
         libraries += f", FA3 {flash.version}"
         prompts = f"by FA3 {flash.version}"
@@ -55,4 +62,5 @@ def faster(
         compiler=f"{exact.compiler}, {libraries}",
         linear=FastLinear,
         paged_attention=attention,
+        attention=half,
     )

@@ -90,10 +90,14 @@ class Mlp:
 
 
 class Attention:
-    """The attention half."""
+    """The attention half.
 
-    def __init__(self, ops: Ops, weights: AttentionWeights) -> None:
-        self._ops, self._weights = ops, weights
+    Args:
+        padded: Operations for steps that are padded; None for the same.
+    """
+
+    def __init__(self, ops: Ops, weights: AttentionWeights, padded: Ops | None = None) -> None:
+        self._ops, self._weights, self._padded = ops, weights, padded or ops
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, kv_layer: Tensor, step: StepInputs
@@ -117,7 +121,7 @@ class Attention:
 
     def after_norm(self, normed: Tensor, kv_layer: Tensor, step: StepInputs) -> Tensor:
         """Run what follows the norm: ``[T, D] -> [T, D]``; arguments as of a call."""
-        ops, weights = self._ops, self._weights
+        ops, weights = self._padded if step.is_padded else self._ops, self._weights
         q = ops.rope_and_cache(
             weights.qkv(normed),
             step.positions,

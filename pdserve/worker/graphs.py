@@ -16,7 +16,6 @@ import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from pdserve.kernels.step import padded
 from pdserve.worker.step_buffers import GraphSize
 
 if TYPE_CHECKING:
@@ -141,8 +140,7 @@ class StepGraphs(Generic[T]):
         for size in reversed(self._sizes):
             self._stage(size)
             try:
-                with padded():
-                    self._captured[size] = self._device.capture(partial(self._run, size))
+                self._captured[size] = self._device.capture(partial(self._run, size))
             except RuntimeError:
                 self.close()
                 raise

@@ -219,9 +219,11 @@ class StepBuffers:
 
     def graph_inputs(self, size: GraphSize) -> StepInputs:
         """Return the device's inputs for a graph of a size."""
-        return self.inputs(*size, self._max_width)
+        return self.inputs(*size, self._max_width, is_padded=True)
 
-    def inputs(self, num_tokens: int, num_rows: int, table_width: int) -> StepInputs:
+    def inputs(
+        self, num_tokens: int, num_rows: int, table_width: int, *, is_padded: bool = False
+    ) -> StepInputs:
         """Return the device's inputs for the kernels; the next upload overwrites them."""
         there = self._there
         return StepInputs(
@@ -231,6 +233,7 @@ class StepBuffers:
             block_tables=there.block_tables[: num_rows * table_width].view(num_rows, table_width),
             query_start=there.query_start[: num_rows + 1],
             context_lens=there.context_lens[:num_rows],
+            is_padded=is_padded,
         )
 
     def draws(self, num_draws: int) -> Draws:

@@ -20,7 +20,7 @@ import torch
 from pdserve.config.schema import EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.config.speculative import SpeculativeConfig
 from pdserve.kernels.backend import REFERENCE
-from pdserve.kernels.step import is_padded
+from pdserve.kernels.reference.halves import Attention
 from pdserve.models.registry import load_model
 from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
@@ -314,11 +314,12 @@ def test_a_capture_and_the_run_before_it_tell_kernels_that_steps_are_padded(
 ) -> None:
     told: list[bool] = []
 
-    def attend(*args: Any) -> torch.Tensor:
-        told.append(is_padded())
-        return CAPTURABLE.paged_attention(*args)
+    class Told(Attention):
+        def after_norm(self, *args: Any) -> torch.Tensor:
+            told.append(args[-1].is_padded)
+            return super().after_norm(*args)
 
-    kernels = replace(CAPTURABLE, paged_attention=attend)
+    kernels = replace(CAPTURABLE, attention=Told)
     engine = Engine(tmp_path, RecordedDevice(), kernels=kernels, num_rows=1, warms_up=False)
     engine.runner.rehearse(engine.told.append)
     assert not any(told)

@@ -5,22 +5,24 @@ Neither is here: torch multiplies, and a stand-in reads the cache as FlashAttent
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pdserve.kernels.backend import KernelBackend
-from pdserve.kernels.cases.attention import attention_inputs, with_nan_in_unused_slots
+from pdserve.kernels.backend import REFERENCE, KernelBackend
+from pdserve.kernels.cases.attention import attention_inputs, rope_table, with_nan_in_unused_slots
 from pdserve.kernels.cuda import backend
 from pdserve.kernels.cuda.linear import CudaLinear
 from pdserve.kernels.fast.attention import Flash, find_flash, with_flash
 from pdserve.kernels.fast.backend import faster
 from pdserve.kernels.fast.linear import MOST_ROWS, FastLinear
 from pdserve.kernels.reference.attention import paged_attention
+from pdserve.kernels.reference.halves import Attention, AttentionWeights
 from pdserve.kernels.reference.linear import linear
-from pdserve.kernels.step import padded
+from pdserve.kernels.step import StepInputs
 
 CPU = torch.device("cpu")
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -187,10 +189,34 @@ def test_what_flash_does_not_take_is_left_to_the_kernels(
 
 
 def test_padded_steps_are_left_to_the_kernels() -> None:
-    args = attention_inputs([40], [40], (4, 2), 64, dtype=FP16, device=CPU)
-    wanted = paged_attention(*args)
-    with padded():
-        assert torch.equal(with_flash(refused, paged_attention)(*args), wanted)
+    _, kv, tables, starts, lens, scale, window = attention_inputs(
+        [40], [40], (4, 2), 64, dtype=FP16, device=CPU
+    )
+    step = StepInputs(
+        token_ids=torch.zeros(40, dtype=torch.int64),
+        positions=torch.arange(40),
+        slot_mapping=torch.full((40,), -1),
+        block_tables=tables,
+        query_start=starts,
+        context_lens=lens,
+    )
+    weights = AttentionWeights(
+        norm=torch.ones(32),
+        eps=1e-5,
+        qkv=REFERENCE.linear_of(torch.randn(512, 32).to(FP16)),
+        out=REFERENCE.linear_of(torch.randn(32, 256).to(FP16)),
+        cos_sin=rope_table(40, 64, CPU),
+        q_norm=None,
+        k_norm=None,
+        scale=scale,
+        window=window,
+    )
+    kernels = faster(REFERENCE, Flash("3.0", refused), lambda _: None)
+    half, normed = kernels.attention(kernels, weights), torch.randn(40, 32).to(FP16)
+    wanted = Attention(REFERENCE, weights).after_norm(normed, kv, step)
+    assert torch.equal(half.after_norm(normed, kv, replace(step, is_padded=True)), wanted)
+    with pytest.raises(AssertionError, match="not for this one"):
+        half.after_norm(normed, kv, step)
 
 
 @pytest.fixture
