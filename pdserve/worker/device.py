@@ -8,6 +8,7 @@ device that checks the order. On a CPU there is no such order, and memory is sha
 from __future__ import annotations
 
 import gc
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -307,3 +308,43 @@ class _CudaGraph:
     def close(self) -> None:
         self._graph.reset()
         self._forget()
+
+
+class Upload:
+    """A tensor on a device that the host fills, step after step.
+
+    The host fills one of two pieces of its own, in turn, while the device may not yet have copied
+    the other. Where memory is shared there is one, which the device reads itself.
+
+    Attributes:
+        pieces: On the host, each like `there`.
+        there: On the device, at an address that never changes, as graphs require.
+        turn: The piece that `begin` returned.
+    """
+
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        self.pieces = [
+            device.staging(num_bytes).view(dtype).view(shape)
+            for _ in range(1 if device.shares_memory else 2)
+        ]
+        self.there = self.pieces[0]
+        if not device.shares_memory:
+            self.there = torch.zeros(shape, dtype=dtype, device=device.torch)
+        self.turn = 0
+        self._device = device
+        self._copied = [device.event() for _ in self.pieces]
+
+    def begin(self) -> Tensor:
+        """Return the next piece, with what an earlier step left, once nothing reads that."""
+        self.turn = (self.turn + 1) % len(self.pieces)
+        self._copied[self.turn].wait()
+        return self.pieces[self.turn]
+
+    def send(self, num: int | None = None) -> Tensor:
+        """Bring the first `num` of the piece's first dim over, or all, and return them there."""
+        there = self.there[:num]
+        if not self._device.shares_memory:
+            self._device.copy(there, self.pieces[self.turn][:num])
+            self._copied[self.turn].record()
+        return there

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.kernels.reference.masks import HEAD, num_words
+from pdserve.worker.device import Upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,14 +30,8 @@ class DeviceMasks:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, *, device: Device, ops: SamplingOps) -> None:
-        self._device = device
         self._ops = ops
-        shape = num_rows, num_words(vocab_size)
-        num_bytes = shape[0] * shape[1] * torch.int32.itemsize
-        self._host = [device.staging(num_bytes).view(torch.int32).view(shape) for _ in range(2)]
-        self._copied = [device.event() for _ in self._host]
-        self._turn = 0
-        self._there = torch.zeros(shape, dtype=torch.int32, device=device.torch)
+        self._masks = Upload(device, (num_rows, num_words(vocab_size)), torch.int32)
 
     def apply(self, logits: Tensor, masked: Sequence[tuple[int, Constraint]]) -> None:
         """Mask rows of logits, `[L, vocab_size]`, in place; never waits for the device.
@@ -44,18 +39,12 @@ class DeviceMasks:
         Args:
             masked: Each row, and its grammar, whose allowed tokens are known.
         """
-        self._turn = 1 - self._turn
-        self._copied[self._turn].wait()  # it was copied two steps ago
-        memory = self._host[self._turn]
-        masks = memory.numpy()
+        masks = self._masks.begin().numpy()
         for at, (row, constraint) in enumerate(masked):
             masks[at, :HEAD] = row, constraint.is_over
             masks[at, HEAD:] = constraint.words
-        there = self._there[: len(masked)]
-        self._device.copy(there, memory[: len(masked)])
-        self._copied[self._turn].record()
-        self._ops.mask(logits, there)
+        self._ops.mask(logits, self._masks.send(len(masked)))
 
     def warm_up(self, logits: Tensor) -> None:
         """Compile the kernel, for logits `[M, vocab_size]`."""
-        self._ops.mask(logits, self._there[:1])
+        self._ops.mask(logits, self._masks.there[:1])

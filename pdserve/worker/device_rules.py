@@ -26,6 +26,7 @@ from pdserve.kernels.reference.rules import (
     Ruled,
     RuleTables,
 )
+from pdserve.worker.device import Upload
 from pdserve.worker.logit_rules import LogitRules
 
 if TYPE_CHECKING:
@@ -81,11 +82,7 @@ class DeviceRules:
         self._words: Tensor | None = None
         self._bias: Tensor | None = None
         shape = len(_FIELDS), -(-max_logits // _ALIGNED) * _ALIGNED
-        num_bytes = shape[0] * shape[1] * torch.int32.itemsize
-        self._host = [device.staging(num_bytes).view(torch.int32).view(shape) for _ in range(2)]
-        self._copied = [device.event() for _ in self._host]
-        self._turn = 0
-        self._there = torch.zeros(shape, dtype=torch.int32, device=device.torch)
+        self._fields = Upload(device, shape, torch.int32)
 
     def among(self, rows: list[int]) -> list[int]:
         """Return which rows of logits have rules.
@@ -158,10 +155,7 @@ class DeviceRules:
             behind: `[L]` each, the number of draft tokens that a row follows, and the last one.
         """
         params = [self._params[row] for row in rows[ruled].tolist()]
-        self._turn = 1 - self._turn
-        self._copied[self._turn].wait()
-        memory = self._host[self._turn]
-        fields: Any = Ruled(*_columns(memory.numpy(), len(ruled)))
+        fields: Any = Ruled(*_columns(self._fields.begin().numpy(), len(ruled)))
         fields.rows[:] = ruled
         fields.kept[:] = rows[ruled]
         fields.depth[:] = 0 if behind is None else behind[0][ruled]
@@ -172,8 +166,7 @@ class DeviceRules:
         fields.presence[:] = [each.presence_penalty for each in params]
         if behind is not None:
             fields.drafted[: len(rows)] = behind[1]
-        self._device.copy(self._there, memory)
-        self._copied[self._turn].record()
+        self._fields.send()
         return StagedRules(
             len(ruled),
             by_bias=any(each.logit_bias for each in params),
@@ -226,7 +219,7 @@ class DeviceRules:
         self._ops.note(words, ruled.kept, tokens, ruled.rows)
 
     def _ruled(self, num: int) -> Ruled:
-        return Ruled(*_columns(self._there, num))
+        return Ruled(*_columns(self._fields.there, num))
 
 
 def _columns(matrix: Any, num: int) -> list[Any]:

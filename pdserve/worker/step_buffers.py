@@ -1,9 +1,6 @@
-"""One step's inputs, in one piece of host memory and one piece of the device's.
+"""One step's inputs, in one piece of memory.
 
-The host fills arrays, one copy brings them over, and the device reads them at addresses that never
-change, as graphs must. There are two pieces of host memory, used in turn, so that a step can be
-filled in while the device has not yet copied the one before. Where memory is shared there is one,
-which the device reads itself.
+The host fills arrays, and one copy (`upload`) brings them over.
 
 Knows what a step's fields are called and how large they get; not what is in them.
 """
@@ -19,6 +16,7 @@ import torch
 
 from pdserve.kernels.reference.sampling import Draws
 from pdserve.kernels.step import StepInputs
+from pdserve.worker.device import Upload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -117,32 +115,24 @@ class StepBuffers:
             block_tables=(torch.int32, num_rows * self._max_width),
         )
         *_, self._tables_at, num_bytes = _places(sizes)
-        self._host = [device.staging(num_bytes) for _ in range(1 if device.shares_memory else 2)]
+        self._memory = Upload(device, (num_bytes,), torch.uint8)
         self._arrays = [
-            StepFields(*(field.numpy() for field in _values(_cut(memory, sizes))))
-            for memory in self._host
+            StepFields(*(field.numpy() for field in _values(_cut(piece, sizes))))
+            for piece in self._memory.pieces
         ]
-        self._copied = [device.event() for _ in self._host]
-        self._turn = 0
-        self._memory = (
-            self._host[0]
-            if device.shares_memory
-            else torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch)
-        )
-        self._there = _cut(self._memory, sizes)
+        self._there = _cut(self._memory.there, sizes)
 
     @property
     def arrays(self) -> StepFields[NDArray[Any]]:
         """Those that `begin` returned."""
-        return self._arrays[self._turn]
+        return self._arrays[self._memory.turn]
 
     def begin(self) -> StepFields[NDArray[Any]]:
         """Return the arrays of the next step, once nothing reads their earlier contents.
 
         They hold whatever an earlier step left.
         """
-        self._turn = (self._turn + 1) % len(self._host)
-        self._copied[self._turn].wait()
+        self._memory.begin()
         return self.arrays
 
     def table_width(self, max_blocks: int) -> int:
@@ -176,11 +166,7 @@ class StepBuffers:
 
     def upload(self, num_rows: int) -> None:
         """Bring the arrays over, with the tables of the first `num_rows` requests."""
-        if self._device.shares_memory:
-            return
-        end = self._tables_at + num_rows * self._max_width * torch.int32.itemsize
-        self._device.copy(self._memory[:end], self._host[self._turn][:end])
-        self._copied[self._turn].record()
+        self._memory.send(self._tables_at + num_rows * self._max_width * torch.int32.itemsize)
 
     def feed(self, num: int, sampled: Tensor) -> None:
         """Insert `num` tokens sampled by the previous step, after this one's upload.

@@ -387,7 +387,7 @@ def test_padding_that_stores_in_block_0_is_seen(
 
     def to_block_0(self: StepBuffers, num_requests: int, num_tokens: int, size: GraphSize) -> int:
         num_tables = pad(self, num_requests, num_tokens, size)
-        self._arrays[self._turn].slot_mapping[num_tokens : size.num_tokens] = 0
+        self.arrays.slot_mapping[num_tokens : size.num_tokens] = 0
         return num_tables
 
     monkeypatch.setattr(StepBuffers, "pad", to_block_0)
