@@ -231,11 +231,6 @@ class CoreClient:
         """Wait until the engine serves, or has ended."""
         await self._settled.wait()
 
-    async def wait_dead(self) -> str:
-        """Wait until the engine has ended, and return why."""
-        await self._exited.wait()
-        return self._dead_reason or "the engine ended"
-
     async def generate(
         self, request: GenerateRequest, siblings: Sequence[Sibling] = ()
     ) -> AsyncGenerator[EngineOutput, None]:

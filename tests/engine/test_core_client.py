@@ -54,6 +54,15 @@ def impatient(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, liveness=LivenessConfig(heartbeat_timeout_s=1.0))
 
 
+async def until_gone(client: CoreClient) -> str:
+    """Why a core ended whose process is no more."""
+    async with asyncio.timeout(40):
+        while Path(f"/proc/{client.pid}").exists():
+            await asyncio.sleep(0.01)
+    assert client.dead_reason is not None
+    return client.dead_reason
+
+
 @asynccontextmanager
 async def running(config: EngineConfig) -> AsyncIterator[CoreClient]:
     """A ready engine, ended afterwards."""
@@ -209,8 +218,7 @@ async def test_a_core_stopped_for_a_moment_goes_on_and_for_longer_ends_its_reque
         with pytest.raises(EngineDeadError, match=r"stopped for 1 s \(--heartbeat-timeout\)"):
             async for _ in outputs:
                 pass
-        assert await asyncio.wait_for(client.wait_dead(), 40) == client.dead_reason
-        assert not Path(f"/proc/{client.pid}").exists()
+        await until_gone(client)
 
 
 @pytest.mark.matrix
@@ -247,7 +255,7 @@ async def test_a_rank_stopped_while_nothing_runs_ends_the_engine(tiny_model: Pat
     async with running(impatient(engine_config(tiny_model, backend="multiprocess"))) as client:
         (rank,) = await asyncio.to_thread(_children_of, client.pid)
         os.kill(rank, signal.SIGSTOP)
-        assert "stopped" in await asyncio.wait_for(client.wait_dead(), 40)
+        assert "stopped" in await until_gone(client)
 
 
 async def test_a_killed_rank_ends_the_engine_with_its_reason(tiny_model: Path) -> None:
@@ -384,7 +392,7 @@ async def test_a_core_that_cannot_be_understood_is_dead_to_its_clients(tiny_mode
         with pytest.raises(EngineDeadError, match="cannot be read"):
             async for _ in client.generate(request("r", PROMPTS[1], 900)):
                 client._decoder = msgspec.msgpack.Decoder(int)
-        await asyncio.wait_for(client.wait_dead(), 40)
+        await until_gone(client)
 
 
 async def test_a_core_of_another_major_version_is_refused(
