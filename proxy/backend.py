@@ -105,7 +105,7 @@ class Breaker:
             self._opened_s = self._failed_s
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Backend:
     """One engine.
 

@@ -17,6 +17,7 @@ from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, HandshakeError
 from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Backend, BreakerState, Health
+from pdserve.proxy.fitting import cannot_exchange, is_same_model, misfits
 from pdserve.proxy.policies import BackendView
 from pdserve.wire.seal import PROTOCOL
 
@@ -37,8 +38,6 @@ _BITS = 64
 _MASK = (1 << _BITS) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 """Multiples of the golden ratio lie evenly over a range, however many are taken (Weyl)."""
-_REVISION = frozenset({"protocol", "schema", "weights"})
-"""Fields of a layout in which engines of one deployment may differ while it is rolled."""
 OUTAGE_MEMORY_S = 600.0
 """How long a deployment that lost the last engine of a role counts as one with an outage; after
 that it is one without such engines."""
@@ -268,8 +267,8 @@ class Backends:
             return
         for other in self.counterparts(url, role):
             assert other.info is not None
-            if not _is_same_model(engine, other.info):
-                raise HandshakeError(_cannot_exchange(url, engine, other.url, other.info))
+            if not is_same_model(engine, other.info):
+                raise HandshakeError(cannot_exchange(url, engine, other.url, other.info))
 
     def counterparts(self, url: str, role: Role) -> Iterator[Backend]:
         """Yield the engines with which one of this role, at `url`, would exchange KV."""
@@ -287,60 +286,16 @@ class Backends:
         if not backend.is_gone:
             self._by_id[engine.engine_id] = backend
         if former is None or former.incarnation != engine.incarnation:
-            for other in self.counterparts(backend.url, backend.role):
-                assert other.info is not None
-                if other.info.layout_digest != engine.layout_digest:
-                    is_other_revision = _is_same_model(engine, other.info)
-                    log_event(
-                        log,
-                        "requests will not be split between two engines",
-                        level=logging.WARNING if is_other_revision else logging.ERROR,
-                        reason=_cannot_exchange(backend.url, engine, other.url, other.info),
-                    )
-                elif other.info.model != engine.model:  # both named on the command line
-                    log_event(
-                        log,
-                        "two engines have different names for one model",
-                        level=logging.ERROR,
-                        reason=f"{backend.url} serves {engine.model}, {other.url} serves "
-                        f"{other.info.model}, and a request for either name may reach the other: "
-                        "give both the same --served-model-name",
-                    )
-                elif differ_in_text(backend, other):
-                    log_event(
-                        log,
-                        "two engines read requests differently",
-                        level=logging.WARNING,
-                        reason=f"{backend.url} and {other.url} differ in tokenizer, chat template, "
-                        "generation_config.json or parsers, and an answer may be begun by one and "
-                        "continued by the other: give both the same files and flags",
-                    )
-            self._tell_of_lengths(backend, engine)
+            others = (other for other in self if other is not backend)
+            found = [each for other in others for each in misfits(backend, other)]
+            for each in {each[:2]: each for each in found}.values():  # one pair says enough
+                log_event(log, each.event, level=each.level, reason=each.reason)
         if former is not None and former.incarnation != engine.incarnation:
             log_event(log, "engine restarted", url=backend.url, engine=engine.engine_id)
             self._breakers.renew(backend)
             backend.is_draining = False
             backend.models = []
             backend.lose_legs()
-
-    def _tell_of_lengths(self, backend: Backend, engine: EngineInfo) -> None:
-        """Log it if an answer may be moved to an engine that ends it sooner."""
-        for other in self:
-            if other is backend or not (backend.decodes() and other.decodes()):
-                continue
-            theirs = other.info
-            if theirs is None or theirs.layout_digest != engine.layout_digest:
-                continue
-            if theirs.max_model_len != engine.max_model_len:
-                log_event(
-                    log,
-                    "two engines end answers at different lengths",
-                    level=logging.WARNING,
-                    reason=f"{backend.url} has --max-model-len {engine.max_model_len}, {other.url} "
-                    f"has {theirs.max_model_len}, and an answer without max_tokens that moves "
-                    "from one to the other ends where the shorter one does: give both the same",
-                )
-                return
 
     def max_model_len(self) -> int:
         """The longest context of any engine; 0 if none has said."""
@@ -406,37 +361,3 @@ class Backends:
 
 def _bare(url: str) -> str:
     return url.rstrip("/")
-
-
-def _is_same_model(ours: EngineInfo, theirs: EngineInfo) -> bool:
-    """Return whether two engines may belong to one deployment, even during a rolling update.
-
-    Both are served under one name: a request that gives it may reach either. Weights may differ
-    during an update, and so may the layout fields that a version knows: only those that both
-    know are compared.
-    """
-    known_to_both = ours.layout.keys() & theirs.layout.keys() - _REVISION
-    return ours.model == theirs.model and (
-        ours.layout_digest == theirs.layout_digest
-        or all(ours.layout[name] == theirs.layout[name] for name in known_to_both)
-    )
-
-
-def _cannot_exchange(url: str, engine: EngineInfo, other_url: str, other: EngineInfo) -> str:
-    """Return a description of the difference, with both values."""
-    ours, theirs = ({**each.layout, "served model name": each.model} for each in (engine, other))
-    differing = [
-        f"{name} is {ours.get(name)} here and {theirs.get(name)} there"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
-    ]
-    digests = f"layout digest {engine.layout_digest} here, {other.layout_digest} there"
-    remedy = "" if engine.model == other.model else " (--served-model-name gives both one name)"
-    what = "; ".join(differing) or digests
-    return f"{url} cannot exchange KV with {other_url}: {what}{remedy}"
-
-
-def differ_in_text(one: Backend, other: Backend) -> bool:
-    """Return whether two engines say that their tokens, or answers, to one request differ."""
-    said = {each.info.text_digest for each in (one, other) if each.info is not None}
-    return len(said - {""}) > 1

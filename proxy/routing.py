@@ -14,8 +14,8 @@ from pdserve.config.http import KVTransfer
 from pdserve.config.policies import PREDICTED, SHADOW
 from pdserve.config.schema import Role
 from pdserve.errors import UnavailableError
-from pdserve.proxy.backends import differ_in_text
 from pdserve.proxy.brain.candidates import Candidates
+from pdserve.proxy.fitting import differ_in_text
 from pdserve.proxy.policies import RouteRequest, policy_named, split_policy_named
 from pdserve.proxy.policies.splitting import always
 from pdserve.proxy.story import NotPushed

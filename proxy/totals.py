@@ -3,13 +3,15 @@
 Each check brings a snapshot of an engine. Its increase since the previous one is added to the
 sums of its role, so that these never fall when an engine dies. A life of an engine counts from its
 first snapshot here, and its counts between its last one and its death are lost (a health check's
-interval at most). Gauges are sums over the engines present.
+interval at most). Gauges are sums over the engines present. An engine to which several URLs lead
+counts once.
 
 The label `engine` is a role for sums over engines, and `ALL` for the proxy's own counts.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
@@ -47,6 +49,9 @@ class Totals(Collector):
         self.model_name = ""
         self._sums: dict[str, SeriesCounts] = {}
         self._backends: Collection[Backend] = ()
+        # By engine and life, the one of its URLs that brought the newest snapshot.
+        self._newest: weakref.WeakValueDictionary[tuple[str, str], Backend]
+        self._newest = weakref.WeakValueDictionary()
         self._ended = {_PROMPT: 0, _OUTPUT: 0}
         self._told = {_PROMPT: 0, _OUTPUT: 0}
 
@@ -55,11 +60,13 @@ class Totals(Collector):
         if not self.model_name and backend.models:
             self.model_name = backend.models[0]["id"]
         life = "" if backend.info is None else backend.info.incarnation
-        former_life, former = backend.snapshot or ("", None)
+        former_life, former = self._counted_as(backend).snapshot or ("", None)
         before = former if former_life == life else None
         if life and before is not None and stats.num_steps < before.num_steps:
             return  # of two checks at once, the later one has been read first
         backend.snapshot = (life, stats)
+        if backend.info is not None:
+            self._newest[backend.info.engine_id, life] = backend
         counts = _engines_own(stats)
         sums = self._sums.setdefault(backend.role.value, dict.fromkeys(counts, 0.0))
         if before is not None:
@@ -104,13 +111,19 @@ class Totals(Collector):
         for backend in self._backends:
             # None yet of one that has just changed its role.
             of_role = known.get(backend.role.value)
-            if backend.snapshot is not None and of_role is not None:
+            is_first = self._counted_as(backend) is backend
+            if backend.snapshot is not None and of_role is not None and is_first:
                 of_role.append(backend)
         loads = {role: _load_of(backends) for role, backends in known.items()}
         yield from engine_families(self.model_name, self._sums, loads)
         yield cache_family(
             {role: _cache_labels(backends) for role, backends in known.items() if backends}
         )
+
+    def _counted_as(self, backend: Backend) -> Backend:
+        info = backend.info
+        key = ("", "") if info is None else (info.engine_id, info.incarnation)
+        return self._newest.get(key, backend)
 
 
 def _engines_own(stats: EngineStats) -> SeriesCounts:

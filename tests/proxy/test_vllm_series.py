@@ -12,6 +12,7 @@ from pdserve.config.schema import Role
 from pdserve.observe.clock import ManualClock
 from pdserve.observe.vllm_series import VLLM_SERIES, SeriesScope
 from pdserve.proxy.backend import Backend, Breaker, Health
+from pdserve.proxy.fitting import misfits
 from pdserve.proxy.totals import Totals
 from pdserve.wire.request import EngineInfo, EngineStats
 from tests.board.vllm_names import BOARD_NAMES
@@ -236,6 +237,18 @@ def test_an_older_count_that_comes_late_does_not_count_what_followed_it_twice() 
     for number in (0, 9, 5, 10):  # two checks ran at once
         totals.add(backend, EngineStats(num_preemptions=number, num_steps=number))
     assert counted(totals, backend)["num_preemptions_total", "decode", "m"] == 10
+
+
+def test_an_engine_that_two_urls_lead_to_counts_once_and_is_named() -> None:
+    totals, one, other = Totals(), engine(life="life-1"), engine(life="life-1")
+    one.info = other.info = msgspec.convert(ScriptedEngine("decode").info(), EngineInfo)
+    for number, backend in enumerate((one, other, one, other)):
+        stats = EngineStats(num_preemptions=number, num_steps=number, num_running=2)
+        totals.add(backend, stats)
+    told = counted(totals, one, other)
+    assert told["num_preemptions_total", "decode", "m"] == 3
+    assert told["num_requests_running", "decode", "m"] == 2
+    assert [found.event for found in misfits(one, other)] == ["two URLs lead to one engine"]
 
 
 def test_steps_of_several_engines_are_one_histogram() -> None:
