@@ -48,7 +48,6 @@ class Handoff:
     Attributes:
         life: That engine's life when it was asked; None if it does not say.
         params: The `kv_transfer_params` to forward.
-        num_prompt_tokens: Total over all prompts of the request.
         cached_tokens: Prompt tokens found in a prefix cache, per choice, if the engine says.
         answer: The prefill engine's JSON if the client wants one piece, else None.
         reader: The newest leg that reads the KV. Leases are given back only after it has ended: a
@@ -65,7 +64,6 @@ class Handoff:
         self._completed = asyncio.Event()
         self.life = None if prefill.info is None else prefill.info.incarnation
         self.params: dict[str, Any] = {}
-        self.num_prompt_tokens = 0
         self.cached_tokens: list[int] | None = None
         self.answer: bytes | None = None
         self.reader: Leg | None = None
@@ -108,9 +106,7 @@ class Handoff:
         except (BadRequestError, *UNREADABLE, KeyError, TypeError) as error:
             message = f"{self.prefill.url} sent a handoff that cannot be read: {error!r}"
             raise WorkerError(message, reason="garbled") from error
-        prompts = {lease.prompt_digest: lease.num_tokens for lease in leases}
         self.params = params
-        self.num_prompt_tokens = sum(prompts.values())
         self.cached_tokens = ours.cached_tokens
         self._nonces = [lease.nonce for lease in leases]
         if self._is_over:

@@ -404,8 +404,7 @@ class Legs:
 
     def _note_handoff(self, handoff: Handoff) -> None:
         self.body.note_cached(handoff.cached_tokens)
-        self.story.num_prompt_tokens = handoff.num_prompt_tokens
-        self.story.tell(f"handoff of {handoff.num_prompt_tokens} tokens")
+        self.story.tell(f"handoff of {self.story.num_known_prompt_tokens} tokens")
 
     def _note_prefill_stages(self, event: Event) -> None:
         if (stages := stages_in(event.data)) is not None:

@@ -170,7 +170,7 @@ class LiveRequests:
         """Prompt and output tokens of all requests since the start, as far as they have come."""
         num_prompt, num_output = self._ended_tokens
         for story in self.stories:
-            num_prompt += story.num_prompt_tokens
+            num_prompt += story.num_known_prompt_tokens
             num_output += story.num_output_tokens
         return num_prompt, num_output
 
@@ -258,7 +258,7 @@ def times_in_words(story: Story) -> str:
     stages = story.prefill_stages or story.decode_stages
     if stages is not None:
         stored = StoredKV(stages.store_tokens, stages.store_bytes, stages.store_s)
-        if words := stored.of(story.num_prompt_tokens or stages.prompt_tokens):
+        if words := stored.of(story.num_known_prompt_tokens or stages.prompt_tokens):
             parts.append(words)
     if story.prompt is not None:
         parts.append(hits_in_words(story.prompt, story.known))

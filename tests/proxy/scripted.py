@@ -27,6 +27,7 @@ from tests.web_runner import cleaned_up
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 PROMPT_TOKENS = 7
+PREFILLED = {"prefill_s": 0.0002, "prompt_tokens": PROMPT_TOKENS}
 Hook = Callable[["Call", web.Request], Awaitable[web.StreamResponse | None]]
 
 
@@ -387,7 +388,7 @@ class ScriptedEngine:
             await response.write(
                 self.chunk(call, word(seed, 0), first=True)
                 + sse({"pdserve_handoff": params})
-                + sse({"pdserve_stages": {"queue_s": 0.0001, "prefill_s": 0.0002, **self.stages}})
+                + sse({"pdserve_stages": {**PREFILLED, "queue_s": 0.0001, **self.stages}})
                 + b"data: [DONE]\n\n"
             )
             return response
@@ -440,7 +441,7 @@ class ScriptedEngine:
             text = text_of(seed, num_tokens)
             choice = {"index": 0, "text": text, "finish_reason": "length"}
             body |= {"choices": [choice], "usage": usage(num_tokens)}
-        body["pdserve_stages"] = {"prefill_s": 0.001}
+        body["pdserve_stages"] = {**PREFILLED, "prefill_s": 0.001}
         return web.json_response(body)
 
     async def read_lease(self, call: Call) -> None:
