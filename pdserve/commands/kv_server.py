@@ -12,7 +12,6 @@ import ctypes
 import errno
 import json
 import logging
-import math
 import mmap
 import os
 import runpy
@@ -42,6 +41,7 @@ from pdserve.config.tiers import (
 )
 from pdserve.errors import ConfigError
 from pdserve.lifeline import heeded_signals
+from pdserve.observe.log import RepeatFilter
 
 _log = logging.getLogger(START)
 
@@ -173,27 +173,6 @@ class _Reserving(threading.Thread):
             *(self._num_bytes >> 20, reason),
         )
         os._exit(EXIT_CONFIG)
-
-
-class RepeatFilter(logging.Filter):
-    """Passes messages of one form once in `interval_s`, with the number left out in between."""
-
-    def __init__(self, interval_s: float) -> None:
-        super().__init__()
-        self._interval_s = interval_s
-        self._passed: dict[str, tuple[float, int]] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log it; the form of a message is what it is before its values."""
-        form = str(record.msg)
-        at_s, num_omitted = self._passed.get(form, (-math.inf, 0))
-        if record.created < at_s + self._interval_s:
-            self._passed[form] = at_s, num_omitted + 1
-            return False
-        self._passed[form] = record.created, 0
-        if num_omitted:
-            record.msg, record.args = f"{record.getMessage()} ({num_omitted} more before)", ()
-        return True
 
 
 def _is_listening(port: int) -> bool:

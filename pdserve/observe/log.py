@@ -125,6 +125,27 @@ class _JsonFormatter(_Formatter):
 _FORMATTERS: Final = {LogFormat.TEXT: _Formatter, LogFormat.JSON: _JsonFormatter}
 
 
+class RepeatFilter(logging.Filter):
+    """Passes messages of one form once in `interval_s`, with the number left out in between."""
+
+    def __init__(self, interval_s: float) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._passed: dict[str, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log it; the form of a message is what it is before its values."""
+        form = str(record.msg)
+        at_s, num_omitted = self._passed.get(form, (-math.inf, 0))
+        if record.created < at_s + self._interval_s:
+            self._passed[form] = at_s, num_omitted + 1
+            return False
+        self._passed[form] = record.created, 0
+        if num_omitted:
+            record.msg, record.args = f"{record.getMessage()} ({num_omitted} more before)", ()
+        return True
+
+
 def _one_line_for_what_is_no_request(record: logging.LogRecord) -> bool:
     """Shorten the record for bytes that are not HTTP, which were answered with a 400.
 

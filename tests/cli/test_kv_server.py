@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ import pytest
 
 from pdserve.commands import kv_server, tier_checks
 from pdserve.commands.findings import Grade
-from pdserve.commands.kv_server import RepeatFilter, arguments_of, make_room
+from pdserve.commands.kv_server import arguments_of, make_room
 from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
 from tests.cli.answering import Asked, answering
 from tests.cli.process import ROOT, environment, free_ports, pdserve_here
@@ -284,22 +283,6 @@ def test_what_it_says_has_the_form_of_every_log() -> None:
         done = pdserve_here("kv-server", *flags)
     assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["start", "failed"]
     assert (done.returncode, done.stdout) == (3, "")
-
-
-def test_warnings_of_chunks_that_a_tier_refuses_are_counted_between_two_that_are_logged() -> None:
-    passes = RepeatFilter(60.0)
-
-    def logged(at_s: float, form: str) -> str | None:
-        record = logging.LogRecord("store", logging.WARNING, "", 0, form, (int(at_s),), None)
-        record.created = at_s
-        return record.getMessage() if passes.filter(record) else None
-
-    times = [0.0, 1.0, 59.0, 60.0, 61.0, 130.0]
-    assert [logged(at_s, "chunk %d is refused") for at_s in times] == [
-        *("chunk 0 is refused", None, None, "chunk 60 is refused (2 more before)"),
-        *(None, "chunk 130 is refused (1 more before)"),
-    ]
-    assert logged(131.0, "task %d is not known") == "task 131 is not known"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.config.log import LogConfig, LogFormat
-from pdserve.observe.log import LogEvent, configure_logging, log_config, log_event
+from pdserve.observe.log import LogEvent, RepeatFilter, configure_logging, log_config, log_event
 from tests.logs import unchanged_logging
 
 JSON = LogConfig(format=LogFormat.JSON)
@@ -158,3 +158,19 @@ def test_what_a_handler_raises_keeps_its_traceback(stream: io.StringIO):
     except RuntimeError:
         logging.getLogger("aiohttp.server").exception("Error handling request")
     assert "Traceback" in stream.getvalue()
+
+
+def test_messages_of_one_form_are_counted_between_two_that_are_logged() -> None:
+    passes = RepeatFilter(60.0)
+
+    def logged(at_s: float, form: str) -> str | None:
+        record = logging.LogRecord("store", logging.WARNING, "", 0, form, (int(at_s),), None)
+        record.created = at_s
+        return record.getMessage() if passes.filter(record) else None
+
+    times = [0.0, 1.0, 59.0, 60.0, 61.0, 130.0]
+    assert [logged(at_s, "chunk %d is refused") for at_s in times] == [
+        *("chunk 0 is refused", None, None, "chunk 60 is refused (2 more before)"),
+        *(None, "chunk 130 is refused (1 more before)"),
+    ]
+    assert logged(131.0, "task %d is not known") == "task 131 is not known"
