@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
@@ -30,6 +30,7 @@ from pdserve.errors import (
     ShuttingDownError,
     StartingError,
 )
+from pdserve.imports import SHORT_SPIN
 from pdserve.observe.liveness import ProcessWatch, how_it_ended
 from pdserve.observe.log import log_config
 from pdserve.parallel.place import CorePlace
@@ -67,10 +68,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _KILL_AFTER_S = 8.0
-_SHORT_SPIN: Final = {"GOMP_SPINCOUNT": "4000"}
-"""Torch's threads (OpenMP's) wait for their next work by spinning: here for 0.1 ms, else for 8 ms,
-during which they take the cores from the threads of our kernels. Ranks inherit it; those of Ray do
-not."""
 _LEAVE_AFTER_S = 10.0
 """Time for a killed process to end: it ends at once unless it is stuck inside the kernel."""
 
@@ -106,7 +103,7 @@ async def launch_engine(
         inherited.append(core.rendezvous.listen_fd)
     process = subprocess.Popen(  # noqa: ASYNC220 - a fork and exec, once, before serving
         [sys.executable, "-m", "pdserve.engine.process"],
-        env={**_SHORT_SPIN, **os.environ},
+        env={**SHORT_SPIN, **os.environ},
         stdin=subprocess.PIPE,
         pass_fds=inherited,
     )

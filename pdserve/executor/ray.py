@@ -28,6 +28,7 @@ from pdserve.executor.channel import WakeEvent
 from pdserve.executor.messages import WORKER, Launch
 from pdserve.executor.ranked import RankedExecutor
 from pdserve.executor.zmq_links import ZmqHub
+from pdserve.imports import SHORT_SPIN
 from pdserve.observe.liveness import NUM_LOOKS
 from pdserve.observe.log import configure_logging, log_config
 from pdserve.parallel.place import RankPlace, rank_places
@@ -66,7 +67,10 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class RankActor:
-    """One rank's process, as Ray's actor."""
+    """One rank's process, as Ray's actor. It does not inherit the engine core's environment."""
+
+    def __init__(self) -> None:
+        os.environ.update(SHORT_SPIN | os.environ)
 
     def place(self) -> bytes:
         """Return its place: an encoded `Place`."""

@@ -15,7 +15,7 @@ import ray
 from pdserve.config.schema import EngineConfig, ModelConfig, ParallelConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.base import RankDiedError
-from pdserve.executor.ray import RayExecutor
+from pdserve.executor.ray import RankActor, RayExecutor
 from pdserve.parallel.place import CorePlace
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.step import SchedulerOutput
@@ -140,6 +140,14 @@ def test_a_rank_that_dies_before_it_is_told_what_to_be_ends_the_start_with_its_s
             ranks.start()
     finally:
         ranks.close(1.0)
+
+
+def test_threads_of_torch_in_a_rank_spin_for_a_short_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    RankActor()
+    assert os.environ == {"GOMP_SPINCOUNT": "4000"}
 
 
 def test_a_connection_to_ray_that_was_there_before_stays() -> None:
