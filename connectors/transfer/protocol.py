@@ -32,10 +32,10 @@ of these two lives and no others; loads are named by D's `load_id`, which is nev
 Where a copy needs both sides, their movers agree on it in `MoverFrame`s, which either may send
 once they have met.
 
-Each request has an answer: Register by Accept or Fail, Pushed by Taken or Abort, Abort by Fail
-or by a Pushed that was under way. After `Fail`, and only then, the blocks are D's again; if P
-cannot be asked any more, once D's own agent has been destroyed, and, where P writes without it
-(on the same host, see `Processes`), once P's process has ended.
+Each request has an answer: Register by Accept or Fail, Pushed by Taken or Abort, Abort by
+Fail, before which a Pushed may come that was under way. After `Fail`, and only then, the blocks
+are D's again; if P cannot be asked any more, once D's own agent has been destroyed, and, where P
+writes without it (on the same host, see `Processes`), once P's process has ended.
 """
 
 from __future__ import annotations

@@ -201,7 +201,10 @@ class Receiving:
 
     def on_fail(self, peer: PeerId, message: Fail) -> None:
         """End a part to which P writes nothing more."""
-        part = self._find(peer, message.load_id, *EXPOSED, IncomingState.CHECKING)
+        if message.load_id not in self._open:
+            return  # it answers an abort; a `Pushed` that was under way has ended the reservation
+        is_over = IncomingState.OVER  # likewise, and another rank of P has still to answer
+        part = self._find(peer, message.load_id, *EXPOSED, IncomingState.CHECKING, is_over)
         if part is None:
             return
         part.state = IncomingState.OVER

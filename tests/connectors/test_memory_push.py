@@ -532,6 +532,24 @@ def test_a_registration_that_its_abort_overtakes_is_not_written_to(world: World)
     assert not world.registered
 
 
+def test_an_abort_that_crosses_the_end_of_a_push_is_no_fault() -> None:
+    wire = Rot()
+    world = World((make_shape(), make_shape()), OneAddress(), trouble_at_d=wire)
+    world.reserve()
+    world.compute(40)
+    world.finish()
+    wire.late = 1
+    for _ in range(POLLS_ON_THE_WIRE + 1):
+        world.p.step()
+    wire.late = 0
+    world.d.abort(world.at_d)
+    world.d.step()
+    world.poll(3)
+    assert [failed.reason for failed in world.d.failed] == [LoadFailure.ABORTED]
+    assert not world.p.faults
+    assert not world.d.faults
+
+
 def test_d_is_driven_only_for_writes_that_go_on_after_their_post() -> None:
     world = World((make_shape(), make_shape()), Exchange(is_driven=True))
     world.reserve()
