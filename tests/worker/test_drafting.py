@@ -525,14 +525,19 @@ class TestSuffix:
 
     @staticmethod
     def begin(
-        drafter: SuffixDrafter, row: int, prompt: list[int], outputs: list[int], salt: str = ""
+        drafter: SuffixDrafter,
+        row: int,
+        prompt: list[int],
+        outputs: list[int],
+        salt: str = "",
+        before: Sequence[int] = (),
     ) -> None:
         drafter.add(
             row,
             NewRequest(
                 request_id=RequestId(f"r{row}"),
                 prompt_token_ids=prompt,
-                output_token_ids=[],
+                output_token_ids=list(before),
                 sampling=GREEDY,
                 block_ids=[],
                 num_computed_tokens=0,
@@ -585,6 +590,18 @@ class TestSuffix:
             self.begin(drafter, 10 + row, [9], [row, row + 10])
             found.append(drafter.propose({10 + row: 1})[10 + row])
         assert found == [[], [21], [22]]
+
+    def test_an_answer_counts_once_however_often_its_request_is_preempted(self) -> None:
+        drafter = self.drafter(suffix_decoding_max_cached_requests=2)
+        self.begin(drafter, 0, [9], [1, 2, 3])
+        drafter.remove(0)
+        self.begin(drafter, 0, [9], [4, 5])
+        drafter.remove(0)
+        self.begin(drafter, 0, [9], [6], before=[4, 5])
+        drafter.remove(0)
+        for row, outputs in enumerate(([1, 2], [4, 5])):
+            self.begin(drafter, row, [9], outputs)
+            assert drafter.propose({row: 1})[row] == [outputs[1] + 1]
 
     def test_a_very_long_answer_is_kept_by_its_end(self) -> None:
         drafter = self.drafter()

@@ -36,8 +36,8 @@ _SHORTEST: Final = 2
 class SuffixDrafter:
     """See the module.
 
-    A former answer counts from when its request is forgotten. Ranks and stages forget requests in
-    the same steps, so they have the same ones.
+    A former answer counts from when its request is forgotten until it comes again, having been
+    preempted. Ranks and stages forget requests in the same steps, so they have the same ones.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -54,7 +54,9 @@ class SuffixDrafter:
         """See `Drafter`."""
         self._corpora[row] = Corpus(request, self._longest)
         self._salts[row] = request.cache_salt
-        self._outputs[row] = list(request.output_token_ids)
+        self._outputs[row] = outputs = list(request.output_token_ids)
+        if len(outputs) >= _SHORTEST and request.cache_salt in self._former:
+            self._former[request.cache_salt].remove(outputs)
 
     def remove(self, row: int) -> None:
         """See `Drafter`."""
@@ -131,7 +133,7 @@ class _FormerAnswers:
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Add an answer; only the end of a very long one."""
-        added = np.array([*token_ids[1 - _MAX_TOKENS :], _BETWEEN], np.int32)
+        added = _ended(token_ids)
         self._lengths.append(len(added))
         num_old = 0
         while (
@@ -140,3 +142,19 @@ class _FormerAnswers:
         ):
             num_old += self._lengths.pop(0)
         self.tokens = np.concatenate([self.tokens[num_old:], added])
+
+    def remove(self, token_ids: Sequence[int]) -> None:
+        """Remove an answer, if it is there; of several that are equal, the newest."""
+        removed, end = _ended(token_ids), len(self.tokens)
+        for index in reversed(range(len(self._lengths))):
+            start = end - self._lengths[index]
+            is_as_long = end - start == len(removed)
+            if is_as_long and np.array_equal(self.tokens[start:end], removed):
+                self.tokens = np.delete(self.tokens, slice(start, end))
+                del self._lengths[index]
+                return
+            end = start
+
+
+def _ended(token_ids: Sequence[int]) -> NDArray[np.int32]:
+    return np.array([*token_ids[1 - _MAX_TOKENS :], _BETWEEN], np.int32)
