@@ -102,6 +102,9 @@ class RequestView(Protocol):
 class ScheduledRequest(NamedTuple):
     """What a step computes for one request: the tokens `start_token` to `end_token`.
 
+    The KV of an output token is final once a token has been sampled behind it: until then a draft
+    may have made it NaN, and it is computed again.
+
     `block_ids` is its table so far, `generations` how often each block has been handed out. The
     request may be preempted or end before the step has run; once its blocks are reused, they have
     other generations.
