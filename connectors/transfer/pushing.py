@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 V = TypeVar("V")
 
 _MAX_PARKED = 4096
+MAX_PUSHED_BLOCKS = 50_000
+"""`Pushed`, which has up to 18 bytes for each of P's blocks, is one frame of at most 1 MiB."""
 _NEVER = float("inf")
 
 
@@ -346,6 +348,10 @@ def _why_not_writable(source: KVShape, hello: Hello, message: Register) -> str |
         return f"{message.num_tokens} tokens do not match {len(message.block_ids)} blocks"
     if not all(0 <= block < shape.num_blocks for block in message.block_ids):
         return f"it names blocks outside its {shape.num_blocks}"
+    if message.num_tokens > MAX_PUSHED_BLOCKS * source.block_size:
+        return (
+            f"{message.num_tokens} tokens are more than {MAX_PUSHED_BLOCKS} blocks: they are pulled"
+        )
     step = token_step(source, shape)
     if not 0 <= message.first_token <= message.num_tokens or message.first_token % step:
         return f"it starts at token {message.first_token} of {message.num_tokens}"

@@ -14,7 +14,9 @@ from pdserve.connectors.handover.instructions import Grant, Instructions, Reserv
 from pdserve.connectors.memory import MemoryConnector
 from pdserve.connectors.memory.exchange import Exchange, Spoil, Trouble
 from pdserve.connectors.memory.rank import POLLS_ON_THE_WIRE
-from pdserve.connectors.transfer.protocol import Abort
+from pdserve.connectors.side_channel.frames import MAX_PAYLOAD_BYTES
+from pdserve.connectors.transfer.protocol import Abort, Pushed, Register
+from pdserve.connectors.transfer.pushing import MAX_PUSHED_BLOCKS
 from pdserve.connectors.views import ScheduledRequest, StepView
 from pdserve.observe.clock import ManualClock
 from pdserve.wire.ids import BlockId
@@ -575,6 +577,24 @@ def test_blocks_in_a_pool_of_another_size_are_refused(world: World, change: Any)
     world.poll(2)
     (failed,) = world.d.failed
     assert f"it has {1 << 40}" in failed.detail or "of 4" in failed.detail
+
+
+def test_a_prompt_whose_push_would_fit_no_frame_is_refused(world: World) -> None:
+    world.reserve()
+    pushing = world.machine(world.p).server.pushing
+    (part,) = pushing._pushes["push"].parts.values()
+    world.compute(40)
+    word = [(1 << 32) - 1] * MAX_PUSHED_BLOCKS
+    handoff = msgspec.structs.replace(world.finish(), block_ids=word, generations=word)
+    pushed = Pushed(1, handoff, bytes(8 * MAX_PUSHED_BLOCKS), 0.0, 1, 1)
+    assert len(msgspec.msgpack.encode(pushed)) < MAX_PAYLOAD_BYTES
+
+    num_blocks = MAX_PUSHED_BLOCKS + 1
+    blocks, num_tokens = [BlockId(0)] * num_blocks, num_blocks * world.p.context.shape.block_size
+    message = Register("other", 2, world.at_d.request_id, blocks, 0, num_tokens)
+    pushing.register(part.destination, message)
+    world.poll(POLLS_ON_THE_WIRE)
+    assert world.p.faults == {"push_refused": 1}
 
 
 def test_a_d_that_came_first_but_is_not_the_one_makes_way(world: World) -> None:
