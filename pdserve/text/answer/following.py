@@ -60,6 +60,9 @@ class NewFollower(Protocol):
 class CallTelling:
     """Tracks what was reported of the calls in one text, and what remains to be reported.
 
+    A call is reported with the first of its arguments: clients take one without any for a whole
+    call with none.
+
     Args:
         is_parallel: Whether calls after the first are reported too.
 
@@ -85,11 +88,10 @@ class CallTelling:
                 case CallBegins():
                     self._begun.append((piece, []))
                 case CallArguments(text) if self._begun:
-                    self._begun[-1][1].append(text)
-                case _:
-                    continue
-            if self._is_parallel or len(self._begun) == 1:
-                kept.append(piece)
+                    begins, parts = self._begun[-1]
+                    if self._is_parallel or len(self._begun) == 1:
+                        kept += [piece] if parts else [begins, piece]
+                    parts.append(text)
         return kept
 
     def settle(self, calls: Sequence[ToolCall]) -> list[CallPiece]:
@@ -108,7 +110,7 @@ class CallTelling:
                 sent = "".join(parts)
                 if begun != begins or not call.arguments.startswith(sent):
                     raise MalformedCallError
-            else:
+            if not sent:
                 left.append(begins)
             if rest := call.arguments[len(sent) :]:
                 left.append(CallArguments(rest))
@@ -117,17 +119,18 @@ class CallTelling:
         return [*left, CallEnds()] if calls else []
 
     def drop(self) -> list[CallEnds]:
-        """Return the end of calls that were begun, if any.
+        """Return the end of calls that were reported, if any.
 
-        The last one is not a call. Those before it are, as far as their arguments, which were
-        reported, are JSON objects.
+        The last one begun is not a call. Those before it are, as far as their arguments, which
+        were reported, are JSON objects.
         """
-        num_begun = len(self._begun if self._is_parallel else self._begun[:1])
+        num_told = sum(bool(parts) for _, parts in self._begun)
+        num_told = num_told if self._is_parallel else min(num_told, 1)
         whole = takewhile(_are_object, (parts for _, parts in self._begun[:-1]))
-        num_whole = min(len(list(whole)), num_begun)
+        num_whole = min(len(list(whole)), num_told)
         self._begun = []
         self.has_calls = self.has_calls or num_whole > 0
-        return [CallEnds(num_lost=num_begun - num_whole)] if num_begun else []
+        return [CallEnds(num_lost=num_told - num_whole)] if num_told else []
 
 
 class ObjectEnd:

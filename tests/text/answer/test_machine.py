@@ -167,7 +167,7 @@ def test_a_cut_call_without_markers_that_streams_have_begun_is_not_content(parse
             "",
             "x}}]",
         ),
-        ("pythonic", "[f(x=1), f(", "", "x=]"),
+        ("pythonic", "[f(x=1), f(x=2, ", "", "s=]"),
     ],
 )
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -183,6 +183,22 @@ def test_a_later_call_of_a_list_that_is_cut_or_none_leaves_those_that_streams_ha
     assert json.loads(told[0].call.arguments) == {"x": 1}
     assert is_cut or pieces[-1] == Content(text)
     assert machine.is_over is not is_parallel
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("gemma4", "<|tool_call>call:f{"),
+        ("glm45", "<tool_call>f\n<arg_key>"),
+        ("pythonic", "[f("),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n"),
+    ],
+)
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_call_is_told_of_with_the_first_of_its_arguments(parser, text, is_cut):
+    """Without any it would look like one that needs none."""
+    machine = make_machine(parser, reasoning=None)
+    assert not told_calls(machine.push(text) + machine.finish(is_cut=is_cut))
 
 
 def test_without_parallel_calls_a_cut_in_the_third_of_a_list_leaves_the_first():
