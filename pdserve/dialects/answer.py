@@ -46,7 +46,7 @@ class AnswerPart:
         pieces: Pieces of its text; for a call, of its arguments, which are JSON.
         call_id, name: Id and function name of a call.
         logprobs: Rows of a chat completion's `logprobs.content`.
-        is_cut: Whether the answer reached its maximum length within this part.
+        is_cut: Whether the answer ended within this part. A call that was cut is none.
     """
 
     kind: PartKind
@@ -154,6 +154,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 _decode_chunk = msgspec.json.Decoder(ChatChunk).decode
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Dialect(abc.ABC):
@@ -225,7 +226,11 @@ class Dialect(abc.ABC):
             return
         if payload == _DONE:
             self._has_ended = True
-            yield from self._end_part(is_cut=self.finish_reason == "length")
+            is_cut = self.finish_reason == "length"
+            yield from self._end_part(is_cut=is_cut)
+            self.parts = [part for part in self.parts if not _is_lost(part)]
+            if is_cut and self.parts and self.parts[-1].kind is not PartKind.CALL:
+                self.parts[-1].is_cut = True
             yield from self.ended()
             return
         try:
@@ -234,6 +239,8 @@ class Dialect(abc.ABC):
             raise UpstreamError(f"an engine's answer is not a chat completion: {error}") from error
         if chunk.error is not None:
             self._has_ended = True
+            if self._is_growing:
+                self.parts[-1].is_cut = True
             yield from self.failed(chunk.error)
             return
         self.usage = chunk.usage or self.usage
@@ -302,9 +309,9 @@ class Dialect(abc.ABC):
 
     def _end_part(self, *, is_cut: bool) -> Iterator[DialectEvent]:
         if self._is_growing:
-            self._is_growing = False
-            self.parts[-1].is_cut = is_cut
-            yield from self.part_ended(self.parts[-1])
+            self._is_growing, part = False, self.parts[-1]
+            part.is_cut = is_cut if part.kind is not PartKind.CALL else not _is_object(part.text)
+            yield from self.part_ended(part)
 
     # --- what a dialect defines: events for each stage of an answer
 
@@ -337,6 +344,19 @@ class Dialect(abc.ABC):
     @abc.abstractmethod
     def answer(self) -> dict[str, Any]:
         """Return the whole answer."""
+
+
+def _is_lost(part: AnswerPart) -> bool:
+    return part.kind is PartKind.CALL and part.is_cut
+
+
+def _is_object(text: str) -> bool:
+    """Whether the arguments of a call are whole: those of one that is none never are."""
+    try:
+        _decode_object(text)
+    except UNREADABLE:
+        return False
+    return True
 
 
 def _framed(event: DialectEvent) -> bytes:

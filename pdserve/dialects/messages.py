@@ -290,12 +290,4 @@ def _block(part: AnswerPart) -> dict[str, Any]:
             return {"type": "thinking", "thinking": part.text, "signature": ""}
         case PartKind.CALL:
             call = {"type": "tool_use", "id": part.call_id, "name": part.name}
-            return {**call, "input": _arguments(part.text)}
-
-
-def _arguments(text: str) -> Any:
-    """Return a call's arguments; as text if the answer ended within them."""
-    try:
-        return msgspec.json.decode(text) if text else {}
-    except (msgspec.DecodeError, RecursionError):
-        return {"arguments": text}
+            return {**call, "input": msgspec.Raw(part.text.encode() or b"{}")}

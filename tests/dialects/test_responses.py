@@ -10,6 +10,7 @@ from tests.dialects.chats import (
     DONE,
     USAGE,
     WHOLE,
+    call,
     chunk,
     events_in,
     sse,
@@ -250,6 +251,25 @@ def test_an_answer_that_is_as_long_as_it_may_be_is_incomplete():
     assert last["response"]["output"][0]["status"] == "incomplete"
 
 
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_a_call_that_proves_to_be_none_is_incomplete_and_not_in_the_response(finish):
+    behind = [chunk({"content": "b"})] if finish == "stop" else []
+    begun = chunk(call(0, '{"x": 1', name="look", id="call_a"))
+    chunks = [chunk({"content": "a"}), begun, *behind, chunk({}, finish), DONE]
+    events = translated(translator(RESPONSES, {"input": "hi", "stream": True}), chunks)
+    done = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert [item["status"] for item in done[:2]] == ["completed", "incomplete"]
+    output = events[-1][1]["response"]["output"]
+    assert {item["type"] for item in output} == {"message"}
+    assert output[-1]["status"] == ("completed" if finish == "stop" else "incomplete")
+
+
+def test_a_whole_call_is_complete_whatever_ends_the_answer():
+    chunks = [chunk(call(0, '{"x": 1}', name="look", id="call_a")), chunk({}, "length"), DONE]
+    events = translated(translator(RESPONSES, {"input": "hi", "stream": True}), chunks)
+    assert events[-1][1]["response"]["output"][0]["status"] == "completed"
+
+
 def test_log_probabilities_come_with_the_text():
     row = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
     top = {**row, "top_logprobs": [{"token": "b", "logprob": -2.0, "bytes": [98]}]}
@@ -273,6 +293,7 @@ def test_a_stream_that_fails_ends_with_what_went_wrong_and_nothing_follows():
     assert (name, last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"] == {"code": "server_error", "message": "gone"}
     assert last["response"]["usage"] is None
+    assert last["response"]["output"][0]["status"] == "incomplete"
 
 
 @pytest.mark.parametrize("data", [b"data: {", b"data: []", b'data: {"choices": [{"delta": 3}]}'])
