@@ -181,6 +181,7 @@ class Dialect(abc.ABC):
         self.model = ""
         self.created = 0
         self._has_begun = self._has_ended = self._is_growing = False
+        self._early_rows: list[dict[str, Any]] = []
 
     def chat_body(self) -> bytes:
         """Return the body of the chat completion.
@@ -258,13 +259,17 @@ class Dialect(abc.ABC):
             calls = [(index, call) for index, (_, call) in enumerate(calls)]
         if calls and self._is_growing and self._is_of_call(calls[0][0]):
             yield from self._add_call(*calls.pop(0))  # other parts follow it
-        logprobs = (choice.logprobs and choice.logprobs.content) or []
+        rows, self._early_rows = self._early_rows, []
+        if choice.logprobs is not None and not delta.tool_calls:  # else they are the call's
+            rows += choice.logprobs.content or ()
         if reasoning := delta.reasoning or delta.reasoning_content:
             yield from self._add(PartKind.REASONING, reasoning)
         # A token within a character, or one that ends the answer, has a row but no text.
         is_text_open = self._is_growing and self.parts[-1].kind is PartKind.TEXT
-        if delta.content or (logprobs and is_text_open and not delta.tool_calls):
-            yield from self._add(PartKind.TEXT, delta.content or "", logprobs=logprobs)
+        if delta.content or (rows and is_text_open):
+            yield from self._add(PartKind.TEXT, delta.content or "", logprobs=rows)
+        elif not (self.parts or calls):
+            self._early_rows = rows
         for index, call in calls:
             yield from self._add_call(index, call)
         self.finish_reason = choice.finish_reason or self.finish_reason

@@ -300,11 +300,16 @@ class _Form(AnswerForm):
         return answer | self._of_prompt()
 
     def parts(self, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
-        """Return the choices of a stream with these deltas, without calls that are none."""
+        """Return the choices of a stream with these deltas, without calls that are none.
+
+        Only those of text have log-probabilities: who reads them asks for no others.
+        """
         whole = {call.index for delta in deltas for call in delta.calls if call.is_whole}
         kept = [
             msgspec.structs.replace(
-                delta, calls=[call for call in delta.calls if call.index in whole]
+                delta,
+                calls=[call for call in delta.calls if call.index in whole],
+                logprobs=delta.logprobs if delta.text else None,
             )
             for delta in deltas
         ]

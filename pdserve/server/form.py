@@ -124,7 +124,7 @@ async def spaced(deltas: AsyncIterator[Delta], num_tokens: int) -> AsyncGenerato
             yield delta
             continue
         first = held.pop(index, None)
-        if first is not None and _is_turned_round(first, delta):
+        if first is not None and _is_before(delta, first):
             yield first
         elif first is not None:
             delta = as_one([first, delta])
@@ -135,16 +135,21 @@ async def spaced(deltas: AsyncIterator[Delta], num_tokens: int) -> AsyncGenerato
         yield delta
 
 
-def _is_turned_round(first: Delta, second: Delta) -> bool:
-    """Whether joining both would change the order of reasoning, text and calls."""
-    is_after = bool(second.reasoning) and bool(first.text or first.calls)
-    return is_after or (bool(second.text) and bool(first.calls))
+def _is_before(delta: Delta, other: Delta) -> bool:
+    """Whether a choice has a delta's reasoning, text or calls before another's, once joined."""
+    return 0 < _place(delta) < _place(other)
+
+
+def _place(delta: Delta) -> int:
+    """Return the place of a delta's last part in a choice; 0 if it has none."""
+    return 3 if delta.calls else 2 if delta.text else 1 if delta.reasoning else 0
 
 
 async def whole_choices(job: TextRequest) -> list[list[Delta]]:
     """Run the job to its end; return all that each choice has, in the order of their indexes.
 
-    It is one delta, or more where one would change the order of reasoning, text and calls.
+    It is one delta, or more where one would change the order of reasoning, text and calls, or would
+    no longer say whose log-probabilities it has.
     """
     deltas: dict[int, list[Delta]] = {}
     async for delta in job.deltas():
@@ -153,15 +158,15 @@ async def whole_choices(job: TextRequest) -> list[list[Delta]]:
 
 
 def _joined(deltas: Sequence[Delta]) -> list[Delta]:
-    """Return consecutive deltas of a choice as few as keep their order."""
+    """Return consecutive deltas of a choice; see `whole_choices`."""
     parts: list[list[Delta]] = [[]]
-    has_text = has_calls = False
+    last = 0
     for delta in deltas:
-        if (delta.reasoning and (has_text or has_calls)) or (delta.text and has_calls):
+        place = _place(delta) or last
+        if last and (place < last or (place > last and delta.logprobs is not None)):
             parts.append([])
-            has_text = has_calls = False
         parts[-1].append(delta)
-        has_text, has_calls = has_text or bool(delta.text), has_calls or bool(delta.calls)
+        last = place
     return [as_one(part) for part in parts]
 
 

@@ -254,26 +254,32 @@ class TextRequest:
         if output.prompt_logprobs is not None:
             choice.prompt_logprobs = output.prompt_logprobs
         self._count_parsed(choice, text)
-        num_tokens = len(text.offsets)
+        parts = [text, *text.rest]
         stop_reason: str | int | None = text.stop_reason
-        if stop_reason is None and num_tokens == len(token_ids):  # else it ended before
-            stop_reason = output.stop_reason
+        if stop_reason is None and sum(len(part.offsets) for part in parts) == len(token_ids):
+            stop_reason = output.stop_reason  # else it ended before
         if choice.finish_reason is not None:
             self._count(choice)
-        delta = Delta(
-            index=choice.index,
-            text=text.text,
-            token_ids=token_ids[:num_tokens],
-            offsets=text.offsets,
-            logprobs=logprobs[:num_tokens] if logprobs is not None else None,
-            finish_reason=text.finish_reason,
-            stop_reason=stop_reason,
-            prompt_logprobs=choice.prompt_logprobs if first and not swallowed else None,
-            reasoning=text.reasoning,
-            calls=text.calls,
-            num_calls=choice.processor.num_calls,
-        )
-        return _in_order(delta, text.rest) if text.rest else [delta]
+        deltas, end = [], 0
+        for part in parts:
+            start, end, is_last = end, end + len(part.offsets), part is parts[-1]
+            deltas.append(
+                Delta(
+                    index=choice.index,
+                    text=part.text,
+                    token_ids=token_ids[start:end],
+                    offsets=part.offsets,
+                    logprobs=logprobs[start:end] if logprobs is not None else None,
+                    finish_reason=text.finish_reason if is_last else None,
+                    stop_reason=stop_reason if is_last else None,
+                    prompt_logprobs=choice.prompt_logprobs if first and not swallowed else None,
+                    reasoning=part.reasoning,
+                    calls=part.calls,
+                    num_calls=choice.processor.num_calls,
+                )
+            )
+            first = False
+        return deltas
 
     def _count_parsed(self, choice: Choice, text: TextDelta) -> None:
         """Count, as vLLM does, the output parsed for tool calls."""
@@ -427,23 +433,3 @@ class TextRequest:
         if choice.kv_mode or choice.first_token_s is None:
             return 0
         return len(self.prompts[choice.prompt_index]) - (choice.num_cached_tokens or 0)
-
-
-def _in_order(delta: Delta, rest: Sequence[TextDelta]) -> list[Delta]:
-    """Return a delta and the rest of its text, the last of which has the tokens."""
-    first = msgspec.structs.replace(
-        delta, token_ids=[], offsets=[], logprobs=None, finish_reason=None, stop_reason=None
-    )
-    return [
-        first,
-        *(
-            msgspec.structs.replace(
-                delta if part is rest[-1] else first,
-                text=part.text,
-                reasoning=part.reasoning,
-                calls=part.calls,
-                prompt_logprobs=None,
-            )
-            for part in rest
-        ),
-    ]

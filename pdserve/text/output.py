@@ -46,17 +46,18 @@ class CallDelta(msgspec.Struct):
 
 
 class TextDelta(msgspec.Struct):
-    """What some tokens added to the answer.
+    """What some tokens added to the answer: text, reasoning or calls, and the rest behind it.
 
     Attributes:
         text: Content that can be shown now; later tokens cannot change it.
-        offsets: For each token that counts (those after a stop string do not), the number of
-            characters decoded before it.
+        offsets: For each token that ends in this part and counts (those after a stop string do
+            not), the number of characters decoded before it.
         finish_reason: STOP when a stop string ended the text; else the engine's own.
         stop_reason: The stop string that ended it, if one did.
         reasoning: The same as `text`, for the reasoning.
         calls: What was added to tool calls, in order.
-        rest: What the same tokens added behind all that: text behind calls, reasoning behind text.
+        rest: What the same tokens added behind all that, of another kind each.
+        kind: The piece of which kind this is or, if empty, what is before; None if nothing is.
     """
 
     text: str = ""
@@ -66,31 +67,40 @@ class TextDelta(msgspec.Struct):
     reasoning: str = ""
     calls: list[CallDelta] = []
     rest: list[TextDelta] = []
+    kind: type[Piece] | None = None
 
     @property
     def last(self) -> TextDelta:
-        """What the next call is added to."""
+        """The last part."""
         return self.rest[-1] if self.rest else self
 
     def add_reasoning(self, text: str) -> None:
         """Add reasoning behind everything else."""
-        if self.last.text or self.last.calls:
-            self.rest.append(TextDelta())
-        self.last.reasoning += text
+        self._part(Reasoning).reasoning += text
 
     def add_text(self, text: str) -> None:
         """Add text behind everything else."""
-        if text and self.last.calls:
-            self.rest.append(TextDelta())
-        self.last.text += text
+        if text:
+            self._part(Content).text += text
 
     def call(self, index: int) -> CallDelta:
-        """Return what was added to a call, which the caller may extend."""
-        found = next((call for call in self.calls if call.index == index), None)
+        """Return what is added to a call behind everything else, which the caller may extend."""
+        calls = self._part(CallBegins).calls
+        found = next((call for call in calls if call.index == index), None)
         if found is None:
             found = CallDelta(index)
-            self.calls.append(found)
+            calls.append(found)
         return found
+
+    def _part(self, kind: type[Piece]) -> TextDelta:
+        """Return the part that more of a kind is added to."""
+        last = self.last
+        is_empty = not (last.text or last.offsets or last.reasoning or last.calls)
+        if last.kind not in (kind, None) and not is_empty:
+            last = TextDelta()
+            self.rest.append(last)
+        last.kind = kind
+        return last
 
 
 class OutputProcessor:
@@ -139,6 +149,7 @@ class OutputProcessor:
         self.reads_calls = machine is not None and machine.reads_calls
         self.num_calls = 0
         self._num_begun = self._num_ended = 0
+        self._kind: type[Piece] | None = None
 
     def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> TextDelta:
         """Add tokens, the last ones if `finish_reason` says so.
@@ -146,14 +157,17 @@ class OutputProcessor:
         A token at which the engine stopped (EOS, a stop id) has no text unless stops are
         included. A handoff ends the tokens here but not the text.
         """
-        delta = TextDelta(finish_reason=finish_reason)
+        delta = TextDelta(finish_reason=finish_reason, kind=self._kind)
         num_shown = len(token_ids)
         if finish_reason is FinishReason.STOP and not self._include_stop:
             num_shown -= 1
         for position, token_id in enumerate(token_ids):
-            delta.offsets.append(self._num_chars)
+            offset = self._num_chars
             self.num_tokens += 1
-            if position < num_shown and self._read(token_id, delta):
+            is_over = position < num_shown and self._read(token_id, delta)
+            delta.last.offsets.append(offset)
+            self._kind = delta.last.kind
+            if is_over:
                 return delta
         if finish_reason in (None, FinishReason.HANDOFF):
             return delta
@@ -194,14 +208,14 @@ class OutputProcessor:
                     delta.add_reasoning(text)
                 case CallBegins():
                     delta.add_text(self._stops.flush())  # no stop string reaches into a call
-                    delta.last.call(self._num_begun).begins = piece
+                    delta.call(self._num_begun).begins = piece
                     self._num_begun += 1
                 case CallArguments(text):
-                    delta.last.call(self._num_begun - 1).arguments += text
+                    delta.call(self._num_begun - 1).arguments += text
                 case CallEnds(num_lost):
                     for index in range(self._num_ended, self._num_begun):
                         is_whole = index < self._num_begun - num_lost
-                        delta.last.call(index).is_whole = is_whole
+                        delta.call(index).is_whole = is_whole
                         self.num_calls += is_whole
                     self._num_ended = self._num_begun
                     if not num_lost and self._machine is not None and self._machine.is_over:

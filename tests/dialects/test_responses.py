@@ -285,6 +285,26 @@ def test_log_probabilities_come_with_the_text():
     assert item["content"][0]["logprobs"] == [top, row]
 
 
+def test_log_probabilities_are_those_of_the_text():
+    rows = [{"token": token, "logprob": -1.0, "top_logprobs": []} for token in "abcde"]
+    begun = call(0, '{"x": 1}', name="look", id="call_a")
+    chunks = [
+        chunk({"reasoning": "a"}, logprobs={"content": rows[:1]}),
+        chunk({"content": "b"}, logprobs={"content": rows[1:2]}),
+        chunk(begun, "tool_calls", logprobs={"content": rows[2:]}),
+        DONE,
+    ]
+    events = translated(translator(RESPONSES, {"input": "hi", "stream": True}), chunks)
+    assert events[-1][1]["response"]["output"][1]["content"][0]["logprobs"] == rows[1:2]
+    early = [
+        chunk({"content": ""}, logprobs={"content": rows[:1]}),
+        chunk({"content": "ab"}, "stop", logprobs={"content": rows[1:2]}),
+        DONE,
+    ]
+    events = translated(translator(RESPONSES, {"input": "hi", "stream": True}), early)
+    assert events[-1][1]["response"]["output"][0]["content"][0]["logprobs"] == rows[:2]
+
+
 def test_a_stream_that_fails_ends_with_what_went_wrong_and_nothing_follows():
     error = {"message": "gone", "type": "server_error", "param": None, "code": "engine_lost"}
     chunks = [chunk({"content": "a"}), sse({"error": error}), DONE, chunk({"content": "b"})]

@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.config.schema import ModelConfig
 from pdserve.http.ignored import IGNORED_HEADER
-from pdserve.text.answer.parsers import TOOL_PARSERS
+from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
 from pdserve.text.answer.style import AnswerStyle
 from pdserve.text.load import load_text
 from tests.dialects.chats import events_in
@@ -187,6 +187,33 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_of_its_dialect(text
     async with serving(text, make_engine(text, die_after=4)) as server:
         _, data, _ = await post(f"{server.url}/v1/responses", {"input": "hi", "stream": True})
     assert events_in(data)[-1][0] == "response.failed"
+
+
+@pytest.mark.parametrize("deployment", [engine, pair])
+async def test_log_probabilities_of_a_response_are_its_texts_whole_and_streamed(text, deployment):
+    style = AnswerStyle(
+        calls=TOOL_PARSERS["hermes"],
+        reasoning=REASONING_PARSERS["qwen3"],
+        vocabulary={text.tokenizer.encode("<think>", add_special_tokens=False)[-1]: "<think>"},
+    )
+    body = {
+        "input": "hi",
+        "tools": [{"type": "function", "name": "see", "parameters": {"type": "object"}}],
+        "include": ["message.output_text.logprobs"],
+    }
+    said = f"<think>a fox</think>the dog{CALLED} jumps"
+    async with deployment(replace(text, answers=style), said) as url:
+        whole = (await answer(f"{url}/v1/responses", body))["output"]
+        _, stream, _ = await post(f"{url}/v1/responses", body | {"stream": True})
+    streamed = events_in(stream)[-1][1]["response"]["output"]
+    rows = [
+        [item["content"][0]["logprobs"] for item in items if item["type"] == "message"]
+        for items in (whole, streamed)
+    ]
+    assert rows[0] == rows[1]
+    texts = ["".join(row["token"] for row in each) for each in rows[0]]
+    assert texts[0].startswith("the dog")
+    assert texts[1] == " jumps</s>"
 
 
 CALLED = '<tool_call>\n{"name": "see", "arguments": {}}\n</tool_call>'

@@ -10,6 +10,7 @@ from pdserve.text.answer.parsers import REASONING_PARSERS, TOOL_PARSERS
 from pdserve.text.answer.pieces import CallBegins, ToolUse
 from pdserve.text.output import CallDelta, OutputProcessor
 from pdserve.wire.request import FinishReason
+from tests.text.answer.told import in_one
 from tests.text.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -123,8 +124,8 @@ ANSWER = [
 @given(cut=st.integers(0, len(ANSWER)))
 def test_calls_and_reasoning_do_not_depend_on_which_engine_sent_the_first_tokens(cut):
     processor = processor_with("hermes")
-    first = processor.push(ANSWER[:cut], FinishReason.HANDOFF)
-    second = processor.push(ANSWER[cut:], FinishReason.LENGTH)
+    first = in_one(processor.push(ANSWER[:cut], FinishReason.HANDOFF))
+    second = in_one(processor.push(ANSWER[cut:], FinishReason.LENGTH))
     assert first.reasoning + second.reasoning == "a quick dog"
     assert first.text + second.text == "the fox"
     parts = first.calls + second.calls
@@ -137,7 +138,8 @@ def test_calls_and_reasoning_do_not_depend_on_which_engine_sent_the_first_tokens
 
 
 def test_stop_strings_do_not_look_into_reasoning_and_calls():
-    delta = processor_with("hermes", stop=("quick", '"f"', "x")).push(ANSWER, FinishReason.LENGTH)
+    processor = processor_with("hermes", stop=("quick", '"f"', "x"))
+    delta = in_one(processor.push(ANSWER, FinishReason.LENGTH))
     assert (delta.text, delta.reasoning) == ("the fo", "a quick dog")
     assert (delta.stop_reason, delta.finish_reason) == ("x", FinishReason.STOP)
 

@@ -23,6 +23,7 @@ from pdserve.text.answer.xtml import XtmlMachine
 from pdserve.text.output import OutputProcessor, TextDelta
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.wire.request import FinishReason
+from tests.text.answer.told import in_one
 from tests.text.tiny import byte_level_json
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def answers(
         if output:
             processor = OutputProcessor(tokenizer, machine=style.machine(prompt, use))
             ended = output if output[-1] == tokenizer.eos_token_id else [*output, 1]
-            found.append(processor.push(ended, FinishReason.STOP))
+            found.append(in_one(processor.push(ended, FinishReason.STOP)))
     assert found
     for delta in found:
         for call in delta.calls:

@@ -1,4 +1,4 @@
-"""Tool calls as clients put them together from what they are told of an answer."""
+"""Answers as clients put them together from what they are told of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.text.answer.pieces import CallArguments, CallBegins, CallEnds, ToolCall
+from pdserve.text.output import TextDelta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +61,19 @@ def told_calls(pieces: Sequence[Piece]) -> list[ToldCall]:
 def whole_calls(pieces: Sequence[Piece]) -> list[ToolCall]:
     """Return the calls of a whole answer."""
     return [told.call for told in told_calls(pieces) if told.is_whole]
+
+
+def in_one(delta: TextDelta) -> TextDelta:
+    """Return what some tokens added, without the order of its parts."""
+    parts = [delta, *delta.rest]
+    return TextDelta(
+        text="".join(part.text for part in parts),
+        offsets=[offset for part in parts for offset in part.offsets],
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
+        reasoning="".join(part.reasoning for part in parts),
+        calls=[call for part in parts for call in part.calls],
+    )
 
 
 def is_json(text: str) -> bool:
