@@ -6,19 +6,16 @@ Asks all proxies in front of them at the same time; the proxies do the work.
 from __future__ import annotations
 
 import itertools
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.commands.asking import error_message
+from pdserve.commands.asking import asked
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
 from pdserve.config.drain import DrainConfig
 from pdserve.config.load import build
 from pdserve.errors import ConfigError, PeerError
-from pdserve.http.plain_client import fetched, reason_and_remedy
 from pdserve.wire.drain import PATH, DrainReport, DrainRequest
 from pdserve.wire.seal import UNREADABLE
 
@@ -45,8 +42,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         )
     pairs = list(itertools.product(config.proxies, config.engines))
     with ThreadPoolExecutor(len(pairs)) as pool:
-        asked = [pool.submit(ask, config, proxy, engine) for proxy, engine in pairs]
-    answers = [each.result() for each in asked]
+        answers = list(pool.map(lambda pair: ask(config, *pair), pairs))
     if config.is_resumed:
         print("\n".join(f"{url} receives requests again" for url in config.engines))
         return EXIT_DONE
@@ -62,27 +58,15 @@ def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
     Raises:
         ConfigError, PeerError: As in `run`.
     """
-    url = proxy.rstrip("/") + PATH
-    body = msgspec.json.encode(DrainRequest(engine, config.deadline_s))
-    method = "DELETE" if config.is_resumed else "POST"
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method=method)
-    if config.api_keys:
-        request.add_header("Authorization", f"Bearer {config.api_keys[0]}")
-    try:
-        return fetched(request, config.deadline_s + _SLACK_S)
-    except urllib.error.HTTPError as error:
-        message = error_message(error.read()) or f"status {error.code}"
-        if error.code in {401, 403}:
-            raise ConfigError(
-                f"{proxy} needs a key ({message}): give it with --api-key, or set PDSERVE_API_KEY",
-                param="api-key",
-            ) from error
-        if error.code == 404:
-            raise ConfigError(f"{proxy}: {message}", param="engines") from error
-        raise PeerError(f"{url}: {message}") from error
-    except OSError as error:
-        reason, remedy = reason_and_remedy(error, "give the proxy's base URL with --proxy")
-        raise PeerError(f"{proxy} cannot be reached ({reason}): {remedy}") from error
+    return asked(
+        proxy,
+        PATH,
+        config.api_keys,
+        body=msgspec.json.encode(DrainRequest(engine, config.deadline_s)),
+        method="DELETE" if config.is_resumed else "POST",
+        timeout_s=config.deadline_s + _SLACK_S,
+        remedy="give the proxy's base URL with --proxy",
+    )
 
 
 def described(report: DrainReport, proxy: str) -> str:
