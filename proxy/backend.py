@@ -44,13 +44,16 @@ class Breaker:
 
     After that one request may try, and another when that one has ended or has been silent for
     `timeout_s`. A success closes the breaker unless it is older than the last failure.
+
+    Attributes:
+        num_failures: Failures in a row.
     """
 
     def __init__(self, clock: Clock, threshold: int, timeout_s: float) -> None:
         self._clock = clock
         self._threshold = threshold
         self._timeout_s = timeout_s
-        self._failures = 0
+        self.num_failures = 0
         self._opened_s: float | None = None
         self._failed_s = float("-inf")
         self._trial_s: float | None = None
@@ -95,13 +98,13 @@ class Breaker:
     def succeed(self, at_s: float = float("inf")) -> None:
         """Note a success at `at_s` (monotonic seconds), or just now."""
         if at_s >= self._failed_s:
-            self._failures, self._opened_s, self._trial_s = 0, None, None
+            self.num_failures, self._opened_s, self._trial_s = 0, None, None
 
     def fail(self) -> None:
         """Note that a request failed and the engine is to blame."""
-        self._failures += 1
+        self.num_failures += 1
         self._failed_s = self._clock.monotonic_s()
-        if self._failures >= self._threshold:
+        if self.num_failures >= self._threshold:
             self._opened_s = self._failed_s
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Breaker, BreakerState
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_Pair: TypeAlias = "tuple[str, str, KVMode]"
+"""URLs of a prefill and a decode engine, and who moves the KV."""
+
 
 class Breakers:
     """All breakers of one proxy; starts and ends the attempts of all requests."""
@@ -40,7 +43,8 @@ class Breakers:
         self._config = config
         self._clock = clock
         self._metrics = metrics
-        self._pairs: dict[tuple[str, str, KVMode], Breaker] = {}
+        self._pairs: dict[_Pair, Breaker] = {}
+        self._failing: set[_Pair] = set()
 
     def for_engine(self) -> Breaker:
         """Return a new breaker for an engine, without failures."""
@@ -61,19 +65,24 @@ class Breakers:
         breaker = self._pairs.get((prefill.url, decode.url, mode))
         return breaker is None or breaker.allows
 
-    def pairs(self) -> list[tuple[str, str, KVMode, BreakerState]]:
-        """Return the breakers of pairs that have been used: (prefill, decode, mode, state)."""
-        return [(*pair, breaker.state) for pair, breaker in self._pairs.items()]
+    def open_pairs(self) -> list[tuple[str, str, KVMode, BreakerState]]:
+        """Return the breakers of pairs that are not closed: (prefill, decode, mode, state).
+
+        It looks only at pairs that have failed, since hundreds of engines are many pairs.
+        """
+        found: list[tuple[str, str, KVMode, BreakerState]] = []
+        for pair in list(self._failing):
+            breaker = self._pairs.get(pair)
+            if breaker is None or not breaker.num_failures:
+                self._failing.discard(pair)
+            elif breaker.state is not BreakerState.CLOSED:
+                found.append((*pair, breaker.state))
+        return found
 
     @property
     def num_open_pairs(self) -> int:
         """Number of pairs with a breaker that is not closed."""
-        is_open = {
-            (prefill, decode)
-            for prefill, decode, _, state in self.pairs()
-            if state is not BreakerState.CLOSED
-        }
-        return len(is_open)
+        return len({(prefill, decode) for prefill, decode, _, _ in self.open_pairs()})
 
     def _of_pair(self, prefill: Backend, decode: Backend, mode: KVMode) -> Breaker:
         """Return the breaker of a pair; a temporary one if an engine is gone."""
@@ -127,7 +136,9 @@ class Breakers:
     ) -> Iterator[TransferAttempt]:
         """Let KV go from one engine to another while the block runs."""
         breaker = self._of_pair(prefill, decode, mode)
-        attempt = TransferAttempt(breaker, self._metrics, prefill, decode, mode, story)
+        attempt = TransferAttempt(
+            breaker, self._failing, self._metrics, prefill, decode, mode, story
+        )
         try:
             yield attempt
         finally:
@@ -144,6 +155,7 @@ class TransferAttempt:
     def __init__(
         self,
         breaker: Breaker,
+        failing: set[_Pair],
         metrics: Metrics,
         prefill: Backend,
         decode: Backend,
@@ -151,6 +163,7 @@ class TransferAttempt:
         story: Story,
     ) -> None:
         self._breaker = breaker
+        self._failing = failing
         self._trial_s = breaker.begin()
         self._is_lost = False
         self._metrics = metrics
@@ -193,6 +206,7 @@ class TransferAttempt:
             return
         self._is_lost = True
         self._breaker.fail()
+        self._failing.add((self._prefill_url, self._decode_url, self.mode))
         self._metrics.kv_load_failures.inc(len(reasons))
         log_event(
             log,

@@ -130,7 +130,7 @@ class EngineShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EdgeShown(msgspec.Struct, frozen=True, kw_only=True):
-    """The breaker of a pair of engines."""
+    """A breaker of a pair of engines that is not closed."""
 
     prefill: str
     decode: str
@@ -280,7 +280,7 @@ class Dashboard:
             engines=[self._engine(backend, now_s) for backend in self._backends],
             edges=[
                 EdgeShown(prefill=prefill, decode=decode, mode=mode.value, state=state.value)
-                for prefill, decode, mode, state in self._breakers.pairs()
+                for prefill, decode, mode, state in self._breakers.open_pairs()
             ],
             routes=_routes(self._pairing, self._prefixes, self._backends),
             slowest=self._recent.slowest(NUM_SLOWEST, since_s=now_s - SLOWEST_SINCE_S),

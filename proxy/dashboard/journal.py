@@ -86,7 +86,7 @@ class Sight:
 
     Attributes:
         engines: Engines by URL.
-        pairs: Breaker states by (prefill URL, decode URL, mode).
+        pairs: States of breakers that are not closed, by (prefill URL, decode URL, mode).
         rungs: Number of requests so far that took a rung, by (rung, reason).
         outcomes: Number of requests so far, by outcome.
     """
@@ -135,9 +135,10 @@ def changes(before: Sight, now: Sight) -> Iterator[tuple[str, str]]:
     for url, engine in before.engines.items():
         if url not in now.engines:
             yield BAD, f"{engine_name(engine.role, url)} is gone: it left, or its lease ran out"
-    for pair, state in now.pairs.items():
-        if state != before.pairs.get(pair, "closed"):
-            prefill, decode, mode = pair
+    for pair in {**before.pairs, **now.pairs}:
+        state, (prefill, decode, mode) = now.pairs.get(pair, "closed"), pair
+        is_there = prefill in now.engines and decode in now.engines
+        if is_there and state != before.pairs.get(pair, "closed"):
             where = f"{mode} from {_bare(prefill)} to {_bare(decode)}"
             yield _BREAKER_TONES[state], f"{where}: breaker {spoken(state)}"
     for key, number in now.rungs.items():

@@ -78,7 +78,7 @@ class Lookout:
             engines={backend.url: _sight_of(backend) for backend in self._services.backends},
             pairs={
                 (prefill, decode, mode.value): state.value
-                for prefill, decode, mode, state in self._services.breakers.pairs()
+                for prefill, decode, mode, state in self._services.breakers.open_pairs()
             },
             rungs={
                 (rung, reason): number

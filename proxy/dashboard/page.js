@@ -447,7 +447,7 @@ function drawEngine(url, data, at, now, gone) {
   else if (data.failure && data.health === "ready") pill(made.pills[0], "slow to answer", "warn");
   else pill(made.pills[0], data.health.replace("_", " "), { ready: "good", not_ready: "warn" }[data.health] ?? "");
   pill(made.pills[1], data.breaker === "closed" ? "" : `breaker ${data.breaker.replace("_", " ")}`, data.breaker === "open" ? "bad" : "warn");
-  const bad = now.edges.filter((edge) => edge.state !== "closed" && (edge.prefill === url || edge.decode === url));
+  const bad = now.edges.filter((edge) => edge.prefill === url || edge.decode === url);
   pill(made.pills[2], bad.map((edge) => `${edge.mode} ${edge.prefill === url ? "to" : "from"} ${where(edge.prefill === url ? edge.decode : edge.prefill)} ${edge.state.replace("_", " ")}`).join(", "), "warn");
   const seen = data.age_s === null ? "its figures were never read" : `figures are ${(data.age_s + (gone ? now.at_s - ghosts.get(url).at_s : 0)).toFixed(0)} s old`;
   say(made.why, gone ? `It left, or its lease ran out; ${seen}.` : dead ? `${whyDead(data).replace(/^n/, "N")}; ${seen}.` : data.failure ? `${data.failure}; ${seen}.` : data.health !== "ready" ? data.reason : "");

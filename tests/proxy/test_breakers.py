@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.config.http import KVTransfer
 from pdserve.observe.clock import ManualClock
-from pdserve.proxy.backend import Breaker
+from pdserve.proxy.backend import Breaker, BreakerState
 from pdserve.wire.hop import KV_MODE_HEADER, LOAD_FAILURES_HEADER
 from pdserve.wire.transfer import KVMode
 from tests.proxy.conftest import Stack, until
@@ -143,6 +143,19 @@ async def test_a_pair_is_tried_for_as_long_as_kv_goes_over_it_and_not_for_a_whol
     decode.gate.set()
     await stream
     assert breakers.num_open_pairs == 0
+
+
+async def test_pairs_that_never_failed_are_not_looked_at(make_stack, engines):
+    _, decode = engines
+    stack = await stack_of(make_stack, engines, cb_timeout_s=0.2)
+    breakers, pair = stack.proxy.breakers, (*(e.url for e in engines), KVMode.PULL)
+    await stack.stream()
+    assert breakers.open_pairs() == []
+    await opened(stack, decode)
+    assert breakers.open_pairs() == [(*pair, BreakerState.OPEN)]
+    await until(lambda: breakers.open_pairs() == [(*pair, BreakerState.HALF_OPEN)])
+    await stack.stream()
+    assert breakers.open_pairs() == []
 
 
 async def test_kv_that_came_late_is_held_against_the_pair_once_and_at_once(make_stack, engines):

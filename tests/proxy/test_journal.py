@@ -32,7 +32,7 @@ WELL = Sight(
         P: EngineSight("prefill", "ready", incarnation="a"),
         D: EngineSight("decode", "ready", incarnation="b", stats=stats()),
     },
-    pairs={(P, D, "push"): "closed"},
+    pairs={(P, D, "pull"): "open"},
     rungs={("other_decode", "dropped"): 2},
     outcomes={"ok": 10, "error": 1, "shed": 0},
 )
@@ -73,9 +73,10 @@ def with_engine(url: str, **changed: object) -> Sight:
             [("warn", "leases that nobody read in time at decode engine d:2: 3")],
         ),
         (
-            replace(WELL, pairs={(P, D, "push"): "half_open"}),
+            replace(WELL, pairs={**WELL.pairs, (P, D, "push"): "half_open"}),
             [("warn", "push from p:1 to d:2: breaker half open")],
         ),
+        (replace(WELL, pairs={}), [("good", "pull from p:1 to d:2: breaker closed")]),
         (
             replace(WELL, rungs={("other_decode", "dropped"): 5, ("shed", "budget"): 1}),
             [
