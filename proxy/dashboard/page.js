@@ -15,6 +15,8 @@ const STAGES = [
   ["local", "One engine", "violet", "does everything"],
 ];
 
+const BASE = new URL(".", location).href.slice(0, -1); // with the prefix of a reverse proxy
+
 const $ = (id) => document.getElementById(id);
 const el = (tag, cls = "", text = "") => {
   const made = document.createElement(tag);
@@ -69,8 +71,9 @@ const grown = (now, then, name, want) => {
   return value >= before ? value - before : value;
 };
 // Shows a sum of series and says which it is, for tests and for people who look closer.
-function figure(node, of, name, want, text, value) {
+function figure(node, of, name, want, text, value, isAll = true) {
   say(node, text(value));
+  if (!isAll) { delete node.dataset.metric; node.title = ""; return; } // of the last minute
   node.dataset.of = of;
   node.dataset.metric = name + (Object.keys(want).length ? `{${Object.entries(want).map(([k, v]) => `${k}="${v}"`).join(",")}}` : "");
   node.dataset.value = String(value);
@@ -155,7 +158,6 @@ function drawBanner({ banner }) {
 }
 function drawEvents(now) {
   const list = $("events"), newest = Number(list.firstElementChild?.dataset.seq ?? 0);
-  if (newest > (now.events[0]?.seq ?? 0)) list.replaceChildren();
   for (const event of now.events.filter(({ seq }) => seq > newest).reverse()) {
     const item = el("li", event.tone);
     item.dataset.seq = event.seq;
@@ -237,8 +239,7 @@ function drawFlow(now, then) {
   }
   const way = (id, name, want) => {
     const value = grown(now.proxy, then, name, want);
-    const node = $(`way-${id}`).children[1];
-    if (then) { say(node, short(value)); delete node.dataset.metric; } else figure(node, "proxy", name, want, short, value);
+    figure($(`way-${id}`).children[1], "proxy", name, want, short, value, !then);
     return value;
   };
   way("push", "pdserve_kv_mode_total", { mode: "push" });
@@ -281,7 +282,7 @@ function drawStore(now, then) {
   say($("store-rate").children[1], spent ? `${bytes(value("pdserve_kv_tier_loaded_bytes_total") / spent).join(" ")}/s` : "–");
   for (const [id, , name, text, warns] of STORE) {
     const node = $(`store-${id}`), isNow = id === "up", amount = isNow ? enginesTotal(name) : value(name);
-    if (first && !isNow) { say(node.children[1], text(amount)); delete node.children[1].dataset.metric; } else figure(node.children[1], "engines", name, {}, text, amount);
+    figure(node.children[1], "engines", name, {}, text, amount, !first || isNow);
     node.classList.toggle("warn", warns ? amount > 0 : isNow && !amount);
   }
 }
@@ -448,7 +449,7 @@ function drawEngine(url, data, at, now, gone) {
   else pill(made.pills[0], data.health.replace("_", " "), { ready: "good", not_ready: "warn" }[data.health] ?? "");
   pill(made.pills[1], data.breaker === "closed" ? "" : `breaker ${data.breaker.replace("_", " ")}`, data.breaker === "open" ? "bad" : "warn");
   const bad = now.edges.filter((edge) => edge.prefill === url || edge.decode === url);
-  pill(made.pills[2], bad.map((edge) => `${edge.mode} ${edge.prefill === url ? "to" : "from"} ${where(edge.prefill === url ? edge.decode : edge.prefill)} ${edge.state.replace("_", " ")}`).join(", "), "warn");
+  pill(made.pills[2], bad.length > 2 ? `breakers of ${bad.length} pairs` : bad.map((edge) => `${edge.mode} ${edge.prefill === url ? "to" : "from"} ${where(edge.prefill === url ? edge.decode : edge.prefill)} ${edge.state.replace("_", " ")}`).join(", "), "warn");
   const seen = data.age_s === null ? "its figures were never read" : `figures are ${(data.age_s + (gone ? now.at_s - ghosts.get(url).at_s : 0)).toFixed(0)} s old`;
   say(made.why, gone ? `It left, or its lease ran out; ${seen}.` : dead ? `${whyDead(data).replace(/^n/, "N")}; ${seen}.` : data.failure ? `${data.failure}; ${seen}.` : data.health !== "ready" ? data.reason : "");
   made.why.hidden = !made.why.textContent;
@@ -526,9 +527,8 @@ function drawPools(now) {
 function drawHistogram(kind, name, now, then) {
   const found = histogram(now.proxy, then, name), count = found.cumulative.at(-1) ?? 0;
   const chart = $(`${kind}-chart`), quantiles = $(`${kind}-quantiles`);
-  const node = $(`${kind}-count`);
-  if (then) { say(node, `${short(count)} in ${Math.round(now.at_s - moments[0].at_s)} s`); delete node.dataset.metric; }
-  else figure(node, "proxy", `${name}_count`, {}, (v) => `${short(v)} since start`, total(now.proxy, `${name}_count`));
+  const span = then ? `in ${Math.round(now.at_s - moments[0].at_s)} s` : "since start";
+  figure($(`${kind}-count`), "proxy", `${name}_count`, {}, (v) => `${short(v)} ${span}`, count, !then);
   if (!quantiles.firstChild) for (const q of ["p50", "p90", "p99"]) { const part = el("span", "", q); part.append(el("b")); quantiles.append(part); }
   // One that fewer than one wait lies beyond is moved by the next as far as that likes.
   const marks = [0.5, 0.9, 0.99].map((q) => (count * (1 - q) < 1 - 1e-9 ? NaN : quantile(q, found)));
@@ -645,9 +645,9 @@ function drawAbout(now) {
   say($("about"), [model && model.split("/").pop(), `${now.engines.size} engine${now.engines.size === 1 ? "" : "s"}`, location.host, `version ${now.shown.version}`].filter(Boolean).join(" · "));
   document.title = `${plain(total(now.proxy, "pdserve_requests_running"))} running · pdserve`;
   $("no-engines").hidden = now.engines.size > 0 || ghosts.size > 0;
-  say($("no-engines-commands"), `pdserve prefill MODEL --proxy ${location.origin}\npdserve decode MODEL --proxy ${location.origin}`);
+  say($("no-engines-commands"), `pdserve prefill MODEL --proxy ${BASE}\npdserve decode MODEL --proxy ${BASE}`);
   const key = now.shown.needs_key ? ` -H 'Authorization: Bearer '"$PDSERVE_API_KEY"` : "";
-  say($("curl"), `curl ${location.origin}/v1/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d '{"prompt": "Once upon a time", "max_tokens": 64, "stream": true}'`);
+  say($("curl"), `curl ${BASE}/v1/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d '{"prompt": "Once upon a time", "max_tokens": 64, "stream": true}'`);
 }
 function draw() {
   const now = last();
@@ -679,7 +679,12 @@ function take(data) {
   moments.push(now);
   while (moments.length > 1 && now.at_s - moments[0].at_s > KEPT_S) moments.shift();
   if (!former) return;
-  if (now.began_s !== former.began_s) { moments = [now]; ghosts.clear(); return; } // another life of the proxy
+  if (now.began_s !== former.began_s) { // another life of the proxy, which counts from 1 again
+    moments = [now];
+    for (const seen of [ghosts, slowRows, routeRows]) seen.clear();
+    for (const id of ["slow", "routes-last", "events"]) $(id).replaceChildren();
+    return;
+  }
   for (const [url, engine] of former.engines) if (!now.engines.has(url)) ghosts.set(url, { ...engine, at_s: now.at_s });
 }
 function lost(why) {
@@ -692,19 +697,21 @@ function lost(why) {
   $("alarm").hidden = false;
 }
 async function ask() {
+  let data;
   const stop = new AbortController(), timer = setTimeout(() => stop.abort(), TIMEOUT_MS);
   try {
     const response = await fetch("dashboard/data", { signal: stop.signal, cache: "no-store" });
     if (response.status === 401) return lost("The proxy does not take this key any more: reload the page to give another one.");
     if (!response.ok) return lost(`The proxy answers ${response.status}.`);
-    take(await response.json());
-    lastAnswer = Date.now();
+    data = await response.json();
   } catch (error) {
     if (error instanceof TypeError || error.name === "AbortError") return lost(`The proxy at ${location.host} does not answer: it has ended, or cannot be reached.`);
     throw error;
   } finally {
     clearTimeout(timer);
   }
+  take(data);
+  lastAnswer = Date.now();
   document.body.classList.remove("stale", "waiting");
   $("live").className = "live on";
   say($("live-text"), "live");
@@ -715,7 +722,7 @@ async function run() {
   for (;;) {
     const begun = performance.now();
     // Nobody looks: the proxy need not ask its engines either.
-    if (!document.hidden) try { await ask(); } catch (error) { console.error(error); }
+    if (!document.hidden) try { await ask(); } catch (error) { console.error(error); lost("This page cannot read what the proxy says: reload it."); }
     await new Promise((resume) => setTimeout(resume, Math.max(50, INTERVAL_MS - (performance.now() - begun))));
   }
 }

@@ -99,6 +99,25 @@ async def test_nothing_is_wider_than_the_window(make_stack, browser, engines, wi
     assert smallest >= 11
 
 
+async def test_open_breakers_of_pairs_are_no_wider_than_the_window(make_stack, browser, engines):
+    stack = await make_stack(*engines)
+    page = await browser.open(f"{stack.url}/dashboard", width=390)
+    await page.wait_for("document.querySelectorAll('.engine').length == 2")
+    shown = """(async () => {
+      const data = await (await fetch("/dashboard/data")).json(), [{url}] = data.engines;
+      const edge = (i) => ({prefill: url, decode: `http://d-${i}.decode.engines.svc.cluster.local`,
+                            mode: "push", state: "open"});
+      data.edges = Array.from({length: %d}, (_, i) => edge(i));
+      take(data); draw();
+      const pill = document.querySelector(`.engine[data-url="${url}"] .pill:last-child`);
+      return [pill.textContent, document.documentElement.scrollWidth];
+    })()"""
+    text, width = await page.evaluate(shown % 2)
+    assert text.startswith("push to d-0.decode.engines.svc.cluster.local open, push to d-1.")
+    assert width == 390
+    assert await page.evaluate(shown % 3) == ["breakers of 3 pairs", 390]
+
+
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.matrix)])
 async def test_text_can_be_read_against_what_is_behind_it(make_stack, browser, engines, scheme):
     """Contrast of at least 4.5:1 (WCAG 2.2, 1.4.3) on everything that has text of its own."""
@@ -286,6 +305,67 @@ async def test_a_proxy_that_ends_is_said_so_and_one_that_comes_back_is_shown(
     await make_stack(*engines, port=port)
     await page.wait_for("document.getElementById('live-text').textContent == 'live'")
     assert not await page.evaluate(VISIBLE % "alarm")
+
+
+async def test_another_life_of_the_proxy_is_shown_without_what_the_one_before_it_counted(
+    make_stack, browser, engines
+):
+    stack = await make_stack(*engines, split_policy="predicted")
+    stack.proxy.pairing.model = learned()
+    async with stack.post(headers={"X-Request-Id": "of-the-first-life"}) as response:
+        assert response.status == 200
+    stack.proxy.metrics.ladder.labels("local", "no_pair").inc()
+    page = await browser.open(f"{stack.url}/dashboard")
+    text = "document.getElementById('%s').textContent"
+    for shown in ("slow", "routes-last"):
+        await page.wait_for(f"{text % shown}.includes('of-the-first-life')")
+    await page.wait_for(f"{text % 'events'}.includes('one engine did everything')")
+    told = await page.evaluate("""(async () => {
+      const data = await (await fetch("/dashboard/data")).json();
+      data.began_s += 1;
+      data.slowest[0].request_id = data.routes.decisions[0].request_id = "of-the-second-life";
+      data.events = [1, 2].map((seq) => ({seq, wall_s: 0, tone: "", text: `later ${seq}`}));
+      take(data);
+      draw();
+      return ["slow", "routes-last", "events"].map((id) => document.getElementById(id).textContent);
+    })()""")
+    assert "of-the-second-life" in told[0]
+    assert "of-the-second-life" in told[1]
+    assert told[2].count("later") == 2
+    assert "one engine did everything" not in told[2]
+
+
+@pytest.mark.parametrize("body", ["<html>log in</html>", '{"at_s": 1e9}'], ids=["HTML", "other"])
+async def test_figures_that_cannot_be_read_are_not_called_live(make_stack, browser, engines, body):
+    stack = await make_stack(*engines)
+    page = await browser.open(f"{stack.url}/dashboard")
+    live = "document.getElementById('live').className == 'live on'"
+    await page.wait_for(live)
+    await page.evaluate(f"window.fetch = async () => new Response({body!r})")
+    await page.wait_for(f"!({live})")
+    alarm = await page.evaluate("document.getElementById('alarm').textContent")
+    assert "cannot read what the proxy says: reload it" in alarm
+
+
+async def test_commands_name_the_prefix_of_a_reverse_proxy(make_stack, browser):
+    stack = await make_stack(root_path="/llm")
+    page = await browser.open(f"{stack.url}/llm/dashboard")
+    await page.wait_for(VISIBLE % "no-engines")
+    said = "['curl', 'no-engines-commands'].map((id) => document.getElementById(id).textContent)"
+    command, start = await page.evaluate(said)
+    assert command.startswith(f"curl {stack.url}/llm/v1/completions")
+    assert f"pdserve prefill MODEL --proxy {stack.url}/llm\n" in start
+
+
+async def test_figures_of_the_last_minute_are_not_called_those_since_the_start(
+    make_stack, browser, engines
+):
+    stack = await make_stack(*engines)
+    page = await browser.open(f"{stack.url}/dashboard")
+    title = "document.querySelector('#way-push dd').title"
+    await page.wait_for(f"{title}.includes('pdserve_kv_mode_total')")
+    await page.evaluate("document.getElementById('span-minute').click()")
+    assert await page.evaluate(title) == ""
 
 
 async def test_a_long_look_takes_no_more_memory_than_a_short_one(make_stack, browser, engines):
