@@ -48,6 +48,8 @@ _MAGIC: Final = b"pdserve1"
 _DIGESTS_AT: Final = 40
 _ALIGN: Final = 64
 _WORD_BYTES: Final = 4
+_MAPPED_BYTES: Final = 1 << 16
+"""Bytes of a file that Linux maps when a page of them is read; when one is written, only that."""
 # A flag of CUDA's `cudaHostRegister`.
 _PORTABLE: Final = 1
 _MAPPED: Final = 2
@@ -170,9 +172,11 @@ class ChunkMemory:
         Returns:
             Bytes copied.
         """
-        starts = enumerate(slots.starts[0].tolist())
-        size = self._layout.header_bytes
-        headers = {head: slots.pool[at : at + size] for head, at in starts if at >= 0}
+        starts, size = slots.starts[0], self._layout.header_bytes
+        heads = [(head, at) for head, at in enumerate(starts.tolist()) if at >= 0]
+        headers = {head: slots.pool[at : at + size] for head, at in heads}
+        places = np.arange(0, size + self.bytes_per_chunk, _MAPPED_BYTES)
+        np.take(slots.pool, starts[starts >= 0, None] + places)
         for header in headers.values():
             header[:] = 0
         digests = self._pass(self._gather, blocks, slots, slice(0, self.num_layers))[0]

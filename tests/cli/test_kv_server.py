@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import mmap
 import os
 import re
 import signal
@@ -269,10 +270,15 @@ def test_the_oldest_files_make_room_for_what_a_life_of_the_server_writes(tmp_pat
 def test_all_of_a_stores_memory_is_cleared_piece_by_piece() -> None:
     """A single long madvise would hold up every thread of the server that maps memory."""
     size = 2 * kv_server._CLEARED_BYTES + (1 << 20)
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        segment = Path(file.name)
+        assert kv_server._mapped(segment) == []
         file.truncate(size)
-        assert os.fstat(file.fileno()).st_blocks == 0
-        kv_server._clear(file.fileno(), size)
+        with mmap.mmap(file.fileno(), size):
+            ((start, end),) = kv_server._mapped(segment)
+            assert end - start == size
+            assert os.fstat(file.fileno()).st_blocks == 0
+            kv_server._clear(start, end)
         assert os.fstat(file.fileno()).st_blocks * 512 == size
 
 

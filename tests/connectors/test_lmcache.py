@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -21,6 +23,7 @@ from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.errors import ConfigError
 from tests.connectors.engines import context, layout
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from pdserve.wire.transfer import KVShape
@@ -92,6 +95,20 @@ def test_a_device_reaches_the_servers_memory_until_it_is_mapped_anew_or_the_clie
         assert list(runtime.locked.values()) == [num_bytes]
     client.close(is_up=True)
     assert not runtime.locked
+
+
+def test_a_servers_memory_is_there_before_it_is_saved_to_and_copied_to_files(
+    lmcache_server: LMCacheServer,
+) -> None:
+    """A file gets bytes of memory that is not mapped 64 KiB at a time, with as much clearing."""
+    size = rf" {lmcache_server.shm}\nSize: +(\d+) kB\n"
+    of_segment = re.compile(rf"{size}(?:.+\n)*?Rss: +(\d+) kB\n")
+
+    def is_mapped() -> bool:
+        found = of_segment.findall(Path(f"/proc/{lmcache_server.pid}/smaps").read_text())
+        return [size for size, _ in found] == [size for _, size in found] != []
+
+    wait_until(is_mapped, 10.0)
 
 
 def test_memory_that_the_driver_does_not_lock_is_refused_with_what_to_do(

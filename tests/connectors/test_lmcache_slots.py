@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import resource
+import tempfile
+
 import numpy as np
 import torch
 
@@ -97,3 +101,23 @@ def test_heads_without_a_slot_are_not_saved() -> None:
     assert stage.memory.save(blocks, one, stage.prefixes[0]) == size - stage.layout.header_bytes
     assert (stage.slots.pool[size:] == 7).all()
     assert (stage.slots.pool[:size] != 7).any()
+
+
+def test_a_save_maps_many_pages_of_the_servers_memory_at_a_time() -> None:
+    """Writing alone would map each of them by a fault of its own."""
+    stage, tokens = Stage(), 512
+    chunk = ChunkRange(1, RequestId("r"), bytes(4 * tokens), "", 0, 1)
+    memory = ChunkMemory(stage.kv, context("P"), stage.layout, tokens, kernels=KERNELS)
+    blocks = memory.blocks_of([BlockId(block) for block in range(32)], chunk)
+    size = NUM_HEADS * stage.layout.slot_bytes(tokens)
+    starts = np.arange(NUM_HEADS)[None] * stage.layout.slot_bytes(tokens)
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.write(bytes(size))
+        file.flush()
+        num_faults = []
+        for _ in range(2):  # the first save takes memory of its own, too
+            pool = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            memory.save(blocks, Slots(pool, starts), b"")
+            num_faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+    assert num_faults[1] < size // mmap.PAGESIZE // 2
