@@ -48,44 +48,44 @@ _ANSWERED = (LoadFailure.ABORTED.value,)
 
 
 @asynccontextmanager
-async def serving(request: web.Request, job: TextRequest) -> AsyncIterator[None]:
-    """Run a job for the duration of the block; account for it at the end."""
+async def serving(request: web.Request, text_request: TextRequest) -> AsyncIterator[None]:
+    """Run a text request for the duration of the block; account for it at the end."""
     service = request.app[SERVICE]
-    service.jobs[id(job)] = job
+    service.text_requests[id(text_request)] = text_request
     request[IS_LOGGED] = True
     try:
-        async with job:
+        async with text_request:
             try:
                 yield
             except BaseException as error:
-                _account(service, job, error)
+                _account(service, text_request, error)
                 raise
-            _account(service, job, None)
+            _account(service, text_request, None)
     finally:
-        del service.jobs[id(job)]
-        # An error's traceback refers to the job: the cycle would wait for the garbage collector.
-        job.failure = None
+        del service.text_requests[id(text_request)]
+        # An error's traceback refers to it: the cycle would wait for the garbage collector.
+        text_request.failure = None
 
 
-def _account(service: Service, job: TextRequest, error: BaseException | None) -> None:
-    """Count a finished job, log its line, and keep it for `/debug/requests`.
+def _account(service: Service, text_request: TextRequest, error: BaseException | None) -> None:
+    """Count a finished text request, log its line, and keep it for `/debug/requests`.
 
     Args:
         error: The error that ended its block; one that ends a stream already begun does not.
     """
-    ending = _ending(service, job, job.failure or error, has_begun=error is None)
-    fields = job.stages()
+    ending = _ending(service, text_request, text_request.failure or error, has_begun=error is None)
+    fields = text_request.stages()
     kv_bytes, store_tokens, store_bytes = (
         int(fields.pop(name)) for name in ("kv_bytes", "store_tokens", "store_bytes")
     )
     ttft_s = fields.pop("ttft_s")
     digest_s, step_wait_s, store_s = (fields.pop(name) for name in PARTS_OF_STAGES)
     seconds = {name.removesuffix("_s"): value for name, value in fields.items()}
-    timed = job.ttft_s is not None
+    timed = text_request.ttft_s is not None
     if timed:
-        core = job.leader().core
+        core = text_request.leader().core
         service.metrics.stages(core, seconds, kv_bytes=kv_bytes, step_wait_s=step_wait_s)
-    _count_prompts(service, job)
+    _count_prompts(service, text_request)
     shown = {
         "server": seconds["server"],
         "queue": seconds["queue"],
@@ -97,33 +97,33 @@ def _account(service: Service, job: TextRequest, error: BaseException | None) ->
     times = times_of(
         ttft_s if timed else None,
         {name: value for name, value in shown.items() if value},
-        num_prompt_tokens=job.num_prompt_tokens,
+        num_prompt_tokens=text_request.num_prompt_tokens,
         kv=MovedKV(
             kv_bytes,
             seconds["kv_transfer"],
             digest_s,
             StoredKV(store_tokens, store_bytes, store_s),
         ),
-        gaps_s=job.gaps_s,
-        tokens_per_step=job.tokens_per_step,
+        gaps_s=text_request.gaps_s,
+        tokens_per_step=text_request.tokens_per_step,
     )
-    ended = with_line(_finished(job, service.recent.next_seq, ending), times)
+    ended = with_line(_finished(text_request, service.recent.next_seq, ending), times)
     log_request(ended)
     service.recent.add(ended)
-    service.recorder.add(traced(service, job, ending.outcome))
+    service.recorder.add(traced(service, text_request, ending.outcome))
 
 
-def _count_prompts(service: Service, job: TextRequest) -> None:
+def _count_prompts(service: Service, text_request: TextRequest) -> None:
     of_prompts: dict[int, list[int]] = {}
-    for choice in job.choices:
+    for choice in text_request.choices:
         of_prompts.setdefault(choice.prompt_index, []).append(choice.num_tokens)
-    observer = service.metrics.of_core[job.leader().core]
+    observer = service.metrics.of_core[text_request.leader().core]
     for tokens in of_prompts.values():
         observer.ended_together(num_choices=len(tokens), num_longest=max(tokens))
 
 
 class _Ending(NamedTuple):
-    """How a job ended; see `Finished`."""
+    """How a text request ended; see `Finished`."""
 
     outcome: str
     status: int = 200
@@ -131,20 +131,20 @@ class _Ending(NamedTuple):
 
 
 def _ending(
-    service: Service, job: TextRequest, failure: BaseException | None, *, has_begun: bool
+    service: Service, text_request: TextRequest, failure: BaseException | None, *, has_begun: bool
 ) -> _Ending:
-    """Return how a job ended, and end its unfinished choices.
+    """Return how a text request ended, and end its unfinished choices.
 
     Args:
         has_begun: Whether the client already has a status, which is a success.
     """
     is_failed = isinstance(failure, Exception) and not isinstance(failure, ConnectionError)
-    num_cut = job.end_unfinished(FinishReason.ERROR if is_failed else FinishReason.ABORT)
+    num_cut = text_request.end_unfinished(FinishReason.ERROR if is_failed else FinishReason.ABORT)
     if isinstance(failure, PdserveError):
         if isinstance(failure, KvTransferError) and failure.load_failures == _ANSWERED:
             service.metrics.disconnected("queue")
             return _Ending("disconnected", CLIENT_LEFT, "client_left")
-        if isinstance(failure, KvTransferError) and job.tells_of_lost_kv:
+        if isinstance(failure, KvTransferError) and text_request.tells_of_lost_kv:
             return _Ending("reported", failure.status, ",".join(failure.load_failures))
         if has_begun:
             return _Ending("error", reason=failure.error_code)
@@ -152,59 +152,59 @@ def _ending(
     if is_failed:
         return _Ending("error", 200 if has_begun else 500, PdserveError.code)
     if num_cut or failure is not None:  # cancelled
-        has_tokens = any(choice.first_token_s is not None for choice in job.choices)
+        has_tokens = any(choice.first_token_s is not None for choice in text_request.choices)
         service.metrics.disconnected("decode" if has_tokens else "queue")
         return _Ending("disconnected", CLIENT_LEFT, "client_left")
-    is_handoff = any(choice.finish_reason is FinishReason.HANDOFF for choice in job.choices)
-    failures = dict.fromkeys(label for each in job.choices for label in each.load_failures)
+    is_handoff = any(each.finish_reason is FinishReason.HANDOFF for each in text_request.choices)
+    failures = dict.fromkeys(label for each in text_request.choices for label in each.load_failures)
     return _Ending("handed_over" if is_handoff else "ok", reason=",".join(failures))
 
 
-def running(job: TextRequest) -> dict[str, object]:
+def running(text_request: TextRequest) -> dict[str, object]:
     """Return the entry in `/debug/requests` for a running request."""
     return {
-        "request_id": job.request_id,
-        "path": job.path,
-        "stage": "decode" if job.ttft_s is not None else "queued",
-        "kv_mode": job.leader().kv_mode or None,
-        "age_s": round(job.clock.monotonic_s() - job.start_s, 3),
-        "output_tokens": job.num_output_tokens,
+        "request_id": text_request.request_id,
+        "path": text_request.path,
+        "stage": "decode" if text_request.ttft_s is not None else "queued",
+        "kv_mode": text_request.leader().kv_mode or None,
+        "age_s": round(text_request.clock.monotonic_s() - text_request.start_s, 3),
+        "output_tokens": text_request.num_output_tokens,
         "story": [],
     }
 
 
-def traced(service: Service, job: TextRequest, outcome: str) -> FrontRequest:
+def traced(service: Service, text_request: TextRequest, outcome: str) -> FrontRequest:
     """Return the intervals of a request's time until now, for traces."""
-    now_s, ttft_s = job.clock.monotonic_s(), job.ttft_s
+    now_s, ttft_s = text_request.clock.monotonic_s(), text_request.ttft_s
     if ttft_s is None:
-        windows = [Window("server", job.start_s, now_s, [], "")]
+        windows = [Window("server", text_request.start_s, now_s, [], "")]
     else:
-        first_s = job.start_s + ttft_s
-        terms = _terms(job)
+        first_s = text_request.start_s + ttft_s
+        terms = _terms(text_request)
         del terms["server"]
         parts = [Term(name, seconds, [name]) for name, seconds in terms.items()]
         role = service.engine_config.role.value
-        windows = [Window("server", job.start_s, first_s, parts, role)]
+        windows = [Window("server", text_request.start_s, first_s, parts, role)]
         rest = "reply" if outcome == "handed_over" else "decode"
         windows.append(Window(rest, first_s, now_s, [], ""))
     return FrontRequest(
         at_s=now_s,
-        request_id=job.request_id,
+        request_id=text_request.request_id,
         outcome=outcome,
         ttft_s=ttft_s or 0.0,
         windows=windows,
         notes=[],
         facts={
-            "prompt_tokens": job.num_prompt_tokens,
-            "output_tokens": job.num_output_tokens,
-            "choices": len(job.choices),
+            "prompt_tokens": text_request.num_prompt_tokens,
+            "output_tokens": text_request.num_output_tokens,
+            "choices": len(text_request.choices),
         },
     )
 
 
-def _terms(job: TextRequest) -> dict[str, float]:
+def _terms(text_request: TextRequest) -> dict[str, float]:
     """Return the seconds to the first token computed here, by term; they add up to it."""
-    stages = job.stages()
+    stages = text_request.stages()
     terms = {"server": float(stages["server_s"])}
     left_s = float(stages["ttft_s"]) - terms["server"]
     for name in STAGES[1:]:  # the engine core's
@@ -215,24 +215,25 @@ def _terms(job: TextRequest) -> dict[str, float]:
     return terms
 
 
-def _finished(job: TextRequest, seq: int, ending: _Ending) -> Finished:
-    now_s, gaps_s = job.clock.monotonic_s(), job.gaps_s
-    terms = _terms(job) if job.ttft_s is not None else {}
+def _finished(text_request: TextRequest, seq: int, ending: _Ending) -> Finished:
+    now_s, gaps_s = text_request.clock.monotonic_s(), text_request.gaps_s
+    terms = _terms(text_request) if text_request.ttft_s is not None else {}
     terms_ms = {name: round(seconds * 1e3, 3) for name, seconds in terms.items()}
     ttft_ms = round(sum(terms_ms.values()), 3) if terms_ms else None
-    kv_mode, stages, per_step = _kv_mode(job), job.stages(), job.tokens_per_step
+    kv_mode, stages = _kv_mode(text_request), text_request.stages()
+    per_step = text_request.tokens_per_step
     return Finished(
         seq=seq,
-        request_id=job.request_id,
+        request_id=text_request.request_id,
         outcome=ending.outcome,
         status=ending.status,
         reason=ending.reason,
-        path=job.path,
-        model=job.model,
-        streamed=job.is_streamed,
-        arrived_wall_s=round(job.clock.wall_s() - (now_s - job.start_s), 6),
-        arrived_s=round(job.start_s, 6),
-        total_ms=round((now_s - job.start_s) * 1e3, 3),
+        path=text_request.path,
+        model=text_request.model,
+        streamed=text_request.is_streamed,
+        arrived_wall_s=round(text_request.clock.wall_s() - (now_s - text_request.start_s), 6),
+        arrived_s=round(text_request.start_s, 6),
+        total_ms=round((now_s - text_request.start_s) * 1e3, 3),
         ttft_ms=ttft_ms,
         ttft_terms=terms_ms,
         itl_p50_ms=round(statistics.median_high(gaps_s) * 1e3, 3) if gaps_s else None,
@@ -242,17 +243,17 @@ def _finished(job: TextRequest, seq: int, ending: _Ending) -> Finished:
         kv_mode=kv_mode or None,
         kv_bytes=int(stages["kv_bytes"]),
         kv_path=kv_path(kv_mode or "local", has_store=stages["store_tokens"] > 0),
-        prompt_tokens=job.num_prompt_tokens,
-        cached_tokens=job.num_cached_tokens,
+        prompt_tokens=text_request.num_prompt_tokens,
+        cached_tokens=text_request.num_cached_tokens,
         store_tokens=int(stages["store_tokens"]),
-        output_tokens=job.num_output_tokens,
+        output_tokens=text_request.num_output_tokens,
         times_ms={} if ttft_ms is None else {"first_token": ttft_ms},
     )
 
 
-def _kv_mode(job: TextRequest) -> str:
+def _kv_mode(text_request: TextRequest) -> str:
     """Return how its KV moves between engines: push, pull, or empty if it does not."""
-    leader = job.leader()
+    leader = text_request.leader()
     if leader.kv_mode or leader.request is None:
         return leader.kv_mode
     if leader.request.ticket is not None:

@@ -227,7 +227,9 @@ async def run_server(
             service.is_leaving = True
             listener.leave()
             if stop.first is not None:  # what ends by itself is told by who runs this
-                log_event(_log, "shutting down", cause=stop.first.name, running=len(service.jobs))
+                log_event(
+                    _log, "shutting down", cause=stop.first.name, running=len(service.text_requests)
+                )
             if registration is not None:
                 await registration.stop(deadline_s=server_config.shutdown_timeout_s)
             if not server_config.proxy_urls and service.not_ready_reason is None:
@@ -236,7 +238,7 @@ async def run_server(
             service.draining = True
             timeout_s = server_config.shutdown_timeout_s
             left_s = await _wait_while(
-                lambda: bool(service.jobs), service, stop.insisted, timeout_s=timeout_s
+                lambda: bool(service.text_requests), service, stop.insisted, timeout_s=timeout_s
             )
             close_timeout_s = max(close_timeout_s, left_s)
         finally:

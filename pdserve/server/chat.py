@@ -33,7 +33,7 @@ from pdserve.server.intake import (
     refuse_large_chat,
     say_unknown_fields,
 )
-from pdserve.server.plan import make_job
+from pdserve.server.plan import make_text_request
 from pdserve.server.prefill_leg import as_ordered
 from pdserve.server.reply import DIALECT, finish_name, send_json, wants_stages
 from pdserve.server.sampling import AnswerReading, Asked
@@ -213,7 +213,7 @@ async def _answer_chat(
         request, body, [prompt], add_special_tokens=bool(body.add_special_tokens), field="messages"
     )
     max_tokens = body.max_completion_tokens or body.max_tokens
-    job = await make_job(
+    text_request = await make_text_request(
         request,
         body,
         cut_prompts(token_ids, body, max_tokens=max_tokens, max_model_len=info.max_model_len),
@@ -230,16 +230,16 @@ async def _answer_chat(
             prediction=None if body.prediction is None else body.prediction.predicted(),
         ),
     )
-    form = _Form(body, job, text.tokenizer, prompt, service.server_config.reasoning_field)
-    async with serving(request, job):
-        await job.start()
+    form = _Form(body, text_request, text.tokenizer, prompt, service.server_config.reasoning_field)
+    async with serving(request, text_request):
+        await text_request.start()
         if body.stream:
-            return await stream_answer(request, body, job, form)
-        choices = await whole_choices(job)
+            return await stream_answer(request, body, text_request, form)
+        choices = await whole_choices(text_request)
         answer = form.answer([as_one(parts) for parts in choices])
         if len(choices) == 1 < len(choices[0]) and (DIALECT in request or wants_stages(request)):
             answer[PARTS] = form.parts(choices[0])
-        return await send_json(request, job, answer)
+        return await send_json(request, text_request, answer)
 
 
 class _Form(AnswerForm):
@@ -251,13 +251,13 @@ class _Form(AnswerForm):
     def __init__(
         self,
         body: ChatRequest,
-        job: TextRequest,
+        text_request: TextRequest,
         tokenizer: Tokenizer,
         prompt: str,
         reasoning_field: str,
     ) -> None:
         # With logprobs asked for, a choice's chunk has a list of them even where it has no token.
-        super().__init__(body, job, tokenizer, may_be_plain=not body.logprobs)
+        super().__init__(body, text_request, tokenizer, may_be_plain=not body.logprobs)
         self._body = body
         self._reasoning_field = reasoning_field
         self._prompt = prompt
@@ -293,7 +293,7 @@ class _Form(AnswerForm):
             ],
             "chat.completion",
         )
-        answer["usage"] = self._job.usage()
+        answer["usage"] = self._text_request.usage()
         entries = choices[0].prompt_logprobs
         if entries is not None:
             answer["prompt_logprobs"] = prompt_logprobs(self._tokens, entries)
@@ -319,7 +319,7 @@ class _Form(AnswerForm):
         """Return the fields about the prompt, which appear once."""
         fields: dict[str, Any] = {}
         if self._body.return_token_ids:
-            fields["prompt_token_ids"] = self._job.prompts[0]
+            fields["prompt_token_ids"] = self._text_request.prompts[0]
         if self._body.return_prompt_text:
             fields["prompt_text"] = self._prompt
         return fields
@@ -358,7 +358,9 @@ class _Form(AnswerForm):
 
     def _call(self, begins: CallBegins, arguments: str, choice: int, index: int) -> dict[str, Any]:
         """Return a call; its id is the same on every engine and in every repetition."""
-        digest = hashlib.sha256(f"{self._job.request_id}:{choice}:{index}".encode()).digest()
+        digest = hashlib.sha256(
+            f"{self._text_request.request_id}:{choice}:{index}".encode()
+        ).digest()
         return {
             "id": begins.call_id or f"call_{b32encode(digest).decode()[:24]}",
             "type": "function",

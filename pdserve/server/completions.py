@@ -19,7 +19,7 @@ from pdserve.server.form import (
     whole_choices,
 )
 from pdserve.server.intake import cut_prompts, encode_prompts, read_request
-from pdserve.server.plan import make_job
+from pdserve.server.plan import make_text_request
 from pdserve.server.reply import finish_name, send_json
 from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE
@@ -50,7 +50,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     wanted = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         wanted = max(wanted or 0, body.logprobs)
-    job = await make_job(
+    text_request = await make_text_request(
         request,
         body,
         prompts,
@@ -64,14 +64,16 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     )
     sent: Sequence[str | list[int]] = given if body.echo else []
     echo = [_echo_of(text.tokenizer, *each) for each in zip(sent, whole, prompts, strict=False)]
-    form = _Form(body, job, text.tokenizer, echo)
-    async with serving(request, job):
-        await job.start()
+    form = _Form(body, text_request, text.tokenizer, echo)
+    async with serving(request, text_request):
+        await text_request.start()
         if body.stream:
-            return await stream_answer(request, body, job, form)
-        choices = [form.choice(each, streaming=False) for [each] in await whole_choices(job)]
+            return await stream_answer(request, body, text_request, form)
+        choices = [
+            form.choice(each, streaming=False) for [each] in await whole_choices(text_request)
+        ]
         answer = form.envelope(choices) | {"usage": form.usage()}
-        return await send_json(request, job, answer)
+        return await send_json(request, text_request, answer)
 
 
 def _echo_of(
@@ -105,11 +107,11 @@ class _Form(AnswerForm):
     def __init__(
         self,
         body: CompletionRequest,
-        job: TextRequest,
+        text_request: TextRequest,
         tokenizer: Tokenizer,
         echo: list[str],
     ) -> None:
-        super().__init__(body, job, tokenizer, may_be_plain=True)
+        super().__init__(body, text_request, tokenizer, may_be_plain=True)
         self._body = body
         self._echo = echo
         self._echo_only = bool(body.echo) and body.max_tokens == 0
@@ -130,7 +132,7 @@ class _Form(AnswerForm):
         body, tokens = self._body, self._tokens
         first = delta.index not in self._begun
         self._begun.add(delta.index)
-        prompt_index = self._job.choices[delta.index].prompt_index
+        prompt_index = self._text_request.choices[delta.index].prompt_index
         echo = self._echo[prompt_index] if self._echo else ""
         text, token_ids, entries = delta.text, delta.token_ids, delta.logprobs
         if self._echo_only:
@@ -140,7 +142,7 @@ class _Form(AnswerForm):
             offsets = [len(echo) + offset for offset in delta.offsets[: len(entries)]]
             logprobs = completion_logprobs(tokens, entries, offsets)
             if first and echo and delta.prompt_logprobs is not None:
-                prompt = self._job.prompts[prompt_index]
+                prompt = self._text_request.prompts[prompt_index]
                 scores = likeliest(delta.prompt_logprobs, body.logprobs or 0)
                 echoed = echoed_logprobs(tokens, prompt, scores, echo)
                 logprobs = joined(echoed, logprobs)
@@ -156,6 +158,6 @@ class _Form(AnswerForm):
             choice["prompt_logprobs"] = prompt_logprobs(tokens, scores)
         if body.return_token_ids:
             if first:
-                choice["prompt_token_ids"] = self._job.prompts[prompt_index]
+                choice["prompt_token_ids"] = self._text_request.prompts[prompt_index]
             choice["token_ids"] = list(token_ids)
         return choice

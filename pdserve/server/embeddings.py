@@ -16,7 +16,7 @@ from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRe
 from pdserve.http.protocol import CompletionRequest, prompts_of
 from pdserve.server.account import serving
 from pdserve.server.intake import cut_prompts, encode_prompts, read_request
-from pdserve.server.plan import make_job
+from pdserve.server.plan import make_text_request
 from pdserve.server.reply import send_json
 from pdserve.server.sampling import Asked
 from pdserve.server.service import SERVICE
@@ -39,7 +39,7 @@ async def create_embedding(request: web.Request) -> web.StreamResponse:
     body, _ = await read_request(request, EmbeddingRequest)
     special = body.add_special_tokens is not False
 
-    def answer(job: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
+    def answer(text_request: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
         if body.dimensions is not None:
             if body.dimensions > vectors.shape[1]:
                 raise BadRequestError(
@@ -61,7 +61,7 @@ async def create_embedding(request: web.Request) -> web.StreamResponse:
             {"object": "embedding", "index": index, "embedding": row}
             for index, row in enumerate(rows)
         ]
-        return _around(job, "embd") | {"object": "list", "data": data}
+        return _around(text_request, "embd") | {"object": "list", "data": data}
 
     texts = prompts_of(body.input, "input")
     return await _answer(request, body, texts, answer, field="input", special=special)
@@ -72,14 +72,14 @@ async def create_score(request: web.Request) -> web.StreamResponse:
     body, _ = await read_request(request, ScoreRequest)
     pairs = body.pairs()
 
-    def answer(job: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
+    def answer(text_request: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
         at = {text: index for index, text in enumerate(texts)}
         scaled = _scaled(vectors)
         data = [
             {"index": index, "object": "score", "score": _cosine(scaled, at[one], at[other])}
             for index, (one, other) in enumerate(pairs)
         ]
-        return _around(job, "score") | {"object": "list", "data": data}
+        return _around(text_request, "score") | {"object": "list", "data": data}
 
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     return await _answer(request, body, texts, answer, field="text_2")
@@ -89,7 +89,7 @@ async def create_rerank(request: web.Request) -> web.StreamResponse:
     """Answer with the documents, the most similar to the query first."""
     body, _ = await read_request(request, RerankRequest)
 
-    def answer(job: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
+    def answer(text_request: TextRequest, style: PoolingStyle, vectors: Vectors) -> dict[str, Any]:
         scaled = _scaled(vectors)
         at = {text: index for index, text in enumerate(texts)}
         scores = [_cosine(scaled, 0, at[document]) for document in body.documents]
@@ -103,7 +103,7 @@ async def create_rerank(request: web.Request) -> web.StreamResponse:
             )
             for index in best[: body.top_n or None]
         ]
-        return _around(job, "rerank") | {"results": results}
+        return _around(text_request, "rerank") | {"results": results}
 
     texts = list(dict.fromkeys([body.query, *body.documents]))
     return await _answer(request, body, texts, answer, field="documents")
@@ -134,7 +134,7 @@ async def _answer(
         request, fields, texts, add_special_tokens=special, field=field
     )
     token_ids = cut_prompts(token_ids, fields, max_tokens=1, max_model_len=info.max_model_len)
-    job = await make_job(
+    text_request = await make_text_request(
         request,
         fields,
         token_ids,
@@ -147,12 +147,12 @@ async def _answer(
             pooling=text.pooling.pooling,
         ),
     )
-    async with serving(request, job):
-        await job.start()
-        async for _ in job.deltas():
+    async with serving(request, text_request):
+        await text_request.start()
+        async for _ in text_request.deltas():
             pass  # its token is discarded
-        vectors = _vectors([choice.pooled for choice in job.choices])
-        return await send_json(request, job, answer(job, text.pooling, vectors))
+        vectors = _vectors([choice.pooled for choice in text_request.choices])
+        return await send_json(request, text_request, answer(text_request, text.pooling, vectors))
 
 
 def _fields(body: PoolingFields) -> CompletionRequest:
@@ -206,12 +206,12 @@ def _cosine(scaled: Vectors, one: int, other: int) -> float:
     return min(1.0, max(-1.0, float(scaled[one] @ scaled[other])))
 
 
-def _around(job: TextRequest, kind: str) -> dict[str, Any]:
+def _around(text_request: TextRequest, kind: str) -> dict[str, Any]:
     """Return the fields that every answer has."""
-    num_tokens = job.num_prompt_tokens
+    num_tokens = text_request.num_prompt_tokens
     return {
-        "id": f"{kind}-{job.request_id}",
-        "created": job.created,
-        "model": job.model,
+        "id": f"{kind}-{text_request.request_id}",
+        "created": text_request.created,
+        "model": text_request.model,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }

@@ -59,11 +59,16 @@ class AnswerForm(ABC):
     kind: ClassVar[str]
 
     def __init__(
-        self, body: SamplingFields, job: TextRequest, tokenizer: Tokenizer, *, may_be_plain: bool
+        self,
+        body: SamplingFields,
+        text_request: TextRequest,
+        tokenizer: Tokenizer,
+        *,
+        may_be_plain: bool,
     ) -> None:
-        self._job = job
+        self._text_request = text_request
         self._tokens = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        self._begun = {choice.index for choice in job.choices if choice.num_to_swallow}
+        self._begun = {choice.index for choice in text_request.choices if choice.num_to_swallow}
         self._may_be_plain = may_be_plain and not (body.return_token_ids or body.continuous_usage)
 
     @abstractmethod
@@ -72,15 +77,15 @@ class AnswerForm(ABC):
 
     def usage(self, choice_index: int | None = None) -> dict[str, Any]:
         """Return the usage, of one choice if it is given."""
-        return self._job.usage(choice_index)
+        return self._text_request.usage(choice_index)
 
     def envelope(self, choices: list[dict[str, Any]], kind: str | None = None) -> dict[str, Any]:
         """Return the object around `choices`; an event of a stream if its kind is not given."""
         return {
-            "id": f"{self.prefix}-{self._job.request_id}",
+            "id": f"{self.prefix}-{self._text_request.request_id}",
             "object": kind or self.kind,
-            "created": self._job.created,
-            "model": self._job.model,
+            "created": self._text_request.created,
+            "model": self._text_request.model,
             "choices": choices,
         }
 
@@ -90,12 +95,12 @@ class AnswerForm(ABC):
 
 
 async def stream_answer(
-    request: web.Request, body: SamplingFields, job: TextRequest, form: AnswerForm
+    request: web.Request, body: SamplingFields, text_request: TextRequest, form: AnswerForm
 ) -> web.StreamResponse:
-    """Run the job to its end, and send its deltas as they come."""
-    stream = EventStream(request, job)
+    """Run the text request to its end, and send its deltas as they come."""
+    stream = EventStream(request, text_request)
     async with stream:
-        async for delta in spaced(job.deltas(), body.stream_interval or 1):
+        async for delta in spaced(text_request.deltas(), body.stream_interval or 1):
             if form.is_plain(delta):
                 await stream.send_text(delta, form.chunk)
                 continue
@@ -103,11 +108,11 @@ async def stream_answer(
             if body.continuous_usage:
                 chunk["usage"] = form.usage(delta.index)
             await stream.send(chunk)
-        last = hop_events(request, job)
-        if body.include_usage and not any(job.handoffs):
+        last = hop_events(request, text_request)
+        if body.include_usage and not any(text_request.handoffs):
             last.insert(0, form.envelope([]) | {"usage": form.usage()})
         await stream.end(last)
-        job.delivered = True
+        text_request.delivered = True
     return stream.response
 
 
@@ -145,14 +150,14 @@ def _place(delta: Delta) -> int:
     return 3 if delta.calls else 2 if delta.text else 1 if delta.reasoning else 0
 
 
-async def whole_choices(job: TextRequest) -> list[list[Delta]]:
-    """Run the job to its end; return all that each choice has, in the order of their indexes.
+async def whole_choices(text_request: TextRequest) -> list[list[Delta]]:
+    """Run the text request to its end; return all that each choice has, in order of index.
 
     It is one delta, or more where one would change the order of reasoning, text and calls, or would
     no longer say whose log-probabilities it has.
     """
     deltas: dict[int, list[Delta]] = {}
-    async for delta in job.deltas():
+    async for delta in text_request.deltas():
         deltas.setdefault(delta.index, []).append(delta)
     return [_joined(deltas[index]) for index in sorted(deltas)]
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _SEED_BITS = 63
 
 
-async def make_job(
+async def make_text_request(
     request: web.Request, fields: SamplingFields, prompts: list[list[int]], asked: Asked
 ) -> TextRequest:
     """Check a request against the model and the engine, and plan it.

@@ -66,13 +66,13 @@ class EventStream:
     enter it only with the first event at hand.
     """
 
-    def __init__(self, request: web.Request, job: TextRequest) -> None:
+    def __init__(self, request: web.Request, text_request: TextRequest) -> None:
         self._request = request
         self._dialect = request.get(DIALECT)
         self._encoder = msgspec.json.Encoder()
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._has_ended = False
-        self.response = StreamAnswer(_kv_headers(job) if wants_stages(request) else None)
+        self.response = StreamAnswer(_kv_headers(text_request) if wants_stages(request) else None)
 
     async def __aenter__(self) -> Self:
         await self.response.prepare(self._request)
@@ -142,9 +142,9 @@ class EventStream:
         return True
 
 
-def _kv_headers(job: TextRequest) -> dict[str, str]:
+def _kv_headers(text_request: TextRequest) -> dict[str, str]:
     """Return a stream's headers on KV for a proxy: who moved it, and what failed."""
-    mode, failures = job.kv_at_start()
+    mode, failures = text_request.kv_at_start()
     headers = {KV_MODE_HEADER: mode, LOAD_FAILURES_HEADER: ",".join(failures)}
     return {name: text for name, text in headers.items() if text}
 
@@ -156,24 +156,24 @@ def finish_name(reason: FinishReason | None, *, has_calls: bool = False) -> str 
     return reason.value if reason in (FinishReason.STOP, FinishReason.LENGTH) else None
 
 
-def _transfer_params(request: web.Request, job: TextRequest) -> HandedOver | None:
+def _transfer_params(request: web.Request, text_request: TextRequest) -> HandedOver | None:
     """Return the parameters for a decode engine; None if every choice has ended here."""
-    if not any(job.handoffs):
+    if not any(text_request.handoffs):
         return None
     service, prompts = request.app[SERVICE], request.get(PROMPT_TOKENS)
     prompt_tokens = None
     if prompts is not None and service.text is not None:
         prompt_tokens = tokens_to_send(prompts, service.text.digest)
     ours = PdserveParams(
-        created=job.created,
-        seed=job.seed,
-        cached_tokens=[choice.num_cached_tokens or 0 for choice in job.choices],
+        created=text_request.created,
+        seed=text_request.seed,
+        cached_tokens=[choice.num_cached_tokens or 0 for choice in text_request.choices],
         prompt_tokens=prompt_tokens,
     )
     return response_params(
-        job.handoffs,
-        [choice.prompt_logprobs for choice in job.choices],
-        [choice.stages for choice in job.choices],
+        text_request.handoffs,
+        [choice.prompt_logprobs for choice in text_request.choices],
+        [choice.stages for choice in text_request.choices],
         ours,
         secret=service.engine_config.transfer.secret,
     )
@@ -184,35 +184,37 @@ def wants_stages(request: web.Request) -> bool:
     return request.headers.get(STAGES_HEADER) == "1"
 
 
-def hop_events(request: web.Request, job: TextRequest) -> list[dict[str, Any]]:
+def hop_events(request: web.Request, text_request: TextRequest) -> list[dict[str, Any]]:
     """Return the last events of a stream to a proxy, which removes them."""
     events: list[dict[str, Any]] = []
-    params = _transfer_params(request, job)
+    params = _transfer_params(request, text_request)
     if params is not None:
         events.append({HANDOFF: params})
     if wants_stages(request):
-        events.append({STAGES: job.account()})
+        events.append({STAGES: text_request.account()})
     return events
 
 
-async def send_json(request: web.Request, job: TextRequest, answer: dict[str, Any]) -> web.Response:
+async def send_json(
+    request: web.Request, text_request: TextRequest, answer: dict[str, Any]
+) -> web.Response:
     """Send a whole answer, with the hop's parts where there are any.
 
     Sends at once rather than on return, so that a lease counts as handed over only when
     its answer is on the wire.
     """
-    params = _transfer_params(request, job)
+    params = _transfer_params(request, text_request)
     if params is not None:
         answer[PARAMS] = params
     if wants_stages(request):
-        answer[STAGES] = job.account()
+        answer[STAGES] = text_request.account()
     body = msgspec.json.encode(answer)
     if (dialect := request.get(DIALECT)) is not None:
         body = dialect.whole(body)
     response = web.Response(body=body, content_type="application/json")
     await response.prepare(request)
     await response.write_eof()
-    job.delivered = True
+    text_request.delivered = True
     return response
 
 

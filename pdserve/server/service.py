@@ -62,46 +62,46 @@ class TextWork:
 
     Args:
         what: Name of the work in refusals.
-        max_jobs: Maximum running and waiting jobs; further ones are refused.
+        max_calls: Maximum running and waiting calls of `run`; further ones are refused.
     """
 
-    def __init__(self, what: str, *, num_threads: int, max_jobs: int) -> None:
+    def __init__(self, what: str, *, num_threads: int, max_calls: int) -> None:
         self._what = what
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=what)
-        self._max_jobs = max_jobs
-        self.num_jobs = 0
+        self._max_calls = max_calls
+        self.num_calls = 0
 
     async def run(self, function: Callable[[], T], num_chars: int, num_texts: int = 1) -> T:
         """Return the result of `function`; large work runs in a thread.
 
-        A running job continues when its caller is cancelled, and counts until it ends.
+        A running call continues when its caller is cancelled, and counts until it ends.
 
         Raises:
             OverloadedError: Too many others wait.
         """
         if num_chars < LONG_TEXT_CHARS and num_texts <= MAX_SHORT_TEXTS:
             return function()
-        if self.num_jobs >= self._max_jobs:
+        if self.num_calls >= self._max_calls:
             raise OverloadedError(
-                f"{self.num_jobs} requests for {self._what} of long texts are running or waiting: "
+                f"{self.num_calls} requests for {self._what} of long texts are running or waiting: "
                 "try again later"
             )
-        self.num_jobs += 1
+        self.num_calls += 1
         loop = asyncio.get_running_loop()
 
         def leave(_: Future[T]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: counts no longer matter
                 loop.call_soon_threadsafe(self._leave)
 
-        job = self._executor.submit(function)
-        job.add_done_callback(leave)
-        return await asyncio.wrap_future(job)
+        future = self._executor.submit(function)
+        future.add_done_callback(leave)
+        return await asyncio.wrap_future(future)
 
     def _leave(self) -> None:
-        self.num_jobs -= 1
+        self.num_calls -= 1
 
     def close(self) -> None:
-        """Drop waiting jobs; running ones finish on their own."""
+        """Drop waiting calls; running ones finish on their own."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -114,7 +114,7 @@ class Service:
         created_s: Reported as the models' creation time.
         is_leaving: Set on shutdown: no more traffic is wanted.
         draining: Set after that: running requests continue, new ones are refused.
-        jobs: Requests for text that are being answered.
+        text_requests: Those that are being answered, by identity.
         recent: Requests that have ended.
         registration: Registers this engine with the configured proxies once it is ready.
         is_registering: Whether a configured proxy has still to take it, or to give no answer.
@@ -138,17 +138,17 @@ class Service:
     clock: Clock = field(default_factory=SystemClock)
     is_leaving: bool = False
     draining: bool = False
-    jobs: dict[int, TextRequest] = field(default_factory=dict)
+    text_requests: dict[int, TextRequest] = field(default_factory=dict)
     registration: Registrar | None = None
     is_registering: bool = False
     recent: FinishedRequests = field(default_factory=FinishedRequests)
     recorder: Recorder = field(default_factory=Recorder)
     created_s: int = 0
     prompt_work: TextWork = field(
-        default_factory=lambda: TextWork("prompts", num_threads=2, max_jobs=128)
+        default_factory=lambda: TextWork("prompts", num_threads=2, max_calls=128)
     )
     tool_work: TextWork = field(
-        default_factory=lambda: TextWork("tokens", num_threads=1, max_jobs=8)
+        default_factory=lambda: TextWork("tokens", num_threads=1, max_calls=8)
     )
 
     ignored_fields: set[str] = field(default_factory=set)

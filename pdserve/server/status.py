@@ -61,7 +61,7 @@ async def health(request: web.Request) -> web.Response:
 
 async def load(request: web.Request) -> web.Response:
     """How many requests for text run, in vLLM's shape."""
-    return json_answer(ServerLoad(len(request.app[SERVICE].jobs)))
+    return json_answer(ServerLoad(len(request.app[SERVICE].text_requests)))
 
 
 async def livez(request: web.Request) -> web.Response:
@@ -234,8 +234,9 @@ async def migrate(request: web.Request) -> web.Response:
     data = await read_body(request)
     service.verifier.check(request, data)
     wanted = parse_body(data, MigrateRequest).request_id
-    jobs = [job for job in service.jobs.values() if job.may_move and job.request_id == wanted]
-    requests = [choice.request for job in jobs for choice in job.choices]
+    open_ones = service.text_requests.values()
+    moving = [each for each in open_ones if each.may_move and each.request_id == wanted]
+    requests = [choice.request for each in moving for choice in each.choices]
     await service.client.hand_over([each.request_id for each in requests if each is not None])
     return web.Response()
 
@@ -295,7 +296,7 @@ async def requests(request: web.Request) -> web.Response:
     """What runs; and with `?finished=N` the newest N that ended, those after `&after=SEQ`."""
     service = request.app[SERVICE]
     finished = service.recent.asked_for(request.query)
-    requests = [running(job) for job in service.jobs.values()]
+    requests = [running(each) for each in service.text_requests.values()]
     return json_answer({"running": requests, "finished": msgspec.Raw(finished)})
 
 
@@ -340,5 +341,5 @@ def _own(service: Service, seconds: float) -> Dump:
         part=Part.SERVER,
         role=service.engine_config.role.value,
         engine_id=info.engine_id if info is not None else service.engine_config.engine_id,
-        running=[traced(service, job, "") for job in service.jobs.values()],
+        running=[traced(service, each, "") for each in service.text_requests.values()],
     )

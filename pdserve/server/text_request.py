@@ -211,7 +211,7 @@ class TextRequest:
         try:
             output = await self._running.next()
             if output is None:
-                raise InternalError(f"job {self.request_id} ended before its choices")
+                raise InternalError(f"text request {self.request_id} ended before its choices")
             index = self._index_of[output.request_id]
             choice = self.choices[index]
             # What ends a choice in the engine after a stop string has ended it here is no news.
@@ -225,7 +225,7 @@ class TextRequest:
     @property
     def _running(self) -> MergedOutputs:
         if self._outputs is None:
-            raise InternalError(f"job {self.request_id} was not entered")
+            raise InternalError(f"text request {self.request_id} was not entered")
         return self._outputs
 
     async def _advance(self, choice: Choice, output: EngineOutput) -> list[Delta]:
@@ -294,7 +294,7 @@ class TextRequest:
         return [choice.handoff for choice in self.choices]
 
     def usage(self, choice_index: int | None = None) -> dict[str, Any]:
-        """Return OpenAI's usage object: of one choice so far, or of the whole job."""
+        """Return OpenAI's usage object: of one choice so far, or of the whole text request."""
         choices = self.choices if choice_index is None else [self.choices[choice_index]]
         return usage_of(choices, self.prompts, has_prediction=self.has_prediction)
 
@@ -369,7 +369,7 @@ class TextRequest:
         return sum(choice.num_tokens for choice in self.choices)
 
     def leader(self) -> Choice:
-        """The choice that represents the job in timings: its first one here."""
+        """The choice that represents the text request in timings: its first one here."""
         return next(choice for choice in self.choices if choice.request is not None)
 
     def _note(self, choice: Choice, output: EngineOutput) -> None:

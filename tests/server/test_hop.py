@@ -225,8 +225,8 @@ async def test_parameters_that_ask_for_nothing_are_no_hop(server):
     assert answer["usage"]["completion_tokens"] == 16
 
 
-def job_at_prefill(text, engine, n: int):
-    """A job whose caller is about to leave."""
+def text_request_at_prefill(text, engine, n: int):
+    """A text request whose caller is about to leave."""
     app = build_app(
         engine,
         text,
@@ -269,10 +269,10 @@ def job_at_prefill(text, engine, n: int):
 @pytest.mark.parametrize("num_read", [0, 1])
 async def test_a_lease_nobody_was_told_of_is_given_back(text, n, num_read):
     engine = make_engine(text)
-    async with job_at_prefill(text, engine, n) as job:
-        await job.start()
+    async with text_request_at_prefill(text, engine, n) as text_request:
+        await text_request.start()
         for _ in range(num_read):
-            await anext(job.deltas())
+            await anext(text_request.deltas())
         await until(lambda: len(engine.leases) == n)
     await until(lambda: not engine.leases)
     assert engine.stats.lease_ends["released"] == n
@@ -282,8 +282,8 @@ async def test_leases_are_given_back_though_the_connection_is_lost_meanwhile(tex
     engine = make_engine(text)
 
     async def answer():
-        async with job_at_prefill(text, engine, 3) as job:
-            assert len([delta async for delta in job.deltas()]) == 3
+        async with text_request_at_prefill(text, engine, 3) as text_request:
+            assert len([delta async for delta in text_request.deltas()]) == 3
             # First a write fails, and an iteration of the loop later the handler is cancelled.
             asyncio.get_running_loop().call_soon(task.cancel)
             raise ConnectionResetError
@@ -297,9 +297,11 @@ async def test_leases_are_given_back_though_the_connection_is_lost_meanwhile(tex
 
 async def test_a_lease_that_was_handed_over_is_kept(text):
     engine = make_engine(text)
-    async with job_at_prefill(text, engine, 1) as job:
-        assert [delta.finish_reason async for delta in job.deltas()] == [FinishReason.HANDOFF]
-        job.delivered = True
+    async with text_request_at_prefill(text, engine, 1) as text_request:
+        assert [delta.finish_reason async for delta in text_request.deltas()] == [
+            FinishReason.HANDOFF
+        ]
+        text_request.delivered = True
     assert len(engine.leases) == 1
 
 

@@ -136,7 +136,7 @@ async def test_load_is_the_number_of_requests_that_run_in_vllms_shape(text):
         await until(lambda: bool(server.engine.running))
         assert json.loads((await server.get("/load"))[1]) == {"server_load": 1}
         request.cancel()
-        await until(lambda: not server.service.jobs)
+        await until(lambda: not server.service.text_requests)
         assert json.loads((await server.get("/load"))[1]) == {"server_load": 0}
 
 

@@ -77,7 +77,7 @@ async def test_neither_prompts_nor_streams_wait_behind_it(text):
 
 
 async def test_work_whose_client_has_left_counts_until_it_ends():
-    work = TextWork("text", num_threads=1, max_jobs=2)
+    work = TextWork("text", num_threads=1, max_calls=2)
     entered, may_end = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -90,9 +90,9 @@ async def test_work_whose_client_has_left_counts_until_it_ends():
     for task in (running, queued):
         task.cancel()
     await asyncio.gather(running, queued, return_exceptions=True)
-    await until(lambda: work.num_jobs == 1)  # what had not begun never does
+    await until(lambda: work.num_calls == 1)  # what had not begun never does
     may_end.set()
-    await until(lambda: work.num_jobs == 0)
+    await until(lambda: work.num_calls == 0)
     work.close()
 
 
