@@ -156,22 +156,17 @@ def _chat(body: MessagesRequest) -> dict[str, Any]:
         chat |= {"stream": True, "stream_options": options}
     if isinstance(user := (body.metadata or {}).get("user_id"), str):
         chat["user"] = user
-    config = body.output_config or {}
-    if config.get("effort") is not None:
-        chat["reasoning_effort"] = config["effort"]
-    if wanted := config.get("format"):
+    if wanted := (body.output_config or {}).get("format"):
         schema = wanted.get("schema") if isinstance(wanted, dict) else None
         chat["response_format"] = {
             "type": "json_schema",
             "json_schema": {"name": "output", "schema": schema, "strict": True},
         }
-    if body.tool_choice is not None:
-        chat |= _choice(body.tool_choice)
     return chat
 
 
 def prompt_fields(body: CountTokensRequest) -> dict[str, Any]:
-    """Return the fields of a chat, and of `/tokenize`, that determine the prompt.
+    """Return the fields of a chat that determine the prompt.
 
     Raises:
         BadRequestError: It asks for something that is not supported.
@@ -196,6 +191,10 @@ def prompt_fields(body: CountTokensRequest) -> dict[str, Any]:
         fields["chat_template_kwargs"] = variables
     if body.tools:
         fields["tools"] = [_tool(tool, index) for index, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        fields |= _choice(body.tool_choice)
+    if (effort := (body.output_config or {}).get("effort")) is not None:
+        fields["reasoning_effort"] = effort
     return fields
 
 

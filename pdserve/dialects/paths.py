@@ -11,7 +11,7 @@ from pdserve.dialects.responses import PARAMS, ResponsesDialect
 from pdserve.errors import BadRequestError
 from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
 from pdserve.http.parsing import parse_body
-from pdserve.http.protocol import effort_variables
+from pdserve.http.protocol import ChatRequest
 
 if TYPE_CHECKING:
     from pdserve.dialects.answer import Dialect
@@ -45,15 +45,18 @@ def tokens_asked(data: bytes) -> bytes:
     Raises:
         BadRequestError: It cannot be read, or asks for something that is not supported.
     """
-    body = parse_body(data, CountTokensRequest)
-    asked = prompt_fields(body)
-    if (body.tool_choice or {}).get("type") == "none":
-        asked.pop("tools", None)
-    if (effort := (body.output_config or {}).get("effort")) is not None:
-        variables = asked.get("chat_template_kwargs", {})
-        asked["chat_template_kwargs"] = {**effort_variables(effort), **variables}
+    fields = prompt_fields(parse_body(data, CountTokensRequest))
     try:
-        return msgspec.json.encode(asked)
+        chat = parse_body(msgspec.json.encode(fields), ChatRequest)
+        return msgspec.json.encode(
+            {
+                "model": chat.model,
+                "messages": chat.messages,
+                "continue_final_message": chat.continue_final_message,
+                "tools": chat.offered_tools,
+                "chat_template_kwargs": chat.template_variables,
+            }
+        )
     except RecursionError:
         raise BadRequestError("the body is nested too deeply", code="invalid_json") from None
 

@@ -88,14 +88,6 @@ class StructuredOutputs(
     structural_tag: Any = None
 
 
-def effort_variables(effort: str) -> dict[str, Any]:
-    """Return what a chat template is told of a reasoning effort."""
-    said: dict[str, Any] = {"reasoning_effort": effort}
-    if effort == "none":  # as templates of several families call it
-        said |= {"enable_thinking": False, "thinking": False}
-    return said
-
-
 class PredictionPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a prediction."""
 
@@ -392,7 +384,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         if self.documents is not None:
             said["documents"] = self.documents
         if self.reasoning_effort is not None:
-            said |= effort_variables(self.reasoning_effort)
+            said["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":  # as templates of several families call it
+            said |= {"enable_thinking": False, "thinking": False}
         return said | (self.chat_template_kwargs or {})
 
 
