@@ -53,7 +53,7 @@ class ClientConnection(web.RequestHandler):
             first request, from the start of the connection.
     """
 
-    __slots__ = ("_has_headers_begun", "_header_timeout_s", "_header_timer", "_is_serving")
+    __slots__ = ("_body", "_has_headers_begun", "_header_timeout_s", "_header_timer", "_is_serving")
 
     def __init__(self, server: web.Server, *, header_timeout_s: float, **options: Any) -> None:
         super().__init__(server, **options)
@@ -61,6 +61,7 @@ class ClientConnection(web.RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         self._has_headers_begun = False
         self._is_serving = False
+        self._body: StreamReader | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See the base class."""
@@ -74,15 +75,18 @@ class ClientConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """See the base class."""
-        if not self._is_serving:
+        # An answer may come before its request's body, which is then read and dropped.
+        is_body = self._body is not None and not self._body.is_eof()
+        if data and not self._is_serving and not is_body:
             self._has_headers_begun = True
             if self._header_timer is None:
                 self._expect_headers()
         super().data_received(data)
 
-    def request_began(self) -> None:
+    def request_began(self, body: StreamReader) -> None:
         """Handle a request whose headers are complete."""
         self._is_serving = True
+        self._body = body
         self._has_headers_begun = False
         self._stop_timer()
 
@@ -193,7 +197,7 @@ class HttpListener(web.TCPSite):
             task: asyncio.Task[None],
         ) -> web.BaseRequest:
             assert isinstance(protocol, ClientConnection)
-            protocol.request_began()
+            protocol.request_began(payload)
             return make_request(self._as_served(message), payload, protocol, writer, task)
 
         header_timeout_s = config.limits.header_timeout_s

@@ -209,3 +209,14 @@ async def test_without_a_free_descriptor_clients_are_hung_up_on_and_the_log_stay
     async with asyncio.timeout(10.0), connected(url) as wire:
         wire.send(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await wire.answer())[0] == 200
+
+
+@pytest.mark.slow
+async def test_a_body_that_nobody_reads_begins_no_headers(serve):
+    async with connected(await serve(header_timeout_s=0.2)) as wire:
+        wire.send(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n")
+        assert (await wire.answer())[0] == 404
+        wire.send(b"0123456789")
+        await asyncio.sleep(0.6)  # what must not happen would have happened by then
+        wire.send(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await wire.answer())[0] == 200
