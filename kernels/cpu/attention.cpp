@@ -37,7 +37,7 @@ namespace {
 constexpr int kMaxHeadDim = 1024;
 
 // Rows that share a packed tile. More of them dilute the packing, fewer spread better.
-constexpr int64_t kManyRows = 96, kFewRows = 24;
+constexpr int64_t kManyRows = 192, kFewRows = 24;
 
 #ifdef PD_DPBF16
 // a0 b0 a1 b1 ...; size is a multiple of 16.

@@ -19,18 +19,15 @@ class TileMath {
                p.value_dim % kTileDepth == 0;
     }
 
-    explicit TileMath(const PdPagedAttention& p)
-        : p_(p), group_(p.num_heads / p.num_kv_heads), log2_scale_(p.scale * kLog2E) {}
+    explicit TileMath(const PdPagedAttention& p) : p_(p), softmax_(p) {}
 
     // Adds one tile to all rows of a block. This thread's Tiles are set to the height of its runs.
     void take_bands(const Tiles& tiles, const Block& block, int64_t start, const Bf16* queries,
                     const Bf16* keys, const Bf16* values, State state) const {
-        const int64_t rows = block.num_tokens * group_;
+        const int64_t rows = block.num_tokens * softmax_.group();
         for (int64_t row = 0; row < rows; row += 2 * kTileRows) {
             const int64_t count = std::min<int64_t>(2 * kTileRows, rows - row);
-            const int64_t low = low_of(block.first_position + row / group_);
-            const int64_t high = block.first_position + (row + count - 1) / group_;
-            if (high < start || low >= start + kTile) continue;
+            if (softmax_.is_hidden(block, row, count, start)) continue;
             const State at = {state.sum + row * kLanes, state.out + row * p_.value_dim,
                               state.top + row};
             const Bf16* band = queries + row * p_.head_dim;
@@ -43,10 +40,6 @@ class TileMath {
     }
 
    private:
-    int64_t low_of(int64_t position) const {
-        return p_.window == 0 ? 0 : std::max<int64_t>(0, position - p_.window + 1);
-    }
-
     // Adds one tile to `count` rows, in kRuns runs.
     template <int kRuns>
     void take_band(const Tiles& tiles, const Block& block, int64_t row, int64_t count,
@@ -87,38 +80,16 @@ class TileMath {
         }
     }
 
-    // Scores of up to 16 rows to weights, relative to the new maximum; what the states hold becomes
-    // relative to it too.
+    // Scores of up to 16 rows to weights; what the states hold becomes relative to the new maximum.
     void weigh(const Block& block, int64_t row, int64_t count, int64_t start,
                const float (*scores)[kTile], Bf16 (*weights)[kTile], State state) const {
-        float before[kLanes] = {}, after[kLanes] = {}, shrink[kLanes];
         F16 score[kTileRows][kVectors];
         for (int64_t r = 0; r < count; r++) {
-            const int64_t position = block.first_position + (row + r) / group_;
-            const int64_t low = low_of(position) - start, high = position - start;
-            for (int v = 0; v < kVectors; v++) {
-                score[r][v] = load(scores[r] + v * kLanes) * splat(log2_scale_);
-                if (low > v * kLanes || high < (v + 1) * kLanes - 1) {
-                    score[r][v] = keep_lanes(score[r][v], clamp(low - v * kLanes),
-                                             clamp(high - v * kLanes));
-                }
-            }
-            const F16 top = max(max(score[r][0], score[r][1]), max(score[r][2], score[r][3]));
-            const float m = std::max(state.top[r], max_lanes(top));
-            before[r] = state.top[r];
-            after[r] = m == kMinusInf ? 0.0f : m;
-            state.top[r] = m;
+            for (int v = 0; v < kVectors; v++) score[r][v] = load(scores[r] + v * kLanes);
         }
-        store(shrink, rescale(load(before), load(after)));
+        float shrink[kLanes];
+        softmax_.weigh<kVectors>(block, row, count, start, score, state, weights[0], shrink);
         for (int64_t r = 0; r < count; r++) {
-            F16 weight[kVectors];
-            for (int v = 0; v < kVectors; v++) {
-                weight[v] = exp2_of(score[r][v] - splat(after[r]));
-                store(weights[r] + v * kLanes, weight[v]);
-            }
-            const F16 added = (weight[0] + weight[1]) + (weight[2] + weight[3]);
-            float* sum = state.sum + r * kLanes;
-            store(sum, fma(load(sum), splat(shrink[r]), added));
             if (shrink[r] == 1.0f) continue;
             float* out = state.out + r * p_.value_dim;
             for (int64_t d = 0; d < p_.value_dim; d += kLanes) {
@@ -127,13 +98,8 @@ class TileMath {
         }
     }
 
-    static int clamp(int64_t lane) {
-        return static_cast<int>(std::min<int64_t>(std::max<int64_t>(lane, -1), kLanes));
-    }
-
     const PdPagedAttention& p_;
-    const int64_t group_;     // query heads per KV head
-    const float log2_scale_;  // scores are kept in powers of two
+    const Softmax softmax_;
 };
 
 #endif

@@ -28,16 +28,16 @@ class RowMath {
    public:
     static constexpr int kDepth = Format<Unit>::kDepth;
 
-    explicit RowMath(const PdPagedAttention& p)
-        : p_(p), group_(p.num_heads / p.num_kv_heads), log2_scale_(p.scale * kLog2E) {}
+    explicit RowMath(const PdPagedAttention& p) : p_(p), softmax_(p) {}
 
     // Adds one tile to all rows of a block, in bands of nearly equal height of at most kMaxRows.
     // First all bands meet the keys and then the values, so that L1 need not hold both.
     void take_bands(const Block& block, int64_t start, const Unit* queries, const Unit* keys,
                     const Unit* values, State state) const {
-        const int64_t rows = block.num_tokens * group_;
+        const int64_t rows = block.num_tokens * softmax_.group();
         constexpr int64_t kRowBytes = kTile * sizeof(Unit) + sizeof(float);
-        auto* weights = static_cast<Unit*>(scratch(Scratch::kWeights, rows * kRowBytes));
+        constexpr int64_t kMore = kLanes * sizeof(float);
+        auto* weights = static_cast<Unit*>(scratch(Scratch::kWeights, rows * kRowBytes + kMore));
         auto* shrink = reinterpret_cast<float*>(weights + rows * kTile);
         for_bands(block, start, [&](int64_t row, auto height, auto vectors) {
             const State at = {state.sum + row * kLanes, nullptr, state.top + row};
@@ -54,20 +54,19 @@ class RowMath {
     // What a tile weighs for some rows.
     struct Weighed {
         Unit* weights;  // [rows][kTile]
-        float* shrink;  // [rows]: by which what was summed before is multiplied
+        float* shrink;  // [rows], and a vector more: by which what was summed before is multiplied
     };
 
     // Calls body(first row, rows, vectors of positions) for each band that sees some of a tile.
     template <class Body>
     void for_bands(const Block& block, int64_t start, Body&& body) const {
-        const int64_t group = group_, rows = block.num_tokens * group;
+        const int64_t rows = block.num_tokens * softmax_.group();
         const int64_t bands = (rows + kMaxRows - 1) / kMaxRows;
         for (int64_t band = 0; band < bands; band++) {
             const int64_t row = rows * band / bands;
             const int64_t height = rows * (band + 1) / bands - row;
-            const int64_t low = low_of(block.first_position + row / group);
-            const int64_t high = block.first_position + (row + height - 1) / group;
-            if (high < start || low >= start + kTile) continue;
+            if (softmax_.is_hidden(block, row, height, start)) continue;
+            const int64_t high = softmax_.position_of(block, row + height - 1);
             const int64_t vectors = std::min<int64_t>(kVectors, (high - start) / kLanes + 1);
             const auto of_height = [&](auto num_rows) {
                 switch (vectors) {
@@ -89,16 +88,11 @@ class RowMath {
         }
     }
 
-    // First position that the query at `position` sees.
-    int64_t low_of(int64_t position) const {
-        return p_.window == 0 ? 0 : std::max<int64_t>(0, position - p_.window + 1);
-    }
-
     // Weighs the positions of one tile for kRows rows, and adds the weights to the rows' states.
     template <int kRows, int kUsed>
     void weigh(const Block& block, int64_t row, int64_t start, const Unit* queries,
                const Unit* keys, State state, Weighed to) const {
-        const int64_t head_dim = p_.head_dim, group = group_;
+        const int64_t head_dim = p_.head_dim;
         F16 score[kRows][kUsed];
         constexpr int kNum = std::min(kUsed, kAtOnce);
         static_assert(kUsed % kNum == 0);
@@ -129,37 +123,8 @@ class RowMath {
             }
         }
 
-        float before[kLanes] = {}, after[kLanes] = {};
-        for (int r = 0; r < kRows; r++) {
-            const int64_t position = block.first_position + (row + r) / group;
-            const int64_t low = low_of(position) - start, high = position - start;
-            F16 top = splat(kMinusInf);
-            for (int v = 0; v < kUsed; v++) {
-                score[r][v] = score[r][v] * splat(log2_scale_);
-                if (low > v * kLanes || high < (v + 1) * kLanes - 1) {
-                    score[r][v] = keep_lanes(score[r][v], clamp(low - v * kLanes),
-                                             clamp(high - v * kLanes));
-                }
-                top = max(top, score[r][v]);
-            }
-            const float m = std::max(state.top[r], max_lanes(top));
-            before[r] = state.top[r];
-            after[r] = m == kMinusInf ? 0.0f : m;
-            state.top[r] = m;
-        }
-        float shrink[kLanes];
-        store(shrink, rescale(load(before), load(after)));
-        std::copy(shrink, shrink + kRows, to.shrink);
-        for (int r = 0; r < kRows; r++) {
-            F16 weight[kVectors] = {zero(), zero(), zero(), zero()};
-            for (int v = 0; v < kUsed; v++) {
-                weight[v] = exp2_of(score[r][v] - splat(after[r]));
-                store(to.weights + r * kTile + v * kLanes, weight[v]);
-            }
-            const F16 added = (weight[0] + weight[1]) + (weight[2] + weight[3]);
-            float* sum = state.sum + r * kLanes;
-            store(sum, fma(load(sum), splat(shrink[r]), added));
-        }
+        softmax_.template weigh<kUsed>(block, row, kRows, start, score, state, to.weights,
+                                       to.shrink);
     }
 
     // Adds the weighed values of one tile to kRows rows of `out`.
@@ -208,13 +173,8 @@ class RowMath {
         }
     }
 
-    static int clamp(int64_t lane) {
-        return static_cast<int>(std::min<int64_t>(std::max<int64_t>(lane, -1), kLanes));
-    }
-
     const PdPagedAttention& p_;
-    const int64_t group_;     // query heads per KV head
-    const float log2_scale_;  // scores are kept in powers of two
+    const Softmax softmax_;
 };
 
 }  // namespace pd

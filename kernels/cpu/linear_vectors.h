@@ -153,23 +153,17 @@ inline void take_step(F16 (&sum)[kRows][kHalves], const W* w, const typename For
         // One k of all rows, then the other: the weights of both do not fit beside the sums.
 #pragma GCC unroll 2
         for (int odd = 0; odd < 2; odd++) {
-            V8 weights[kHalves][2];
+            F16 weights[kHalves];
 #pragma GCC unroll 2
             for (int half = 0; half < kHalves; half++) {
-#pragma GCC unroll 2
-                for (int i = 0; i < 2; i++) {
-                    weights[half][i] = load_of_pairs(w + (2 * half + i) * kLanes, odd);
-                }
+                const W* from = w + 2 * half * kLanes;
+                weights[half] = {{load_of_pairs(from, odd), load_of_pairs(from + kLanes, odd)}};
             }
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; r++) {
-                const V8 input = splat8(x[odd * kRows + r]);
 #pragma GCC unroll 2
                 for (int half = 0; half < kHalves; half++) {
-#pragma GCC unroll 2
-                    for (int i = 0; i < 2; i++) {
-                        sum[r][half].v[i] = fma(input, weights[half][i], sum[r][half].v[i]);
-                    }
+                    sum[r][half] = add_product(sum[r][half], x + odd * kRows + r, weights[half]);
                 }
             }
             asm volatile("" : : : "memory");  // else it loads the weights once, for both

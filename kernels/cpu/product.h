@@ -16,7 +16,7 @@ struct Format {
     using Input = float;
     static constexpr int kDepth = 1, kPadding = 1;
     static F16 step(F16 sum, const T* w, const float* x, int64_t = 0) {
-        return fma(splat(*x), load(w), sum);
+        return add_product(sum, x, load(w));
     }
 };
 
@@ -46,7 +46,7 @@ struct Format<Bf16> {
     static constexpr int kDepth = 2, kPadding = 2;
     static F16 step(F16 sum, const Bf16* w, const float* x, int64_t next) {
         const Pair pair = load_pairs(w);
-        return fma(splat(x[next]), pair.odd, fma(splat(*x), pair.even, sum));
+        return add_product(add_product(sum, x, pair.even), x + next, pair.odd);
     }
 };
 #endif

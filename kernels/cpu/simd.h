@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -63,6 +64,8 @@ inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 // a * b + c
 inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// *x * w + sum
+inline F16 add_product(F16 sum, const float* x, F16 w) { return fma(splat(*x), w, sum); }
 
 inline __mmask16 first_lanes(int count) {
     return static_cast<__mmask16>((1u << count) - 1u);
@@ -139,6 +142,10 @@ inline float sum_lanes(F16 a) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 inline float max_lanes(F16 a) { return _mm512_reduce_max_ps(a.v); }
+inline F16 with_lane(F16 a, int lane, float x) {
+    const __mmask16 one = static_cast<__mmask16>(1u << lane);
+    return {_mm512_mask_broadcastss_ps(a.v, one, _mm_set_ss(x))};
+}
 
 // Lanes i with low <= i <= high keep their value, the others become minus infinity.
 inline F16 keep_lanes(F16 a, int low, int high) {
@@ -191,6 +198,19 @@ inline V8 fma(V8 a, V8 b, V8 c) {
 }
 inline F16 fma(F16 a, F16 b, F16 c) {
     return {{fma(a.v[0], b.v[0], c.v[0]), fma(a.v[1], b.v[1], c.v[1])}};
+}
+// *x * w + sum. As one: with 12 sums in 16 registers, GCC otherwise loads inputs early or sums into
+// them, and for some CPUs (-mtune) spills sums, which takes half as long again.
+inline F16 add_product(F16 sum, const float* x, F16 w) {
+#ifdef __FMA__
+    V8 input;
+    asm("vbroadcastss %3, %2\n\tvfmadd231ps %4, %2, %0\n\tvfmadd231ps %5, %2, %1"
+        : "+x"(sum.v[0]), "+x"(sum.v[1]), "=&x"(input)
+        : "m"(*x), "x"(w.v[0]), "x"(w.v[1]));
+    return sum;
+#else
+    return fma(splat(*x), w, sum);
+#endif
 }
 
 inline float widen_one(float x) { return x; }
@@ -326,6 +346,14 @@ inline float max_lanes(F16 a) {
     return best;
 }
 
+inline F16 with_lane(F16 a, int lane, float x) {
+    for (int half = 0; half < 2; half++) {
+        const I8 lanes = I8{0, 1, 2, 3, 4, 5, 6, 7} + 8 * half;
+        a.v[half] = lanes == lane ? splat8(x) : a.v[half];
+    }
+    return a;
+}
+
 inline F16 keep_lanes(F16 a, int low, int high) {
     for (int half = 0; half < 2; half++) {
         const I8 lane = I8{0, 1, 2, 3, 4, 5, 6, 7} + 8 * half;
@@ -363,20 +391,40 @@ inline F16 rounded_to<float>(F16 a) {
     return a;
 }
 
-// 2^a for a <= 127, within 2 units in the last place; exactly 1 at 0, and exactly 0 at minus
-// infinity (coefficients of Cephes' exp2f).
+// 2^a for a <= 127, where near(r) is 2^r for |r| <= 0.5; exactly 0 at minus infinity.
+template <class Near>
+inline F16 exp2_by(F16 a, Near&& near) {
+#ifndef PD_AVX512
+    a = max(a, splat(-160.0f));  // within what integers hold
+#endif
+    const F16 n = round_to_integer(a);
+    return scale_by_power(near(a - n), n);
+}
+
+// Within 2 units in the last place, and exactly 1 at 0 (coefficients of Cephes' exp2f).
 inline F16 exp2_of(F16 a) {
-    const F16 x = max(a, splat(-160.0f));
-    const F16 n = round_to_integer(x);
-    const F16 r = x - n;
-    F16 p = splat(1.535336188319500e-4f);
-    p = fma(p, r, splat(1.339887440266574e-3f));
-    p = fma(p, r, splat(9.618437357674640e-3f));
-    p = fma(p, r, splat(5.550332471162809e-2f));
-    p = fma(p, r, splat(2.402264791363012e-1f));
-    p = fma(p, r, splat(6.931472028550421e-1f));
-    p = fma(p, r, splat(1.0f));
-    return scale_by_power(p, n);
+    return exp2_by(a, [](F16 r) {
+        F16 p = splat(1.535336188319500e-4f);
+        p = fma(p, r, splat(1.339887440266574e-3f));
+        p = fma(p, r, splat(9.618437357674640e-3f));
+        p = fma(p, r, splat(5.550332471162809e-2f));
+        p = fma(p, r, splat(2.402264791363012e-1f));
+        p = fma(p, r, splat(6.931472028550421e-1f));
+        return fma(p, r, splat(1.0f));
+    });
+}
+
+// As exact as a product by T asks. What bf16 keeps of it is off by up to 2e-3: the minimax cubic that
+// is 1 at 0 adds 1e-4 at most.
+template <class T>
+inline F16 exp2_for(F16 a) {
+    if constexpr (!std::is_same_v<T, Bf16>) return exp2_of(a);
+    return exp2_by(a, [](F16 r) {
+        F16 p = splat(5.500893294811249e-2f);
+        p = fma(p, r, splat(2.422109693288803e-1f));
+        p = fma(p, r, splat(6.932829022407532e-1f));
+        return fma(p, r, splat(1.0f));
+    });
 }
 
 constexpr float kLog2E = 1.4426950408889634f;
