@@ -43,7 +43,7 @@ def token_logprobs(
     ranks = ((logits > chosen).sum(-1) + 1).tolist()
     num_top = [each if isinstance(each, int) else 0 for each in alternatives]
     widest = min(max(num_top, default=0), logits.shape[-1])
-    top_logits, top_ids = logits.topk(widest, dim=-1)
+    top_logits, top_ids = _likeliest(logits, widest)
     top_values, top_tokens = (top_logits - normaliser).tolist(), top_ids.tolist()
     described = [
         TokenLogprobs(
@@ -63,6 +63,22 @@ def token_logprobs(
                 described[row], top=list(zip(named, logprobs, strict=True))
             )
     return described
+
+
+def _likeliest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Return the largest logits of each row and their ids, `[M, num]`; of equal ones the lower ids.
+
+    Which of equal ones `topk` takes depends on `num`, hence on the batch, and on the device.
+    """
+    if not num:
+        return logits[:, :0], torch.empty(len(logits), 0, dtype=torch.long)
+    least = logits.topk(num, dim=-1).values[:, -1:]
+    rows, ids = (logits < least).logical_not_().nonzero(as_tuple=True)  # NaN is the largest
+    order = logits[rows, ids].argsort(descending=True, stable=True)
+    order = order[rows[order].argsort(stable=True)]
+    begin = torch.searchsorted(rows, torch.arange(len(logits), device=rows.device))
+    top_ids = ids[order[begin[:, None] + torch.arange(num, device=rows.device)]]
+    return logits.gather(-1, top_ids), top_ids
 
 
 def _normaliser(logits: Tensor) -> Tensor:

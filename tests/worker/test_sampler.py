@@ -356,5 +356,16 @@ def test_logprobs_are_to_the_bit_those_of_any_order_of_the_vocabulary() -> None:
         for one, other in zip(moved, told, strict=True):
             assert [(int(order[token]), value) for token, value in one.top] == other.top
     logits[3, 17], logits[4, 17], logits[5] = math.nan, math.inf, -math.inf
-    lost = token_logprobs(logits, tokens, [0] * 8)
+    lost = token_logprobs(logits, tokens, [2] * 8)
     assert [math.isnan(each.logprob) for each in lost] == [i in (3, 4, 5) for i in range(8)]
+
+
+def test_of_equally_likely_tokens_the_first_ones_are_reported_whatever_else_is_in_the_batch() -> (
+    None
+):
+    logits = (torch.randn(3, 50_000, generator=torch.Generator().manual_seed(0)) * 2).round()
+    tokens = torch.zeros(3, dtype=torch.int64)
+    best = sorted(range(50_000), key=lambda token: -float(logits[0, token]))[:5]
+    for rows, widest in ((1, 5), (3, 5), (3, 20)):
+        told = token_logprobs(logits[:rows], tokens[:rows], [5, widest, 0][:rows])
+        assert [token for token, _ in told[0].top] == best
