@@ -37,6 +37,8 @@ _FUNCTIONS = "functions."
 _HEAD = re.compile(r"(?P<name>[^\n]++)\n\s*+(?=\{)")
 """Input for a follower of arguments: the name from the header, on its own line."""
 _TURN = START + "assistant"
+_FINAL = "<|channel|>final<|message|>"
+_TEXT = "TEXT"
 _WRITING = Writing(
     begin="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
     end="",
@@ -194,10 +196,21 @@ def harmony_grammar(tokens: Mapping[str, int], use: ToolUse) -> str:
     """
     check_tools(use.tools, with_keys=False)
     writer = GrammarWriter(tokens)
-    text = writer.free("TEXT", ())
+    notes = _notes(writer)
+    call = writer.calls(_WRITING, use)
+    final = f"{writer.literal(_FINAL)} {_TEXT}"
+    return f"start: {notes} ({call if use.is_forced else f'{call} | {final}'})\n{writer.text()}"
+
+
+def harmony_before(tokens: Mapping[str, int]) -> str:
+    """Return the grammar of `@answer` as the final message of an answer."""
+    writer = GrammarWriter(tokens)
+    return f"start: {_notes(writer)} {writer.literal(_FINAL)} @answer\n{writer.text()}"
+
+
+def _notes(writer: GrammarWriter) -> str:
+    """Add rules for messages that are not the last; return a reference to them."""
+    text = writer.free(_TEXT, ())
     channels = ' ("analysis" | "commentary") '
     note = f"{writer.literal('<|channel|>')}{channels}{writer.literal(MESSAGE)} {text}"
-    writer.rule("note", f"{note} {writer.literal('<|end|>' + _TURN)}")
-    call = writer.calls(_WRITING, use)
-    final = f"{writer.literal('<|channel|>final<|message|>')} {text}"
-    return f"start: note* ({call if use.is_forced else f'{call} | {final}'})\n{writer.text()}"
+    return writer.rule("note", f"{note} {writer.literal('<|end|>' + _TURN)}") + "*"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pdserve.errors import BadRequestError, ConfigError
-from pdserve.text.answer.harmony import HarmonyMachine, harmony_grammar
+from pdserve.text.answer.harmony import HarmonyMachine, harmony_before, harmony_grammar
 from pdserve.text.answer.json_calls import JSON_LIST, MISTRAL, MISTRAL_V3
 from pdserve.text.answer.machine import AnswerMachine
 from pdserve.text.answer.parsers import (
@@ -72,19 +72,22 @@ class AnswerStyle:
         return None if token_id is None else (token_id,)
 
     def thought_before(self, prompt: str) -> str | None:
-        """Return the grammar of `@answer` after the optional reasoning of an answer.
+        """Return the grammar of `@answer` after the reasoning of an answer.
 
-        None if `prompt` has begun or ended it, or if its markers are not tokens.
+        None if `prompt` has ended it, if the token of `thought_end` does, or if no token begins it.
         """
         if self.token_machine is XtmlMachine:
             return xtml_before(prompt, self.tokens)
+        if self.token_machine is HarmonyMachine:
+            return harmony_before(self.tokens)
         reasoning = self.reasoning
-        if reasoning is None or not self.tokens.keys() >= set(reasoning.pairs[0]):
+        if reasoning is None or reasoning.is_closed_after(prompt) or self.thought_end(prompt):
             return None
-        if reasoning.is_open_after(prompt) or reasoning.is_closed_after(prompt):
+        is_open = reasoning.is_open_after(prompt)
+        if not is_open and not self.tokens.keys() >= set(reasoning.pairs[0]):
             return None
         writer = GrammarWriter(self.tokens)
-        return f"start: {writer.thought(reasoning, is_open=False)} @answer\n{writer.text()}"
+        return f"start: {writer.thought(reasoning, is_open=is_open)} @answer\n{writer.text()}"
 
     def grammar(self, prompt: str, use: ToolUse) -> str:
         """Return the grammar of an answer to `prompt` that calls tools as their schemas say.

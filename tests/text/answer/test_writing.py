@@ -277,14 +277,26 @@ def test_elements_go_on_from_those_that_the_prompt_has_opened(prompt):
         assert delta.calls or not more
 
 
-@pytest.mark.parametrize("prompt", [K3_PROMPT, THOUGHT, RESPONSE])
-def test_what_a_response_has_to_be_stands_in_its_element(prompt):
-    style, tokenizer, matching = style_with("kimi_k3", has_tokens=True)
+K3_THOUGHT = "hm<|close|>think<|sep|><|open|>response<|sep|>"
+GPT_THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "thought"),
+    [
+        ("kimi_k3", K3_PROMPT, "<|open|>response<|sep|>"),
+        ("kimi_k3", THOUGHT, K3_THOUGHT),
+        ("kimi_k3", RESPONSE, ""),
+        ("openai", "<|start|>assistant", f"{GPT_THOUGHT}<|channel|>final<|message|>"),
+        ("hermes", "<think>\n", "hm</think>\n\n"),
+    ],
+)
+def test_what_an_answer_has_to_be_stands_behind_its_reasoning(name, prompt, thought):
+    style, tokenizer, matching = style_with(name, has_tokens=name in TOKEN_MACHINES)
     before = style.thought_before(prompt)
     answer = {"name": "answer", "lark_grammar": 'start: "yes"'}
     grammar = json.dumps({"grammars": [{"lark_grammar": before}, answer]})
-    thought = "hm<|close|>think<|sep|>" if prompt == THOUGHT else ""
-    output = thought + ("" if prompt == RESPONSE else "<|open|>response<|sep|>") + "yes"
+    output = thought + "yes"
     matcher = LLMatcher(matching, grammar)
     assert not matcher.get_error()
     assert matcher.consume_tokens(tokenizer.encode(output, add_special_tokens=False))
