@@ -100,7 +100,7 @@ class GatewayExchange:
                 return [*picked, go_on(event.part)]
             case MessagePart.RESPONSE_HEADERS:
                 if self._pick is not None:
-                    self._pick.prefilling.close()
+                    self._pick.computed()
                 return [go_on(event.part)]
             case MessagePart.RESPONSE_BODY:
                 if self._mode(is_request=False) is BodyMode.FULL_DUPLEX_STREAMED:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from pdserve.proxy.backend import Backend
+    from pdserve.proxy.brain.ledger import LedgerEntry
     from pdserve.proxy.brain.question import PairDecision
     from pdserve.proxy.routing import RunLocally
     from pdserve.proxy.services import Services
@@ -71,6 +72,7 @@ class Pick:
         reason: Why there is no prefill engine; `default` if there is one.
         yields_s: What engines are told in `YIELDS_HEADER`.
         prefilling, running: Count the request as work of the engines until they are closed.
+        work: The same work in the ledger, if pairs are chosen by it.
     """
 
     engines: list[Backend]
@@ -79,11 +81,18 @@ class Pick:
     yields_s: float = 0.0
     prefilling: ExitStack = field(default_factory=ExitStack)
     running: ExitStack = field(default_factory=ExitStack)
+    work: list[LedgerEntry] = field(default_factory=list)
 
     @property
     def endpoints(self) -> list[str]:
         """Destinations as gateways name them."""
         return [endpoint_of(engine.url) for engine in self.engines]
+
+    def computed(self) -> None:
+        """Note that the prompt is computed, as the answer begins; may be called repeatedly."""
+        for entry in self.work:
+            entry.computed()
+        self.prefilling.close()
 
     def close(self) -> None:
         """Stop counting the request; may be called repeatedly."""
@@ -234,14 +243,16 @@ class Picker:
         )
         pick.engines += islice(spare, NUM_FALLBACKS)
         if prefill is not None:
-            pick.prefilling.enter_context(self._at(prefill, "prefill", prompt))
-        kind = "local" if prefill is None else "decode"
-        pick.running.enter_context(self._at(first, kind, prompt))
+            pick.prefilling.enter_context(self._at(prefill, "prefill", prompt, pick.work))
+        kind = "local" if prefill is None else "receive"
+        pick.running.enter_context(self._at(first, kind, prompt, pick.work))
         return pick
 
     @contextmanager
-    def _at(self, engine: Backend, kind: str, prompt: RoutePrompt) -> Iterator[None]:
-        """Count a request as work of an engine while the block runs."""
+    def _at(
+        self, engine: Backend, kind: str, prompt: RoutePrompt, work: list[LedgerEntry]
+    ) -> Iterator[None]:
+        """Count a request as work of an engine while the block runs, and add it to `work`."""
         prefixes, pairing = self._services.prefixes, self._services.pairing
         known = UNKNOWN if prefixes is None else prefixes.sent(prompt, engine)
         num_tokens = prompt.num_tokens - known.num_tokens
@@ -249,7 +260,8 @@ class Picker:
         engine.pending_tokens += num_tokens
         with ExitStack() as stack:
             if pairing is not None:
-                stack.enter_context(pairing.hold(engine, kind, prompt, known.num_tokens))
+                held = pairing.hold(engine, kind, prompt, known.num_tokens)
+                work.append(stack.enter_context(held))
             try:
                 yield
             finally:

@@ -318,3 +318,26 @@ async def test_a_prompt_that_a_prefill_engine_should_take_whole_goes_to_a_decode
         async with asked(stack) as gateway:
             answer, _ = await gateway.ask(headers_event(HEADERS), body_event(body), num_answers=2)
     assert endpoints(answer) == [endpoint_of(decode.url)]
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_a_prompt_counts_as_one_until_the_answer_begins_and_then_as_a_stream(
+    make_stack, num_prefill
+):
+    stack = await stack_of(make_stack, num_prefill, 1, split_policy="predicted")
+    ledger = stack.proxy.pairing.ledger
+    body = msgspec.json.encode({"prompt": [1] * 400, "max_tokens": 4})
+    async with asked(stack) as gateway:
+        stream = gateway.stream()
+        await stream.write(headers_event(HEADERS))
+        await stream.write(body_event(body))
+        await stream.read()
+        await stream.read()
+        work = [ledger.of(each.url) for each in stack.engines]
+        assert (work[0].num_prompts, work[-1].num_coming) == (1, num_prefill)
+        assert work[-1].num_streams == 0
+        await stream.write(headers_event({":status": "200"}, part=MessagePart.RESPONSE_HEADERS))
+        await stream.read()
+        assert sum(each.num_requests for each in work) == work[-1].num_streams == 1
+        await stream.done_writing()
+    assert work[-1].num_requests == 0
