@@ -48,12 +48,10 @@ class ProcessSeries:
 class _Tree(Collector):
     def __init__(self, children: dict[str, str]) -> None:
         self._children = children
-        self._pid: int | str = "self"
-        self._one = ProcessCollector(pid=lambda: self._pid, registry=None)
 
     def collect(self) -> Iterable[Metric]:
         """See the base class."""
-        families = self._families("self")
+        families = _families("self")
         names: dict[str, int] = dict.fromkeys(self._children.values(), 0)
         for pid in sorted(_below("self")):
             name = self._children.get(_module(pid))
@@ -61,15 +59,17 @@ class _Tree(Collector):
                 continue
             labels = {"process": f"{name} {names[name]}"}
             names[name] += 1
-            of_child = self._families(pid)  # fewer, of one that ends
+            of_child = _families(pid)  # fewer, of one that ends
             for key in families.keys() & of_child.keys():
                 for sample in of_child[key].samples:
                     families[key].add_sample(sample.name, labels, sample.value)
         return families.values()
 
-    def _families(self, pid: int | str) -> dict[str, Metric]:
-        self._pid = pid
-        return {family.name: family for family in self._one.collect()}
+
+def _families(pid: int | str) -> dict[str, Metric]:
+    # Nothing is shared between calls: several threads may collect at once.
+    one = ProcessCollector(pid=lambda: pid, registry=None)
+    return {family.name: family for family in one.collect()}
 
 
 def _below(pid: int | str) -> Iterator[int]:
