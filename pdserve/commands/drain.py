@@ -6,7 +6,8 @@ Asks all proxies in front of them at the same time; the proxies do the work.
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,8 +42,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
             "ENGINE is missing: run pdserve drain URL with the URL of an engine", param="engines"
         )
     pairs = list(itertools.product(config.proxies, config.engines))
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        answers = list(pool.map(lambda pair: ask(config, *pair), pairs))
+    answers = [each.result() for each in [_asked(config, *pair) for pair in pairs]]
     if config.is_resumed:
         print("\n".join(f"{url} receives requests again" for url in config.engines))
         return EXIT_DONE
@@ -67,6 +67,20 @@ def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:
         timeout_s=config.deadline_s + _SLACK_S,
         remedy="give the proxy's base URL with --proxy",
     )
+
+
+def _asked(config: DrainConfig, proxy: str, engine: str) -> Future[bytes]:
+    """Ask in a thread that nothing waits for when Ctrl-C ends this command."""
+    answer: Future[bytes] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask(config, proxy, engine))
+        except Exception as error:  # noqa: BLE001 - it is raised where the answer is awaited
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
 
 
 def described(report: DrainReport, proxy: str) -> str:

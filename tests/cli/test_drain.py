@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +14,7 @@ import pytest
 
 from pdserve.cli import main
 from tests.cli.answering import Asked, answering
-from tests.cli.process import free_ports
+from tests.cli.process import ROOT, environment, free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +61,28 @@ def test_an_engine_that_is_not_empty_is_no_success_and_what_it_has_is_told(capsy
     with proxy(**report(is_empty=False, num_left=num_left)) as (url, _):
         assert main(["drain", ENGINE, "--proxy", url]) == 1
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_before_its_deadline():
+    asked, is_over = threading.Event(), threading.Event()
+
+    def hold(_: Asked) -> tuple[int, bytes]:
+        asked.set()
+        is_over.wait(60.0)
+        return 200, b"{}"
+
+    with answering(hold) as url:
+        words = (sys.executable, "-m", "pdserve", "drain", ENGINE, "--proxy", url)
+        command = subprocess.Popen((*words, "--deadline", "60"), cwd=ROOT, env=environment())
+        try:
+            assert asked.wait(60.0)
+            command.send_signal(signal.SIGINT)
+            assert command.wait(20.0) == 130
+        finally:
+            is_over.set()
+            command.kill()
+            command.wait()
 
 
 def test_requests_are_sent_there_again(capsys):
