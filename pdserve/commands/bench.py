@@ -2,12 +2,12 @@
 
 Exit code 0 if every request was answered and the run is valid; 1 if one failed, or if its figures
 are not valid (unless `--allow-invalid`): the client was too slow, or other programs used the cores;
-130 after Ctrl-C. A run that it cuts short is printed and saved as far as it went, as not valid.
+130 after Ctrl-C or SIGTERM. A run that they cut short is printed and saved as far as it went, as
+not valid.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
@@ -41,6 +41,7 @@ from pdserve.bench.runner import PlanOrigin, run_plan
 from pdserve.bench.target import Target
 from pdserve.commands.announce import given_lines, title
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from pdserve.commands.running import run_until_signalled
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
 from pdserve.config.datasets import DatasetConfig
 from pdserve.config.load import Resolved, Source, Table, build
@@ -61,8 +62,9 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
         _require_saved(resolved)
     print("\n".join([title("bench serve"), *given_lines(resolved)]), flush=True)
     target = target_of(target_config, os.environ)
+    ended: list[tuple[Run, list[Planned], list[str]]] = []
 
-    async def work() -> tuple[Run, list[Planned], list[str]]:
+    async def work() -> int:
         served = await ask_served(target, traffic.ready_check_timeout_s)
         own, measured = dataset, []
         if calibration.is_needed(dataset):
@@ -97,10 +99,14 @@ def run_serve(table: Table, resolved: Mapping[str, Resolved]) -> int:
             origin=PlanOrigin(plan.description, words, sampling, dataset.seed),
             on_progress=line if result.progress else None,
         )
-        return run, requests, [*measured, *plan.notes]
+        ended.append((run, requests, [*measured, *plan.notes]))
+        return EXIT_DONE
 
     with contextlib.closing(ProgressLine(sys.stderr)) as line:
-        run, requests, notes = asyncio.run(work())
+        code = run_until_signalled(work(), is_service=False)
+    if not ended:
+        return code
+    run, requests, notes = ended[0]
     found = figures_of(run, slos, result, traffic, target)
     found["pdserve"]["notes"] = [*notes, *found["pdserve"]["notes"], *_short(run, requests)]
     print(

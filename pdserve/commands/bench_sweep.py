@@ -3,7 +3,7 @@
 Prints a line per run as it goes, then the table, then what it means; saves one JSON file with the
 figures of every run. Exit code 0 if the sweep came to its end and every run is valid, whatever it
 found: requests that fail under overload are a finding. Else 1, unless `--allow-invalid` accepts
-runs that are not valid; measurements are saved in any case.
+runs that are not valid; measurements are saved in any case. 130 if Ctrl-C or SIGTERM cut it short.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from pdserve.bench.sweep import Point, Sweep, carry_out, heading, run_line, save
 from pdserve.bench.target import Target
 from pdserve.commands.announce import given_lines, title
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
+from pdserve.commands.running import run_until_signalled
 from pdserve.config.bench import ResultConfig, TargetConfig, TrafficConfig
 from pdserve.config.datasets import DatasetConfig, DatasetName
 from pdserve.config.load import Resolved, Table, build
@@ -69,17 +70,8 @@ def run_sweep(table: Table, resolved: Mapping[str, Resolved]) -> int:
     require_directory(Path(result.result_dir))
     print("\n".join([title("bench sweep"), *given_lines(resolved)]), flush=True)
     target = target_of(target_config, os.environ)
-    return asyncio.run(
-        _run(
-            target,
-            config,
-            dataset,
-            traffic,
-            result,
-            slos,
-            tokenizer=target_config.tokenizer,
-        )
-    )
+    work = _run(target, config, dataset, traffic, result, slos, tokenizer=target_config.tokenizer)
+    return run_until_signalled(work, is_service=False)
 
 
 async def _run(

@@ -153,8 +153,9 @@ def test_bench_alone_prints_its_commands() -> None:
     assert "serve" in done.stdout
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_is_reported_and_leaves_no_process(
-    server: ScriptedServer, tmp_path: Path
+    server: ScriptedServer, tmp_path: Path, number: signal.Signals
 ) -> None:
     process = subprocess.Popen(
         [
@@ -173,7 +174,7 @@ def test_an_interrupted_run_is_reported_and_leaves_no_process(
         assert "done" in process.stderr.readline()  # the first word of progress
         children = psutil.Process(process.pid).children()
         assert len(children) == 1
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert process.wait(60) == 130
         deadline_s = time.monotonic() + 30
         while any(child.is_running() for child in children) and time.monotonic() < deadline_s:
@@ -184,6 +185,35 @@ def test_an_interrupted_run_is_reported_and_leaves_no_process(
         found = json.loads((tmp_path / "r.json").read_bytes())
         assert found["pdserve"]["unfinished"] == 500 - found["num_prompts"]
         assert not found["pdserve"]["valid"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_sweep_that_is_terminated_keeps_what_it_has_measured(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
+    words = (sys.executable, "-m", "pdserve", "bench", "sweep", "--base-url", server.url)
+    process = subprocess.Popen(
+        [
+            *(*words, "--tokenizer", "boxed", "--max-concurrencies", "1,2", "--num-prompts", "12"),
+            *("--random-input-len", "32", "--random-output-len", "4", "--no-progress"),
+            *("--result-dir", str(tmp_path), "--result-filename", "s.json"),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+    )
+    try:
+        assert process.stdout is not None
+        while not (line := process.stdout.readline()).strip().startswith("1 "):
+            assert line
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+        saved = json.loads((tmp_path / "s.json").read_bytes())
+        assert len(saved["points"]) == 1
+        assert "The sweep was interrupted." in saved["statements"]
     finally:
         process.kill()
         process.communicate()
