@@ -9,6 +9,7 @@ is reused.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from typing import TYPE_CHECKING, Final, assert_never
 
 from pdserve.wire.events import DEVICE, GrainsCleared, GrainsRemoved, GrainsStored
@@ -33,6 +34,7 @@ class PrefixIndex:
         self._entries: dict[int, int] = {}
         self._shared: dict[int, int] = {}
         self._expected: dict[int, dict[int, float]] = {}
+        self._due: deque[tuple[float, int, Sequence[int]]] = deque()
         self._believed = 0
         self._num_bits = 0
         self._owners: dict[int, str] = {}
@@ -94,8 +96,13 @@ class PrefixIndex:
             else:
                 entries.pop(grain, None)
 
-    def expect(self, bit: int, grains: Iterable[int], until_s: float) -> None:
-        """Note that a holder is about to have these grains."""
+    def expect(self, bit: int, grains: Sequence[int], until_s: float) -> None:
+        """Note that a holder is about to have these grains.
+
+        Args:
+            until_s: When they expire; later calls give no earlier times.
+        """
+        self._due.append((until_s, bit, grains))
         mine = 1 << bit
         for grain in grains:
             if not self._entries.get(grain, 0) & mine:
@@ -103,10 +110,10 @@ class PrefixIndex:
 
     def sweep(self, num_entries: int, now_s: float) -> None:
         """Clear some entries of retired holders, and expected grains that never came."""
-        gone = self._retired | self._sweeping
-        for grain, bits in list(self._expected.items()):
-            for bit, until_s in list(bits.items()):
-                if until_s <= now_s or gone >> bit & 1:
+        while self._due and self._due[0][0] <= now_s:
+            until_s, bit, grains = self._due.popleft()
+            for grain in grains:
+                if self._expected.get(grain, {}).get(bit) == until_s:  # else expected once more
                     self._forget_expected(grain, bit)
         if not self._to_sweep:
             if not self._retired:
@@ -123,7 +130,11 @@ class PrefixIndex:
                     del entries[grain]
         del self._to_sweep[-num_entries:]
         if not self._to_sweep:
-            self._free += _bits_of(self._sweeping)
+            freed = _bits_of(self._sweeping)
+            for grain in list(self._expected):
+                for bit in self._expected[grain].keys() & freed:
+                    self._forget_expected(grain, bit)
+            self._free += freed
             self._sweeping = 0
 
     def depths(

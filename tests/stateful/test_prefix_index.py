@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -203,6 +205,30 @@ def test_what_is_expected_counts_until_its_time_is_over_and_not_at_another_engin
     index.sweep(10, 5.0)
     assert index._expected == {}
     assert other not in index.depths((1,), 0.0)
+
+
+def test_a_sweep_looks_at_nothing_that_is_still_expected():
+    index, took_s = PrefixIndex(), []
+    for bit in [index.open("cores of one engine") for _ in range(8)]:
+        index.expect(bit, range(50_000), until_s=9.0)
+    for _ in range(3):
+        begun_s = time.perf_counter()
+        index.sweep(10, 8.9)
+        took_s.append(time.perf_counter() - begun_s)
+    assert min(took_s) < 0.005, "ten times a second"
+
+
+def test_what_is_expected_again_expires_later_and_nothing_is_of_a_number_that_is_used_again():
+    index = PrefixIndex()
+    one = index.open("one")
+    index.expect(one, (1, 2), until_s=5.0)
+    index.expect(one, (1,), until_s=6.0)
+    index.sweep(10, 5.0)
+    assert index.depths((1, 2), 5.0) == {one: 1}
+    index.retire(one)
+    index.sweep(10, 5.0)
+    assert index.open("other") == one
+    assert index.depths((1, 2), 5.0) == {}
 
 
 def test_of_what_was_sent_the_least_recent_prefix_is_forgotten_from_its_end():
