@@ -14,7 +14,7 @@ from pdserve.errors import BadRequestError
 from pdserve.wire.hop import KVTransferParams
 
 MAX_CHOICES = 1024
-MAX_SLO_MS = 3.6e6
+MIN_SLO_MS, MAX_SLO_MS = 1e-3, 3.6e6
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -38,9 +38,9 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         for name, milliseconds in (("ttft_ms", self.ttft_ms), ("itl_ms", self.itl_ms)):
-            if milliseconds is not None and not 0 < milliseconds <= MAX_SLO_MS:
+            if milliseconds is not None and not MIN_SLO_MS <= milliseconds <= MAX_SLO_MS:
                 raise ValueError(
-                    f"{name} is {milliseconds:g}: it must be in milliseconds, above 0 and at most "
+                    f"{name} is {milliseconds:g}: it must be in milliseconds, {MIN_SLO_MS:g} to "
                     f"{MAX_SLO_MS:g}"
                 )
 

@@ -191,7 +191,8 @@ def test_an_objective_of_a_model_that_is_given_twice_is_refused():
 
 
 @pytest.mark.parametrize(
-    "slo", [{"ttft_ms": 0}, {"itl_ms": "soon"}, 5, {"ttft_ms": 1e9}, {"ttft": 300}]
+    "slo",
+    [{"ttft_ms": 0}, {"ttft_ms": 1e-310}, {"itl_ms": "soon"}, 5, {"ttft_ms": 1e9}, {"ttft": 300}],
 )
 async def test_an_objective_that_is_none_is_refused_by_name(make_stack, slo):
     stack = await make_stack([ScriptedEngine("prefill")], [ScriptedEngine("decode")])
