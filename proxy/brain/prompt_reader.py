@@ -97,7 +97,7 @@ class PromptReader:
         messages, text = body.fields.get("messages"), body.fields.get("prompt")
         num_bytes = len(messages or b"") + len(text or b"")
         if num_bytes < GRAIN_TOKENS:  # each token has at least one byte
-            return RoutePrompt(body.num_bytes, num_tokens=num_bytes // BYTES_PER_TOKEN)
+            return RoutePrompt(body.num_bytes, num_tokens=max(1, num_bytes // BYTES_PER_TOKEN))
         try:
             if (messages is None) is (text is None) or any(_asks(body, n) for n in _UNRENDERED):
                 raise _UnreadError("fields")

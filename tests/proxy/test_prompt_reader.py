@@ -68,6 +68,11 @@ async def test_a_chat_is_named_as_the_engine_names_what_it_renders(make_reader, 
     assert prompt.unread == ""
 
 
+@pytest.mark.parametrize("prompt", ["", "a", [5]])
+async def test_no_prompt_is_so_short_that_no_engines_would_be_predicted_for_it(make_reader, prompt):
+    assert (await (await make_reader()).read(body(prompt=prompt))).num_tokens == 1
+
+
 async def test_tools_and_what_else_a_template_is_told_are_in_the_names(
     make_reader, model, tmp_path
 ):
