@@ -57,6 +57,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
         if "torch" in sys.modules:
             never_compare_dtensors()
         gc.freeze()
+        # Little of what tests make is garbage that only this finds.
+        gc.set_threshold(20_000, 10, 10)
         gc.enable()
 
 
@@ -190,6 +192,16 @@ def _no_device_for_kv_is_left_in_the_environment() -> Iterator[None]:
         os.environ.pop("UCX_NET_DEVICES", None)
     else:
         os.environ["UCX_NET_DEVICES"] = before
+
+
+@pytest.fixture(autouse=True)
+def _servers_leave_nothing_to_collect() -> Iterator[None]:
+    """aiohttp remembers 1,024 handlers with all that they belong to; one of ours collects often."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    if web_app := sys.modules.get("aiohttp.web_app"):
+        web_app._cached_build_middleware.cache_clear()
 
 
 @pytest.fixture(scope="session")
