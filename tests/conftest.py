@@ -106,25 +106,49 @@ _MARKS_OF_ALL = re.compile(r"^pytestmark = (?:\[[^\]]*\]|.*)", re.MULTILINE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to the night the cases that a test marked `covering` can do without."""
+    """Leave to longer runs the cases that the others can do without.
+
+    Of a test marked `covering`, they are the night's; of one with several `parametrize`, whatever
+    only combines their rows anew is not the quick loop's.
+    """
     items.sort(key=lambda item: item.path)  # see `pytest_make_collect_report`
     alike: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in alike.values():
-        mark = cases[0].get_closest_marker("covering")
-        assert mark is not None
-        told = {case: _combinations(case, *mark.args) for case in cases}
-        left = set().union(*told.values())
-        used: Counter[tuple[tuple[str, str], ...]] = Counter()
-        while left:
-            # Of those that bring as much, the one whose values have been seldom.
-            best = max(told, key=lambda case: (len(told[case] & left), -_times(case, used)))
-            left -= told.pop(best)
-            used.update(_combinations(best, 1))
-        for case in told:
-            case.add_marker(pytest.mark.matrix)
+        if mark := cases[0].get_closest_marker("covering"):
+            for case in _dispensable({case: _combinations(case, *mark.args) for case in cases}):
+                case.add_marker(pytest.mark.matrix)
+        quick = [case for case in cases if not any(map(case.get_closest_marker, _NOT_QUICK))]
+        for case in _dispensable({case: _rows(case) for case in quick}):
+            case.add_marker(pytest.mark.slow)
+
+
+_NOT_QUICK = ("gpu", "matrix", "e2e", "chaos", "alone", "slow")
+
+
+def _dispensable(told: dict[pytest.Function, set[Any]]) -> list[pytest.Function]:
+    """The cases without which the others tell as much."""
+    told = dict(told)
+    left = set().union(*told.values())
+    used: Counter[Any] = Counter()
+    while left:
+        # Of those that bring as much, the one whose values have been seldom.
+        best = max(told, key=lambda case: (len(told[case] & left), -_times(case, used)))
+        left -= told.pop(best)
+        used.update(_combinations(best, 1))
+    return list(told)
+
+
+def _rows(case: pytest.Function) -> set[Any]:
+    """What a case has of each of its `parametrize`, and of each fixture with parameters."""
+    ids = {name: id(value) for name, value in case.callspec.params.items()}
+    rows = set()
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        rows.add(tuple((name.strip(), ids.pop(name.strip())) for name in names))
+    return rows | set(ids.items())
 
 
 def _combinations(case: pytest.Function, num: int) -> set[tuple[tuple[str, str], ...]]:
@@ -133,7 +157,7 @@ def _combinations(case: pytest.Function, num: int) -> set[tuple[tuple[str, str],
     return set(itertools.combinations(values, num))
 
 
-def _times(case: pytest.Function, used: Counter[tuple[tuple[str, str], ...]]) -> int:
+def _times(case: pytest.Function, used: Counter[Any]) -> int:
     """How often a case's values stand in the cases chosen so far."""
     return sum(used[value] for value in _combinations(case, 1))
 
