@@ -14,6 +14,7 @@ from pdserve.config.http import HttpLimits
 from pdserve.errors import ConfigError
 from pdserve.http.bodies import COPIES
 from pdserve.http.connection import ClientConnection
+from pdserve.proxy import backends
 from tests.http.conftest import connected
 from tests.proxy.conftest import make_stack, until
 from tests.proxy.scripted import ScriptedEngine
@@ -94,7 +95,8 @@ async def test_a_body_of_unknown_length_pays_as_it_grows(make_stack):
 
 
 @pytest.mark.parametrize("body", [b"no json", b"{}", b"[" * 2000])
-async def test_a_refused_request_pays_back(make_stack, body):
+async def test_a_refused_request_pays_back(make_stack, body, monkeypatch):
+    monkeypatch.setattr(backends, "STARTUP_S", 0.0)
     stack = await make_stack([], [], limits=LIMITS)
     async with stack.client.post(f"{stack.url}/v1/completions", data=body) as response:
         assert response.status >= 400

@@ -179,8 +179,9 @@ async def test_a_client_that_expects_to_be_told_to_go_on_is(serve):
 
 
 async def test_without_a_free_descriptor_clients_are_hung_up_on_and_the_log_stays_short(
-    serve, caplog
+    serve, caplog, monkeypatch
 ):
+    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.02)
     url = await serve()
     host, port = url.removeprefix("http://").split(":")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

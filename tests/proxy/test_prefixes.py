@@ -11,16 +11,17 @@ import pytest
 
 from pdserve.config.kv_events import KVEventsConfig
 from pdserve.config.schema import Role, TransferConfig
+from pdserve.engine import kv_events
 from pdserve.engine.kv_events import KVEventPublisher
 from pdserve.kvcache.manager import KVCacheManager, PrefixHit
 from pdserve.observe.clock import ManualClock, SystemClock
 from pdserve.proxy.backend import Backend, Breaker
+from pdserve.proxy.brain import feed
 from pdserve.proxy.brain.feed import EventFeed
 from pdserve.proxy.brain.index import PrefixIndex
 from pdserve.proxy.brain.prompt import RoutePrompt
 from pdserve.wire.event_reader import GONE_S, ReaderState
 from pdserve.wire.events import (
-    HEARTBEAT_S,
     Batch,
     BlocksCleared,
     EventEndpoint,
@@ -36,6 +37,7 @@ from tests.proxy.scripted import ScriptedEngine
 
 SECRET = "a deployment's"
 LIFE = "00000000000000a1"
+BEAT_S = 0.02
 STICKY = {"prefill_policy": "prefix_sticky", "decode_policy": "prefix_sticky"}
 
 
@@ -63,10 +65,13 @@ def telling(engine: ScriptedEngine, life: str = LIFE):
         config, TransferConfig(secret=SECRET), incarnation=Incarnation(life), rank=0
     )
     engine.incarnation, engine.kv_events = life, [publisher.endpoint]
-    try:
-        yield publisher
-    finally:
-        publisher.close(5.0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HEARTBEAT_S", "LEARNED_S"):
+            patch.setattr(kv_events, name, BEAT_S)
+        try:
+            yield publisher
+        finally:
+            publisher.close(5.0)
 
 
 def engine_at(url: str, *endpoints: EventEndpoint) -> Backend:
@@ -235,7 +240,8 @@ async def test_an_engine_that_is_said_to_be_live_is_believed():
                 assert feed.exact("http://e")
 
 
-async def test_with_its_events_an_engine_says_how_much_all_its_cores_have_to_do():
+async def test_with_its_events_an_engine_says_how_much_all_its_cores_have_to_do(monkeypatch):
+    monkeypatch.setattr(feed, "_LOAD_S", BEAT_S)
     engine = ScriptedEngine("decode")
     told: list[RoutingLoad] = []
     with telling(engine) as one, telling(engine) as other:
@@ -250,7 +256,7 @@ async def test_with_its_events_an_engine_says_how_much_all_its_cores_have_to_do(
             one.load = other.load = RoutingLoad(num_blocks=100)
             await until(lambda: told[-1] == RoutingLoad(num_blocks=200))
             num_told = len(told)
-            await asyncio.sleep(2 * HEARTBEAT_S)
+            await asyncio.sleep(5 * BEAT_S)
             assert len(told) == num_told
 
 

@@ -169,7 +169,7 @@ def script(text: Text, answer: str) -> NextToken:
 
 def scripted(text: Text, answer: str, **parameters: Any) -> ServedEngine:
     """An engine of such a model."""
-    return make_engine(text, next_token=script(text, answer), **parameters)
+    return make_engine(text, **{"next_token": script(text, answer), "step_s": 0.0} | parameters)
 
 
 def events(stream: bytes) -> list[Any]:
