@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.models.file_digest import PIECE_BYTES, DigestCache, FileDigest, FileIdentity
+from pdserve.models import file_digest
+from pdserve.models.file_digest import DigestCache, FileDigest, FileIdentity
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
 from tests.ranks import RankError, run_ranks
@@ -19,7 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+PIECE_BYTES = 2 << 20
+"""Instead of 32 MiB, which take their time: a piece is two reads."""
 SIZE = 2 * PIECE_BYTES + 12345  # three pieces
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_digest, "PIECE_BYTES", PIECE_BYTES)
 
 
 def digest(paths: list[Path], cache: DigestCache | None = None, world: World | None = None) -> str:
@@ -165,7 +173,8 @@ def test_what_is_no_memory_of_a_file_is_overwritten(
 
 
 def _of_rank(world: World, paths: list[Path], folder: Path) -> str:
-    """The digest of this rank's own copy."""
+    """The digest of this rank's own copy; a rank is another process."""
+    file_digest.PIECE_BYTES = PIECE_BYTES
     path = paths[world.engine_rank % len(paths)]
     return digest([path], DigestCache(folder, now_ns=lambda: 1 << 62), world)
 
