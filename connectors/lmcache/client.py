@@ -18,12 +18,14 @@ import mmap
 import os
 import time
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import zmq
 
 from pdserve.config.tiers import LMCACHE_SILENT, LMCACHE_VERSION
+from pdserve.connectors.lmcache.held_locks import HeldLocks
 from pdserve.connectors.lmcache.http_side import StoreHttpSide
 from pdserve.connectors.lmcache.slots import Slots
 from pdserve.errors import ConfigError, PdserveError
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.lmcache.settings import LMCacheSettings
     from pdserve.connectors.lmcache.slots import Pool, StoreLayout
 
-_SHM: Final = "/dev/shm"
+_SHM: Final = Path("/dev/shm")
 _ASK_AGAIN_S: Final = 0.002
 
 
@@ -138,6 +140,7 @@ class StoreClient:
         self._client = create_request_client(settings.server_url, context=self._context)
         self._reach = reach
         self._pool: Pool = np.empty(0, np.uint8)
+        self._held_locks = HeldLocks(instance_id)
         self.chunk_tokens = 0
 
     # --- the server
@@ -165,7 +168,9 @@ class StoreClient:
         register = self._client.register_kv_cache_engine_driven_context
         registered = self._answer(register(geometry), "register")
         self._pool = np.empty(0, np.uint8)  # drop the old mapping before making another
-        self._pool = self._map(str(registered.shm_name).lstrip("/"), int(registered.pool_size))
+        segment = _SHM / str(registered.shm_name).lstrip("/")
+        self._pool = self._map(segment, int(registered.pool_size))
+        self._held_locks.connect(segment)
         self.chunk_tokens = chunk_tokens
 
     def ping(self) -> Any:
@@ -184,23 +189,24 @@ class StoreClient:
         """Unregister; if the server is up, wait until it has processed all earlier messages."""
         leaving = self._client.unregister_kv_cache_engine_driven_context(self._instance_id)
         leaving.wait(self._timeout_s if is_up else 0.0)
+        self._held_locks.close()
         self._pool = np.empty(0, np.uint8)
         self._client.close()
         self._context.term()
 
-    def _map(self, name: str, num_bytes: int) -> Pool:
+    def _map(self, segment: Path, num_bytes: int) -> Pool:
         flag = "kv-transfer-config.lmcache.url"
-        if not name or not num_bytes:
+        if segment == _SHM or not num_bytes:
             raise ConfigError(
                 f"the LMCache server at {self._url} (--{flag}) has no shared memory: start it with "
                 "--supported-transfer-mode engine_driven --shm-name NAME",
                 param=flag,
             )
         try:
-            descriptor = os.open(f"{_SHM}/{name}", os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(segment, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
-                f"the LMCache server at {self._url} (--{flag}) keeps its memory in {_SHM}/{name}, "
+                f"the LMCache server at {self._url} (--{flag}) keeps its memory in {segment}, "
                 f"which cannot be opened here ({error}): run engines and server on one machine, "
                 "as one user and with the same /dev/shm; if the file is gone, restart the server",
                 param=flag,
@@ -217,7 +223,9 @@ class StoreClient:
 
     def lookup(self, chunks: ChunkRange) -> PendingLookup:
         """Start to look for the leading chunks of a prompt, and to bring them into memory."""
-        return PendingLookup(self._client, PromptKeys(self, chunks, self._session(chunks)))
+        session = self._session(chunks)
+        self._held_locks.opened(session)
+        return PendingLookup(self._client, PromptKeys(self, chunks, session))
 
     def release(self, chunks: ChunkRange, *, is_last: bool) -> list[Any]:
         """Release a lookup's read locks on some chunks, and its session if `is_last`.
@@ -226,6 +234,8 @@ class StoreClient:
             Futures that must complete before this rank unregisters.
         """
         session, futures = self._session(chunks), []
+        if is_last:
+            self._held_locks.over(session)
         if chunks.first < chunks.end:
             locked = PromptKeys(self, chunks, session).of(None)
             futures.append(self._client.free_lookup_locks(locked, 1))
@@ -243,6 +253,7 @@ class StoreClient:
             StoreMissError: The server does not have all of them.
         """
         keys = PromptKeys(self, chunks, self._session(chunks))
+        self._held_locks.over(keys.session)
         asked = [self._client.prepare_retrieve(keys.of(u), self._instance_id) for u in units]
         deadline_s = time.monotonic() + self._timeout_s
         answers = [self._answer(future, "prepare_retrieve", deadline_s) for future in asked]

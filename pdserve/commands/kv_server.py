@@ -45,6 +45,7 @@ from pdserve.observe.log import RepeatFilter
 _log = logging.getLogger(START)
 
 _PROGRAM: Final = "lmcache.v1.multiprocess.http_server"
+_HELD_LOCKS: Final = "pdserve.connectors.lmcache.held_locks"
 _LOOK_S: Final = 0.02
 _GIB: Final = 1 << 30
 _POPULATE_WRITE: Final = 23
@@ -79,25 +80,27 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     segment = own_segment()
     _Reserving(segment, tiers.cpu_bytes, config.port).start()
     disk_bytes = 0 if tiers.disk is None else make_room(tiers.disk)
-    _serve(arguments_of(config, tiers, segment.name, disk_bytes=disk_bytes))
+    _serve(arguments_of(config, tiers, segment, disk_bytes=disk_bytes))
     return EXIT_DONE
 
 
 def arguments_of(
-    config: KvServerConfig, tiers: Tiers, segment: str, *, disk_bytes: int = 0
+    config: KvServerConfig, tiers: Tiers, segment: Path, *, disk_bytes: int = 0
 ) -> list[str]:
     """Return the arguments of LMCache's server.
 
     Args:
-        segment: Name of its shared memory.
+        segment: Its shared memory.
         disk_bytes: Bytes that it may write into the folder of the disk tier.
     """
     words = ["--host", LOOPBACK, "--port", str(config.port)]
     words += ["--http-host", LOOPBACK, "--http-port", str(config.http_port)]
     words += ["--chunk-size", str(config.chunk_size), "--hash-algorithm", "blake3"]
     words += ["--l1-size-gb", repr(tiers.cpu_bytes / _GIB), "--no-l1-use-lazy"]
-    words += ["--eviction-policy", "LRU", "--shm-name", segment]
+    words += ["--eviction-policy", "LRU", "--shm-name", segment.name]
     words += ["--supported-transfer-mode", "engine_driven", "--disable-observability"]
+    held_locks = {"module_path": _HELD_LOCKS, "config": {"segment": str(segment)}}
+    words += ["--server-module", json.dumps(held_locks)]
     adapters: list[dict[str, Any]] = []
     if tiers.disk is not None:
         adapters.append(

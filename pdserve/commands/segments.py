@@ -29,13 +29,15 @@ _OWNER: Final = ".owner"
 def own_segment(folder: Path = SHARED_MEMORY) -> Path:
     """Return a path under which this process may make a segment; it is removed at its end.
 
+    So is every file of that folder whose name begins like the segment's.
+
     Segments without owners are removed first.
     """
     remove_ownerless(folder)
     while True:
         segment = folder / f"{_PREFIX}{secrets.token_hex(8)}"
         owner = segment.with_name(segment.name + _OWNER)
-        _have_removed(segment, owner)
+        _have_removed(segment)
         lock = os.open(owner, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if owner.exists():
@@ -43,8 +45,8 @@ def own_segment(folder: Path = SHARED_MEMORY) -> Path:
         os.close(lock)  # another process removed the file before it was locked
 
 
-def _have_removed(*paths: Path) -> None:
-    """Start the process that removes `paths` once this one has ended.
+def _have_removed(segment: Path) -> None:
+    """Start the process that removes a segment's files once this one has ended.
 
     It has a session of its own and blocks signals, so that it survives the end of this process's
     group or service.
@@ -52,7 +54,7 @@ def _have_removed(*paths: Path) -> None:
     end, _ = os.pipe()  # the other end stays open as long as this process lives
     os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "pdserve.commands.segments", *map(str, paths)],
+        [sys.executable, "-m", "pdserve.commands.segments", str(segment)],
         os.environ,
         file_actions=[(os.POSIX_SPAWN_DUP2, end, 0)],
         setsid=True,
@@ -68,17 +70,20 @@ def remove_ownerless(folder: Path = SHARED_MEMORY) -> None:
             lock = os.open(owner, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                owner.with_name(owner.name.removesuffix(_OWNER)).unlink(missing_ok=True)
-                owner.unlink(missing_ok=True)
+                _remove(owner.with_name(owner.name.removesuffix(_OWNER)))
             finally:
                 os.close(lock)
 
 
+def _remove(segment: Path) -> None:
+    for path in segment.parent.glob(f"{segment.name}*"):
+        path.unlink(missing_ok=True)
+
+
 def main() -> None:
-    """Remove the files that are named as arguments once stdin ends."""
+    """Remove the files of the segment that is named as argument once stdin ends."""
     sys.stdin.buffer.read()
-    for path in sys.argv[1:]:
-        Path(path).unlink(missing_ok=True)
+    _remove(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

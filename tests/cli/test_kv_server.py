@@ -237,7 +237,7 @@ def test_what_is_no_lmcache_server_is_said_to_be_none() -> None:
 def test_the_server_is_told_each_tier_and_listens_on_loopback_alone() -> None:
     tiers = parse_tiers("cpu:512M,disk:/data/kv:4GiB,redis:redis://cache:6380")
     config = KvServerConfig(port=8301, chunk_size=64)
-    words = arguments_of(config, tiers, "segment", disk_bytes=3 << 30)
+    words = arguments_of(config, tiers, Path("/dev/shm/segment"), disk_bytes=3 << 30)
     told = dict(itertools.pairwise(words))
     assert (told["--host"], told["--port"]) == ("127.0.0.1", "8301")
     assert (told["--chunk-size"], told["--l1-size-gb"]) == ("64", "0.5")
@@ -250,7 +250,7 @@ def test_the_server_is_told_each_tier_and_listens_on_loopback_alone() -> None:
 
 
 def test_without_further_tiers_nothing_is_written_through() -> None:
-    words = arguments_of(KvServerConfig(), Tiers(cpu_bytes=64 * MIB), "segment")
+    words = arguments_of(KvServerConfig(), Tiers(cpu_bytes=64 * MIB), Path("segment"))
     assert "--l2-adapter" not in words
 
 

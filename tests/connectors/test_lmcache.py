@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import secrets
+import signal
+import time
 from functools import partial
+from multiprocessing import Pipe, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,10 +25,14 @@ from pdserve.connectors.lmcache.slots import StoreLayout, lock
 from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.errors import ConfigError
+from pdserve.wire.request import FinishReason
 from tests.connectors.engines import context, layout
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from pdserve.connectors.conformance.engines import KitRequest
     from pdserve.wire.transfer import KVShape
     from tests.lmcache_server import LMCacheServer
 
@@ -40,6 +47,12 @@ class LMCacheConformance(StoreConformance):
     def make_connector(self) -> KVConnectorBase:
         namespace = secrets.token_hex(4)
         return LMCacheConnector(settings=LMCacheSettings(url=self.url, namespace=namespace))
+
+    def look_up(self, engine: Engine) -> KitRequest:
+        """Have what was saved locked for a request."""
+        request = self._arrive(engine)
+        assert self._match(engine, request).num_tokens
+        return request
 
     def new(self, name: str, **arguments: Any) -> Engine:
         engine = super().new(name, **arguments)
@@ -150,7 +163,47 @@ def test_an_engine_whose_kv_is_not_taken_for_its_stages_is_named_once(
         engine.close()
 
 
-class TestOneRank(LMCacheConformance):
+class Killed(LMCacheConformance):
+    """An engine that is killed, beside one that looks up and loads the same."""
+
+    def test_its_locks_are_given_back_and_no_others(self, lmcache_server: LMCacheServer) -> None:
+        p = self.new("P")
+        self._save(p)
+        request = self.look_up(p)
+        ours, theirs = Pipe()
+        arguments = (type(self), self.connector, theirs)
+        process = get_context("spawn").Process(target=looks_up, args=arguments, daemon=True)
+        process.start()
+        assert ours.poll(30.0), "it has looked up"
+        process.kill()
+        process.join()
+        time.sleep(1.0)  # nothing says when the server has noticed
+        blocks = self.p_blocks(1)
+        p.fill(blocks, 9)
+        num_tokens = self._load(p, request, blocks)
+        assert p.holds(blocks, 1, 0, num_tokens), "it was still locked, and is loaded"
+        request.finish_reason = FinishReason.ABORT
+        p.scheduler.request_finished(request, self.ids(blocks), [1] * len(blocks))
+        p.step()
+        lmcache_server.until(lambda status: not status["read_locked_count"], 5.0)
+
+
+def looks_up(
+    bench: type[LMCacheConformance], connector: LMCacheConnector, says: Connection
+) -> None:
+    """Look up what another engine has saved, twice, and wait for the end."""
+    kit = bench()
+    kit.url = connector.settings.url  # type: ignore[misc]
+    kit.setup_method()
+    kit.connector = connector
+    engine = kit.new("P")
+    for _ in range(2):
+        kit.look_up(engine)
+    says.send("looked up")
+    signal.pause()
+
+
+class TestOneRank(Killed):
     prefill_shape: ClassVar[KVShape] = make_shape()
 
 
@@ -177,5 +230,5 @@ class TestBesideNixlAsAStore(LMCacheConformance):
         return MultiConnector.of([NixlConnector(), super().make_connector()])
 
 
-class TestLatent(LMCacheConformance):
+class TestLatent(Killed):
     prefill_shape: ClassVar[KVShape] = make_shape(tp=2, num_planes=1, num_kv_heads=1, head_dim=12)

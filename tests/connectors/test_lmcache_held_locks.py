@@ -1,0 +1,87 @@
+"""What a rank tells the store of its locks; `test_lmcache` kills engines of a real server."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+from pdserve.connectors.lmcache.held_locks import HeldLocks, HeldLocksModule
+from tests.waiting import wait_until
+
+NUM_SESSIONS = 2000
+
+
+def test_a_server_that_is_stopped_delays_nobody_and_hears_all_of_it_later(tmp_path: Path) -> None:
+    segment = tmp_path / "pool"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"{segment}.locks")
+        listener.listen()
+        held = HeldLocks(7)
+        held.connect(segment)
+        for number in range(NUM_SESSIONS):
+            held.opened(str(number))
+        server, _ = listener.accept()
+        heard: list[bytes] = []
+        with server:
+            while len(heard) <= NUM_SESSIONS:
+                held.over("none")
+                heard.append(server.recv(100))
+            held.close()
+    assert heard == [b"rank 7", *(b"+%d" % number for number in range(NUM_SESSIONS))]
+
+
+def test_a_server_without_a_socket_is_told_nothing(tmp_path: Path) -> None:
+    held = HeldLocks(7)
+    held.connect(tmp_path / "pool")
+    held.opened("1")
+    held.close()
+
+
+class Server:
+    """What is called of LMCache's parts; `found` is the lookups that it has taken up."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, SimpleNamespace] = {}
+        self.done: list[str] = []
+        self.session_manager = self.found
+
+    def wait_prefetch_status(self, name: str, _timeout_s: float) -> None:
+        self.found[name].prefetch_hit_chunks = 3
+
+    def free_lookup_locks(self, key: str, _ranks: int) -> None:
+        self.done.append(f"free {key}")
+
+    def end_session(self, name: str) -> None:
+        self.done.append(f"end {name}")
+
+    def unregister_kv_cache(self, instance_id: int) -> None:
+        self.done.append(f"unregister {instance_id}")
+
+
+def test_a_lookup_that_the_server_takes_up_after_its_engine_was_killed_is_given_back(
+    tmp_path: Path,
+) -> None:
+    server, segment = Server(), tmp_path / "pool"
+    module = HeldLocksModule(server, server, server, segment)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
+        rank.connect(f"{segment}.locks")
+        for message in (b"rank 7", b"+over", b"+late", b"+loaded", b"-loaded", b"-over"):
+            rank.send(message)
+    wait_until(lambda: server.done == ["unregister 7"])
+    server.found["late"] = SimpleNamespace(lookup_ipc_key="key", prefetch_hit_chunks=-1)
+    wait_until(lambda: server.done == ["unregister 7", "free key", "end late"])
+    module.close()
+
+
+def test_an_engine_that_ends_in_order_has_given_back_all_itself(tmp_path: Path) -> None:
+    server, segment = Server(), tmp_path / "pool"
+    module = HeldLocksModule(server, server, server, segment)
+    held = HeldLocks(7)
+    held.connect(segment)
+    held.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
+        killed.connect(f"{segment}.locks")
+        killed.send(b"rank 8")
+    wait_until(lambda: server.done == ["unregister 8"])
+    module.close()
