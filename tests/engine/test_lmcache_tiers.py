@@ -238,8 +238,9 @@ def test_redis_behind_the_server_keeps_what_its_memory_loses_and_may_hang(
         engine = make(at=own, heartbeat_s=0.3)
         assert engine.run(*PROMPTS) == expected
         time.sleep(1.0)  # nothing says when the second tier has it
-        restart(own)
+        own.close()
         engine.until(lambda: not engine.stats.is_up)
+        own.start()
         engine.until(lambda: engine.stats.is_up)
         assert engine.run(*PROMPTS) == expected
         assert engine.num_external == NUM_CHUNKS * CHUNK
