@@ -1,6 +1,7 @@
 """What KV in an LMCache server costs and saves: beside memcpy, computing, and no store, in one run.
 
     python -m benchmarks.tiers [copy] [ttft] [saves] [dead] [--rounds N] [--tokens N] [--threads N]
+                               [--apart]
 
 A real server with a tier on disk, and engine cores in this process. Prints one JSON object. What is
 compared is interleaved; ratios are the median of those of the rounds.
@@ -15,7 +16,7 @@ compared is interleaved; ratios are the median of those of the rounds.
 - `layerwise`: the same, of a prompt whose first half is in memory, over the longer of loading that
   half, and computing the other one behind a local first half.
 - `saves`: tokens per second of a full engine that saves prompts and answers, over one without; and
-  the CPU time of a round, of whom, as engine and store share the cores here.
+  the CPU time of a round, of whom, as engine and store share the cores here; not with `--apart`.
 - `dead`: seconds that the first prompt takes longer when the server has just been killed, and later
   ones, than before with nothing found.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import secrets
 import select
@@ -165,22 +167,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=8000, help="of the prompts of `ttft`")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--apart", action="store_true", help="engine on one core, store on others")
     args = parser.parse_args()
     parts = {"copy": copy, "ttft": first_tokens, "saves": saves, "dead": dead}
     chosen = args.parts or list(parts)
     if unknown := set(chosen) - set(parts):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
-    result: dict[str, Any] = {}
+    first, *others = sorted(os.sched_getaffinity(0))
+    result: dict[str, Any] = {"apart": args.apart}
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as folder:
         directory = Path(folder)
         model = write_model(directory / "m", SMOLLM2_135M)
         for name in chosen:  # each with a store of its own: what one has saved is no other's load
+            if args.apart:
+                os.sched_setaffinity(0, others)
             with LMCacheServer(
                 directory / f"{name}.log",
                 chunk_tokens=CHUNK,
                 cpu_bytes=4 << 30,
                 disk=None if name == "copy" else directory / name,
             ) as server:
+                if args.apart:
+                    os.sched_setaffinity(0, {first})
                 result |= parts[name](model, server, args)
     print(
         json.dumps(
