@@ -9,7 +9,6 @@ arguments of a call that was cut off.
 from __future__ import annotations
 
 import re
-from itertools import takewhile
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -74,6 +73,7 @@ class CallTelling:
         self.has_calls = False
         self._is_parallel = is_parallel
         self._begun: list[tuple[CallBegins, list[str]]] = []
+        self._is_astray = False
 
     @property
     def has_begun(self) -> bool:
@@ -81,13 +81,15 @@ class CallTelling:
         return bool(self._begun)
 
     def tell(self, pieces: Sequence[CallPiece]) -> list[CallPiece]:
-        """Return the follower's pieces to report: none of a call that was not begun."""
+        """Return the follower's pieces to report: none behind a call of a list that is none."""
         kept: list[CallPiece] = []
         for piece in pieces:
             match piece:
                 case CallBegins():
-                    self._begun.append((piece, []))
-                case CallArguments(text) if self._begun:
+                    self._is_astray = bool(self._begun) and not _are_object(self._begun[-1][1])
+                    if not self._is_astray:
+                        self._begun.append((piece, []))
+                case CallArguments(text) if self._begun and not self._is_astray:
                     begins, parts = self._begun[-1]
                     if self._is_parallel or len(self._begun) == 1:
                         kept += [piece] if parts else [begins, piece]
@@ -114,21 +116,19 @@ class CallTelling:
                 left.append(begins)
             if rest := call.arguments[len(sent) :]:
                 left.append(CallArguments(rest))
-        self._begun = []
+        self._begun, self._is_astray = [], False
         self.has_calls = self.has_calls or bool(calls)
         return [*left, CallEnds()] if calls else []
 
     def drop(self) -> list[CallEnds]:
         """Return the end of calls that were reported, if any.
 
-        The last one begun is not a call. Those before it are, as far as their arguments, which
-        were reported, are JSON objects.
+        The last one begun is not a call. Those before it are.
         """
         num_told = sum(bool(parts) for _, parts in self._begun)
         num_told = num_told if self._is_parallel else min(num_told, 1)
-        whole = takewhile(_are_object, (parts for _, parts in self._begun[:-1]))
-        num_whole = min(len(list(whole)), num_told)
-        self._begun = []
+        num_whole = min(len(self._begun[:-1]), num_told)
+        self._begun, self._is_astray = [], False
         self.has_calls = self.has_calls or num_whole > 0
         return [CallEnds(num_lost=num_told - num_whole)] if num_told else []
 
