@@ -70,6 +70,13 @@ class Fields:
             return float(value)
         raise self.error(name, value, "a number is needed")
 
+    def above(self, limit: float, name: str, default: float | None = None) -> float:
+        """A number above a limit."""
+        value = self.number(name, default)
+        if value > limit:
+            return value
+        raise self.error(name, value, f"a number above {limit:g} is needed")
+
     def count(self, name: str, default: int | None = None) -> int:
         """A positive integer of at most 31 bits."""
         value = self.number(name, default)

@@ -110,7 +110,9 @@ def _decoder(
     read_fp8(fields)  # or it is not quantised
     fields.only("hidden_act", "silu", "swish")
     fields.only("is_encoder_decoder", False)
-    fields.only("is_causal", True)
+    if not fields.flag("is_causal", default=True):
+        raise fields.error("is_causal", fields.get("is_causal"), "only True is supported")
+    fields.only("attention_chunk_size")
     fields.only("per_layer_config", {})
     fields.only("partial_rotary_factor", 1, 1.0)
     hidden_size = fields.count("hidden_size")
@@ -268,6 +270,8 @@ def _deepseek_v2(fields: Fields) -> ModelArch:
 def _deepseek_v3(fields: Fields) -> ModelArch:
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
+    # transformers takes its rotary table from it, the model's own code does not.
+    fields.only("head_dim", fields.count("qk_rope_head_dim", 64))
     moe = _deepseek_moe(
         fields,
         num_experts=256,

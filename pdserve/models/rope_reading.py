@@ -58,12 +58,12 @@ def read_rope(fields: Fields, max_positions: int, default_theta: float) -> RopeA
         ConfigError: A kind or a field is not supported.
     """
     scaling = rope_section(fields)
-    theta = fields.number("rope_theta", default_theta)
+    theta = fields.above(1, "rope_theta", default_theta)
     if scaling is None:
         return RopeArch(theta=theta)
     for name in scaling.names() - _ROPE_FIELDS:
         raise scaling.error(name, scaling.get(name), "this is not supported")
-    theta = scaling.number("rope_theta", theta)
+    theta = scaling.above(1, "rope_theta", theta)
     scaling.only("partial_rotary_factor", 1, 1.0)
     label = scaling.get("rope_type") or scaling.get("type") or "default"
     try:
@@ -75,26 +75,26 @@ def read_rope(fields: Fields, max_positions: int, default_theta: float) -> RopeA
         case RopeKind.DEFAULT:
             return RopeArch(theta=theta)
         case RopeKind.LINEAR:
-            return RopeArch(theta=theta, kind=kind, factor=scaling.number("factor"))
+            return RopeArch(theta=theta, kind=kind, factor=scaling.above(0, "factor"))
         case RopeKind.LLAMA3:
             return RopeArch(
                 theta=theta,
                 kind=kind,
-                factor=scaling.number("factor"),
-                low_freq_factor=scaling.number("low_freq_factor"),
-                high_freq_factor=scaling.number("high_freq_factor"),
+                factor=scaling.above(0, "factor"),
+                low_freq_factor=scaling.above(0, "low_freq_factor"),
+                high_freq_factor=scaling.above(0, "high_freq_factor"),
                 original_max_positions=_original(fields, scaling, max_positions),
             )
         case RopeKind.YARN:
             original = _original(fields, scaling, max_positions)
-            factor = scaling.number("factor", max_positions / original)
+            factor = scaling.above(0, "factor", max_positions / original)
             return RopeArch(
                 theta=theta,
                 kind=kind,
                 factor=factor,
                 original_max_positions=original,
-                beta_fast=scaling.number("beta_fast", 0.0) or 32.0,
-                beta_slow=scaling.number("beta_slow", 0.0) or 1.0,
+                beta_fast=_rotations(scaling, "beta_fast", 32.0),
+                beta_slow=_rotations(scaling, "beta_slow", 1.0),
                 attention_factor=_yarn_attention_factor(scaling, factor),
                 truncate=scaling.flag("truncate", default=True),
             )
@@ -104,6 +104,11 @@ def _original(fields: Fields, scaling: Fields, max_positions: int) -> int:
     """Context of the pretraining, tokens; a value outside of the section comes first."""
     name = "original_max_position_embeddings"
     return (fields if fields.get(name) else scaling).count(name, max_positions)
+
+
+def _rotations(scaling: Fields, name: str, default: float) -> float:
+    """A limit of yarn; 0 means the default, as in transformers."""
+    return scaling.above(0, name, default) if scaling.get(name) else default
 
 
 def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
