@@ -15,7 +15,8 @@ _FIRST = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 _BY_NAME = ("model_specific_special_tokens", "extra_special_tokens")
-_NAMELESS = ("additional_special_tokens", "extra_special_tokens")
+_NAMELESS = ("extra_special_tokens", "additional_special_tokens")
+"""Lists of further special tokens; the first that is there counts."""
 
 
 def token_content(value: object) -> str | None:
@@ -34,7 +35,7 @@ def add_tokens(
 
     Args:
         config: The parsed `tokenizer_config.json`.
-        older: The parsed `added_tokens.json`, ids by text; an `added_tokens_decoder` replaces it.
+        older: The parsed `added_tokens.json`, ids by text.
 
     Raises:
         ConfigError: A token is not described as one, or gets another id than is said; or special
@@ -81,9 +82,8 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, tokenizers.AddedToken]:
     """All special tokens of `config`, by their texts."""
     values = [*named_tokens(config).values()]
-    for name in _NAMELESS:
-        if isinstance(more := config.get(name), list):
-            values += more
+    lists = (more for name in _NAMELESS if (more := config.get(name)) and isinstance(more, list))
+    values += next(lists, [])
     return {
         content: _token(
             {"normalized": False, **(value if isinstance(value, dict) else {})}, content

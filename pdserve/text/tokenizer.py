@@ -56,7 +56,7 @@ class Tokenizer:
 
     Args:
         backend: The parsed `tokenizer.json`.
-        config: The parsed `tokenizer_config.json`, merged over `special_tokens_map.json`.
+        config: The parsed `tokenizer_config.json`, with `special_tokens_map.json` merged over it.
         chat_template: The model's own Jinja source, if it has one.
         tool_template: Another template for chats that offer tools.
 
@@ -117,9 +117,14 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
-        config = read_json(directory / "special_tokens_map.json")
-        config |= read_json(directory / "tokenizer_config.json")
-        add_tokens(backend, config, read_json(directory / "added_tokens.json"))
+        config, older = read_json(directory / "tokenizer_config.json"), {}
+        if "added_tokens_decoder" not in config:
+            # The two files that it replaces; as in transformers, theirs are the values.
+            config |= read_json(directory / "special_tokens_map.json")
+            older = read_json(directory / "added_tokens.json")
+        if backend.padding is not None:
+            config.setdefault("pad_token", backend.padding["pad_token"])
+        add_tokens(backend, config, older)
         return cls(backend, config, *_find_chat_templates(directory, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

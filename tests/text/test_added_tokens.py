@@ -21,8 +21,10 @@ NEXT_ID = 1 + max(
 EXTRA = {"content": "<extra>", "special": True, "normalized": False, "__type": "AddedToken"}
 
 
-def read(directory: Path, *, older: Any = None, **config: Any) -> Tokenizer:
+def read(directory: Path, *, older: Any = None, by_name: Any = None, **config: Any) -> Tokenizer:
     (directory / "tokenizer.json").write_text(byte_level_json())
+    if by_name is not None:
+        (directory / "special_tokens_map.json").write_text(json.dumps(by_name))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     if older is not None:
         (directory / "added_tokens.json").write_text(json.dumps(older))
@@ -57,6 +59,34 @@ def test_a_special_token_of_the_vocabulary_keeps_its_id_and_has_no_text(tmp_path
     tokenizer = read(tmp_path, eos_token=said)
     assert tokenizer.eos_token_id == token_id
     assert tokenizer.decode([token_id]) == ""
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_the_older_files_have_the_last_word_unless_one_field_replaces_them(
+    tmp_path: Path, is_replaced: bool
+) -> None:
+    config = {"eos_token": "<|endoftext|>", **({"added_tokens_decoder": {}} if is_replaced else {})}
+    older = {"<late>": NEXT_ID}
+    tokenizer = read(tmp_path, older=older, by_name={"eos_token": "<|im_end|>"}, **config)
+    eos = "<|endoftext|>" if is_replaced else "<|im_end|>"
+    assert tokenizer.special_tokens == {"eos_token": eos}
+    assert ("<late>" in tokenizer.added_tokens.values()) is not is_replaced
+
+
+def test_of_two_lists_of_special_tokens_the_newer_counts(tmp_path: Path) -> None:
+    tokenizer = read(tmp_path, extra_special_tokens=["<z>"], additional_special_tokens=["<x>"])
+    assert tokenizer.added_tokens[NEXT_ID] == "<z>"
+    assert "<x>" not in tokenizer.added_tokens.values()
+
+
+def test_the_token_that_tokenizer_json_pads_with_is_added(tmp_path: Path) -> None:
+    padding = {
+        "strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>",
+    }  # fmt: skip
+    described = {**json.loads(byte_level_json()), "padding": padding}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    assert Tokenizer.from_directory(tmp_path).added_tokens[NEXT_ID] == "<pad>"
 
 
 def test_templates_know_every_token_that_has_a_name(tmp_path: Path) -> None:
