@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -20,7 +21,6 @@ from pdserve.errors import BadRequestError, ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jinja2 import nodes
     from jinja2.parser import Parser
 
 _END_MARK = "PDSERVE_END_OF_FINAL_MESSAGE "
@@ -34,13 +34,14 @@ class _TemplateRefusalError(Exception):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it only encloses."""
+    """`{% generation %}` marks the assistant's text for training; here it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -38,11 +38,15 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 _IDLE: dict[str, object] = {
     "bad_words_ids": [],
     "begin_suppress_tokens": [],
+    "constraints": None,
+    "do_sample": True,
+    "dola_layers": None,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
     "guidance_scale": 1.0,
@@ -54,7 +58,10 @@ _IDLE: dict[str, object] = {
     "sequence_bias": {},
     "stop_strings": [],
     "suppress_tokens": [],
+    "token_healing": False,
+    "top_h": None,
     "typical_p": 1.0,
+    "watermarking_config": None,
 }
 """What else generation_config.json of transformers 4 and 5 may say of sampling, and the value that
 asks for nothing."""

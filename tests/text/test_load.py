@@ -104,6 +104,12 @@ def test_what_a_generation_config_asks_for_and_is_not_done_is_named(model_dir: P
     assert load(model_dir).not_applied == ("num_beams", "suppress_tokens")
 
 
+def test_a_greedy_or_watermarked_model_is_not_sampled_in_silence(model_dir: Path):
+    asked = {"do_sample": False, "top_h": 0.4, "watermarking_config": {"bias": 2.0}}
+    (model_dir / "generation_config.json").write_text(json.dumps(asked))
+    assert load(model_dir).not_applied == ("do_sample", "top_h", "watermarking_config")
+
+
 def test_end_ids_that_the_tokenizer_lacks_do_not_stand_in_the_way_of_grammars(model_dir: Path):
     (model_dir / "generation_config.json").write_text('{"eos_token_id": [-1, 1, 99999]}')
     compiler = GrammarCompiler(load(model_dir))
@@ -171,6 +177,11 @@ def test_what_templates_of_hugging_face_use_is_there():
 {{ {"a": "<é>"} | tojson }}{{ eos_token }}{{ strftime_now("%Y") }}{{ extra }}"""
     message = {"role": "user", "content": "x"}
     assert render(source, message, message, extra=1) == 'x{"a": "<é>"}</s>19701'
+
+
+def test_what_is_set_where_a_template_marks_generation_is_not_seen_behind_it():
+    source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert render(source) == "21"  # as transformers renders it
 
 
 @pytest.mark.parametrize(
