@@ -59,8 +59,8 @@ layers:
 
 # Three shares that take alike, each file imported by one process alone; of a share, ARGS may choose none.
 # Each has one thread, see `test`.
-FRONT := $(addprefix tests/,proxy http dialects bench config wire observe text)
-CORE  := $(addprefix tests/,server connectors cli tools stateful scheduler)
+FRONT := $(addprefix tests/,proxy http bench config wire observe text)
+CORE  := $(addprefix tests/,server dialects connectors cli tools stateful scheduler)
 quick: quick-front quick-core quick-rest
 quick-front: SHARE = $(FRONT)
 quick-core: SHARE = $(CORE)

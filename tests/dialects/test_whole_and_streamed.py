@@ -150,7 +150,9 @@ async def test_a_stream_has_what_the_whole_answer_has(text, parser):
     style = AnswerStyle(calls=TOOL_PARSERS[parser], reasoning=REASONING_PARSERS["qwen3"])
     rng = random.Random(parser)
     token_ids: list[int] = []
-    engine = make_engine(text, next_token=lambda request, output: token_ids[len(output)])
+    engine = make_engine(
+        text, next_token=lambda request, output: token_ids[len(output)], step_s=0.0
+    )
     async with serving(replace(text, answers=style), engine) as server:
         for _ in range(NUM_ANSWERS):
             answer = written(rng, parser)

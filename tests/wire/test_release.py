@@ -65,7 +65,6 @@ def test_its_handoff_is_carried_to_its_like_as_it_came() -> None:
     events = SseParser().feed(RECORDED["handoff"]["body"].encode())
     handoff = empty_handoff("http://p")
     assert [handoff.read(event.data) for event in events].count(True) == 1
-    assert handoff.num_prompt_tokens == 8
     text = handoff.params["pdserve"]["handoffs"][0]
     assert text in RECORDED["handoff"]["body"]
 
