@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -17,6 +18,7 @@ from pdserve.errors import BadRequestError, OverloadedError
 from pdserve.http.access import engine_headers
 from pdserve.http.protocol import Objectives
 from pdserve.proxy.admission import CRITICAL, OUTPUT_WEIGHT, Claim, band_of
+from pdserve.proxy.brain.candidates import FEW
 from pdserve.proxy.brain.decision import BIAS
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
 from pdserve.proxy.brain.question import ServiceObjectives
@@ -50,6 +52,8 @@ YIELD_S: Final = 1.0
 """How much later other tenants' prompts may come and still go first, at engines too."""
 _HARMLESS: Final = BIAS + 0.1
 """A cost: an engine leaves its role, and nobody comes near to missing an objective."""
+_LOOK_S: Final = 1e-4
+"""For each engine: how long it stays true that none of many would begin soon."""
 _FIRST_OUTPUT: Final = 150.0
 """Output tokens of a request, where nothing is learned."""
 
@@ -137,6 +141,8 @@ class Gate:
         self._places = places
         self._is_obeyed = pairing is not None and not pairing.is_shadow
         self._metrics = metrics
+        # By whether a tenant is over its share: until when no engine begins sooner, and than what.
+        self._soonest = dict.fromkeys((False, True), (0.0, 0.0))
 
     @property
     def decides(self) -> bool:
@@ -235,10 +241,11 @@ class Gate:
         if self._pairing is None or not self._pairing.model.is_known:
             return 0.0
         times = self._pairing.model.times()
-        share = times.caution / self._num_prefills
-        return self._places.wait_s(
-            prompt.tenant, lambda tokens: share * times.prompt_s(round(tokens), 0)
-        )
+
+        def expected_s(num_tokens: float) -> float:
+            return times.caution * times.prompt_s(round(num_tokens), 0) / self._num_prefills
+
+        return self._places.wait_s(prompt.tenant, expected_s)
 
     def _prompt_cost(self, prompt: RoutePrompt) -> float:
         """Return tokens of a prompt that have to be computed, as far as known."""
@@ -255,18 +262,34 @@ class Gate:
         """
         share = _HELD_OVER_SHARE if is_over_share else _HELD
         limit_s = share * self._ttft_slo_s(prompt)
-        able = [
-            each
-            for each in self._backends
-            if each.available and not (is_over_share and each.home is Role.DECODE)
-        ]
-        if able and not any(self._begins_within(limit_s, each) for each in able):
+        if not self._is_any_within(limit_s, is_over_share):
             return False
         if not is_over_share:
             return True
         found = claim.decision = self._router.outlook(prompt)
         engine = None if found is None else self._backends.get(found.chosen.prefill)
-        return engine is None or engine.home is Role.DECODE or self._begins_within(limit_s, engine)
+        return engine is None or engine.home is Role.DECODE or self._begins_in_s(engine) <= limit_s
+
+    def _is_any_within(self, limit_s: float, is_over_share: bool) -> bool:
+        """Return whether an engine would begin with a prompt within `limit_s`, or there is none.
+
+        That none of many engines would stays true for a moment: each of them reports ten times a
+        second, and each time all would be looked at.
+        """
+        assert self._pairing is not None  # no request is held back without
+        now_s, (until_s, least_s) = self._pairing.ledger.now_s(), self._soonest[is_over_share]
+        if now_s < until_s and limit_s < least_s:
+            return False
+        least_s = math.inf
+        for each in self._backends:
+            if each.available and not (is_over_share and each.home is Role.DECODE):
+                least_s = min(least_s, self._begins_in_s(each))
+                if least_s <= limit_s:
+                    return True
+        num = len(self._backends)
+        if least_s < math.inf and num > FEW:
+            self._soonest[is_over_share] = now_s + _LOOK_S * num, least_s
+        return least_s == math.inf
 
     @property
     def _num_prefills(self) -> int:
@@ -275,11 +298,10 @@ class Gate:
             1, sum(each.available and each.home is not Role.DECODE for each in self._backends)
         )
 
-    def _begins_within(self, limit_s: float, engine: Backend) -> bool:
-        """Return whether an engine will have computed its prompts within `limit_s`.
+    def _begins_in_s(self, engine: Backend) -> float:
+        """Return seconds until an engine will have computed its prompts.
 
-        Others' prompts may be done before it reports that; the limit allows for that delay.
+        Others' prompts may be done before it reports that; this allows for that delay.
         """
-        assert self._pairing is not None  # no request is held back without
-        report_delay_s = self._pairing.ledger.report_delay_s(engine.url)
-        return self._pairing.backlog_s(engine) <= limit_s + report_delay_s
+        assert self._pairing is not None
+        return self._pairing.backlog_s(engine) - self._pairing.ledger.report_delay_s(engine.url)

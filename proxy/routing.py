@@ -370,7 +370,7 @@ class Router:
         """Check that one of these engines can do everything, or all that is needed now."""
         if not ready:
             raise self._nobody("prefill", layout)
-        if not self._backends.has_lost_decode and not any(b.decodes() for b in ready):
+        if not any(b.decodes() for b in ready) and not self._backends.has_lost_decode:
             raise self._nobody("decode", layout)
 
     def _locally(

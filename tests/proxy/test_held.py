@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 
 import pytest
 
+from pdserve.config.http import ProxyConfig
 from pdserve.observe.clock import ManualClock
+from pdserve.proxy.admission import FairPlaces
+from pdserve.proxy.backend import Backend, Health
+from pdserve.proxy.backends import Backends
+from pdserve.proxy.brain.pairing import Pairing
+from pdserve.proxy.brain.prompt import RoutePrompt
+from pdserve.proxy.breakers import Breakers
+from pdserve.proxy.gate import Gate
+from pdserve.proxy.metrics import Metrics
+from pdserve.proxy.routing import Router
 from tests.proxy.conftest import until
 from tests.proxy.scripted import ScriptedEngine, text_of
 from tests.proxy.test_pairing import learned
@@ -137,3 +148,40 @@ async def test_names_that_are_no_text_are_names_like_others(stack):
     writer.close()
     assert b" 200 " in status
     assert any('tenant="\ufffd"' in name for name in await stack.metrics())
+
+
+def test_reports_of_many_busy_engines_do_not_each_have_all_of_them_looked_at():
+    clock, metrics, num, looked = ManualClock(), Metrics(), 40, []
+    urls = tuple(f"http://{number}" for number in range(num))
+    config = ProxyConfig(
+        prefill=urls[::2], decode=urls[1::2], split_policy="predicted", early_rejection=False
+    )
+    backends = Backends(config, clock, Breakers(config, clock, metrics))
+    for each in backends:
+        each.health = Health.READY
+    places = FairPlaces(9, clock.monotonic_s)
+
+    class Counting(Pairing):
+        def backlog_s(self, engine: Backend) -> float:
+            looked.append(engine)
+            return super().backlog_s(engine)
+
+    pairing = Counting(config, clock, metrics.route, on_change=places.look)
+    pairing.model = learned()
+    router = Router(config, backends, None, pairing)
+    gate = Gate(config, router, backends, pairing, places, metrics.gate)
+
+    def report() -> None:
+        for url in urls:
+            pairing.ledger.heard(url, num_prompts=1, num_streams=0)
+
+    with contextlib.ExitStack() as held:
+        for url in urls:
+            held.enter_context(pairing.ledger.hold(url, "local", 100_000, 0))
+        places.ask(gate.claim(RoutePrompt(4000, num_tokens=1000)))
+        report()
+        assert (places.num_waiting, len(looked)) == (1, num)
+    assert places.num_waiting == 1, "as it was a moment ago"
+    clock.advance(0.01)
+    report()
+    assert places.num_waiting == 0
