@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.proxy.breakers import Breakers
     from pdserve.wire.hop import Registration
+    from pdserve.wire.ids import Incarnation
     from pdserve.wire.request import EngineInfo
     from pdserve.wire.transfer import KVMode
 
@@ -68,6 +69,7 @@ class Backends:
         self._backends: dict[str, Backend] = {}
         self._by_id: dict[str, Backend] = {}
         self._pools: dict[Role, list[Backend]] = {}
+        self._drained: dict[str, Incarnation] = {}
         self._prefill_lost_s = float("-inf")
         self._gone_s = dict.fromkeys(Role, float("-inf"))
         for url in config.prefill:
@@ -222,6 +224,7 @@ class Backends:
         backend = self._backends.get(url)
         if backend is None:
             backend = self._add(url, role, is_static=False)
+            backend.is_draining = self._drained.pop(url, None) == engine.incarnation
             log_event(log, "engine registered", url=url, role=backend.role.value)
         elif not backend.is_static and backend.role is not role:
             backend.role = role
@@ -239,6 +242,8 @@ class Backends:
         if backend.is_gone or self._clock.monotonic_s() <= backend.lease_end_s:
             return
         self._forget(backend, "its lease ran out", level=logging.WARNING)
+        if backend.is_draining and backend.info is not None:  # it may come back
+            self._drained[backend.url] = backend.info.incarnation
         if backend.role is Role.PREFILL:
             self._prefill_lost_s = self._clock.monotonic_s()
 

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.observe.clock import ManualClock
+from pdserve.proxy.backend import Health
 from pdserve.wire.transfer import HANDOFFS
 from tests.proxy.conftest import until
 from tests.proxy.hooks import answers, ask, decodes, drops, hangs, kv_failed, legs, prefills
@@ -172,6 +173,24 @@ async def test_an_engine_that_was_restarted_is_drained_no_more(make_stack):
     engine.incarnation = "life-2"
     await until(lambda: is_ready(stack, engine))
     assert await ask(stack, stream=False) == text_of(3, 4)
+
+
+async def test_an_engine_whose_lease_runs_out_comes_back_as_drained_as_it_was(make_stack):
+    engine, other = decodes(2)
+    free(engine)
+    stack = await make_stack([], [other])
+    await engine.start()
+    await register(stack, engine)
+    await until(lambda: is_ready(stack, engine))
+    await drain(stack, engine)
+    await register(stack, engine, lease_s=0.05)
+    await until(lambda: stack.proxy.backends.get(engine.url) is None)
+    await register(stack, engine)
+    await until(lambda: stack.proxy.backends.get(engine.url).health is Health.READY)
+    assert not is_ready(stack, engine)
+    await resume(stack, engine)
+    await until(lambda: is_ready(stack, engine))
+    await engine.stop()
 
 
 async def test_a_drain_goes_on_when_who_asked_for_it_leaves(make_stack):
