@@ -53,7 +53,8 @@ class ResponsesDialect(Dialect):
     """
 
     def __init__(self, body: ResponsesRequest, request_id: str) -> None:
-        super().__init__(_chat(body))
+        is_ignored = body.top_logprobs is not None and _LOGPROBS not in (body.include or ())
+        super().__init__(_chat(body), ("top_logprobs",) if is_ignored else ())
         self._body = body
         self._request_id = request_id
         self._num_events = 0

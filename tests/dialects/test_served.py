@@ -152,6 +152,8 @@ async def test_fields_that_mean_nothing_are_named_in_a_header(url):
         assert headers[IGNORED_HEADER] == "context_management, thinking.budget_tokens"
     _, _, headers = await post(f"{url}/v1/responses", {"input": "hi", "modle": "tiny"})
     assert headers[IGNORED_HEADER] == "modle"
+    _, _, headers = await post(f"{url}/v1/responses", {"input": "hi", "top_logprobs": 2})
+    assert headers[IGNORED_HEADER] == "top_logprobs"
 
 
 @pytest.mark.parametrize("deployment", [engine, pair])
