@@ -68,24 +68,32 @@ def token_logprobs(
 def _likeliest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Return the largest logits of each row and their ids, `[M, num]`; of equal ones the lower ids.
 
-    Which of equal ones `topk` takes depends on `num`, hence on the batch, and on the device.
+    Which of equal ones `topk` takes depends on `num`, hence on the batch, and on the device. So it
+    gets whole numbers that differ: a logit's bits, and below them the ids in descending order.
     """
     if not num:
-        return logits[:, :0], torch.empty(len(logits), 0, dtype=torch.long)
-    least = logits.topk(num, dim=-1).values[:, -1:]
-    rows, ids = (logits < least).logical_not_().nonzero(as_tuple=True)  # NaN is the largest
-    order = logits[rows, ids].argsort(descending=True, stable=True)
-    order = order[rows[order].argsort(stable=True)]
-    begin = torch.searchsorted(rows, torch.arange(len(logits), device=rows.device))
-    top_ids = ids[order[begin[:, None] + torch.arange(num, device=rows.device)]]
+        return logits[:, :0], torch.empty(len(logits), 0, dtype=torch.int64)
+    last = logits.shape[-1] - 1
+    below = torch.arange(last, -1, -1, device=logits.device)
+    parts = []
+    for part in torch.split(logits, _rows_at_once(logits)):
+        bits = (part + 0.0).view(torch.int32)  # both zeros are one
+        bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # so that they are in the order of logits
+        keys = bits.long().bitwise_left_shift_(32).add_(below)
+        parts.append(last - (keys.topk(num, dim=-1).values & 0xFFFFFFFF))
+    top_ids = torch.cat(parts)
     return logits.gather(-1, top_ids), top_ids
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    return max(1, (_ON_DEVICE if logits.is_cuda else _CACHED) // logits.shape[-1])
 
 
 def _normaliser(logits: Tensor) -> Tensor:
     """Return the logarithm of the sum of each row's exponentials, `[M, 1]` fp64."""
     peak = logits.amax(-1, keepdim=True).double()
     one = 2.0 ** (62 - logits.shape[-1].bit_length())
-    at_once = max(1, (_ON_DEVICE if logits.is_cuda else _CACHED) // logits.shape[-1])
+    at_once = _rows_at_once(logits)
     parts = zip(torch.split(logits, at_once), torch.split(peak, at_once), strict=True)
     sums = [
         (part - most).exp_().mul_(one).round_().long().sum(-1, keepdim=True) for part, most in parts
