@@ -29,7 +29,10 @@ READ_TIMEOUT_S = 0.8
 WATCHED_S = 5.0
 """How long after its last request a dashboard counts as open."""
 _FIRST_ROUND_S = 1.0
-
+_APART_S = 0.01
+_SPREAD_S = 0.8
+"""Reads of a round begin so far apart, or within this time: hundreds of answers at once would hold
+up every stream."""
 
 SHOWN_OF_ENGINES = frozenset(
     {
@@ -143,9 +146,11 @@ class EngineWatch:
         backends = list(self._backends)
         for url in self._readings.keys() - {backend.url for backend in backends}:
             del self._readings[url]
-        await asyncio.gather(*(self._read(backend) for backend in backends))
+        apart_s = min(_APART_S, _SPREAD_S / max(1, len(backends)))
+        await asyncio.gather(*(self._read(each, i * apart_s) for i, each in enumerate(backends)))
 
-    async def _read(self, backend: Backend) -> None:
+    async def _read(self, backend: Backend, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
         reading = self._readings.setdefault(backend.url, Reading())
         try:
             status, body = await self._http.get_json(

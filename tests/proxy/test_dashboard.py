@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pdserve.observe.clock import SystemClock
 from pdserve.proxy.backend import Health
 from pdserve.proxy.dashboard import watch
 from pdserve.proxy.dashboard.handlers import PAGE, POLICY
@@ -191,6 +194,24 @@ async def test_a_hanging_engine_delays_the_page_by_a_second_at_most(
     assert "no answer within" in entry["failure"]
     assert entry["age_s"] is None
     assert not entry["is_unreachable"]
+
+
+@pytest.mark.slow
+async def test_hundreds_of_engines_are_not_read_at_once():
+    begun_s: list[float] = []
+
+    class Client:
+        async def get_json(self, *_: object) -> tuple[int, bytes]:
+            begun_s.append(asyncio.get_running_loop().time())
+            return 200, b""
+
+    engines = [SimpleNamespace(url=f"http://engine-{i}") for i in range(200)]
+    services: Any = SimpleNamespace(backends=engines, http=Client(), clock=SystemClock())
+    watching = watch.EngineWatch(services, {})
+    await watching.look()
+    await watching.stop()
+    assert len(begun_s) == 200
+    assert 0.5 < begun_s[-1] - begun_s[0] < 1.0
 
 
 @pytest.mark.slow
