@@ -478,13 +478,9 @@ function drawTimeline(made, url, now) {
   const x = (moment) => (TIMELINE_S - (now.at_s - moment.at_s)) * 10;
   // From the bottom: what is in use; the rest is empty space above it.
   const shown = STATES.slice(0, 5), below = kept.map(() => 0);
-  shown.forEach((state, row) => {
+  shown.forEach((_, row) => {
     const lower = kept.map((moment, i) => [x(moment), below[i]]);
-    kept.forEach((moment, i) => {
-      const at = moment.engines.get(url).at;
-      const all = STATES.reduce((sum, each) => sum + total(at, "pdserve_kv_blocks", { state: each }), 0);
-      below[i] += all ? (64 * total(at, "pdserve_kv_blocks", { state })) / all : 0;
-    });
+    kept.forEach((moment, i) => { below[i] += 64 * moment.engines.get(url).shares[row]; });
     const upper = kept.map((moment, i) => [x(moment), below[i]]);
     const path = [...upper, ...lower.reverse()].map(([px, py]) => `${px.toFixed(1)},${(64 - py).toFixed(1)}`).join("L");
     made.timeline.children[row].setAttribute("d", kept.length > 1 ? `M${path}Z` : "");
@@ -669,11 +665,16 @@ function draw() {
 
 // --- asking
 
+function seen(engine) {
+  const at = index(engine.series), blocks = STATES.map((state) => total(at, "pdserve_kv_blocks", { state }));
+  const all = blocks.reduce((a, b) => a + b, 0) || 1;
+  return { data: engine, at, shares: blocks.map((number) => number / all) };
+}
 function take(data) {
   const former = last();
-  const now = { at_s: data.at_s, wall_s: data.wall_s, began_s: data.began_s, banner: data.banner, events: data.events, events_since_s: data.events_since_s, shown: data.proxy, proxy: index(data.proxy.series), edges: data.edges, routes: data.routes, slowest: data.slowest, engines: new Map(data.engines.map((engine) => [engine.url, { data: engine, at: index(engine.series) }])) };
+  const now = { at_s: data.at_s, wall_s: data.wall_s, began_s: data.began_s, banner: data.banner, events: data.events, events_since_s: data.events_since_s, shown: data.proxy, proxy: index(data.proxy.series), edges: data.edges, routes: data.routes, slowest: data.slowest, engines: new Map(data.engines.map((engine) => [engine.url, seen(engine)])) };
   // An engine that cannot be asked any more keeps the figures it gave last.
-  if (former) for (const [url, engine] of now.engines) { const was = former.engines.get(url); if (!engine.at.size && was && was.data.incarnation === engine.data.incarnation) { engine.at = was.at; } }
+  if (former) for (const [url, engine] of now.engines) { const was = former.engines.get(url); if (!engine.at.size && was && was.data.incarnation === engine.data.incarnation) { engine.at = was.at; engine.shares = was.shares; } }
   // Nobody has looked for a while: what happened meanwhile is not drawn as if it were known.
   if (former && now.at_s - former.at_s > GAP_S) moments = [];
   moments.push(now);
