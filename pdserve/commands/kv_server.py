@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import json
 import logging
 import os
@@ -40,7 +41,7 @@ from pdserve.config.tiers import (
 )
 from pdserve.errors import ConfigError
 from pdserve.lifeline import heeded_signals
-from pdserve.observe.log import RepeatFilter
+from pdserve.observe.log import RepeatFilter, formatter
 
 _log = logging.getLogger(START)
 
@@ -220,4 +221,6 @@ def _serve(arguments: list[str]) -> None:
         signal.signal(number, lambda *_: os._exit(EXIT_DONE))
     if signal.SIGHUP in heeded_signals():  # LMCache has no handler for it
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    # Else its lines have colours, whatever --log-format asks for.
+    vars(importlib.import_module("lmcache.logging"))["CustomFormatter"] = formatter
     runpy.run_module(_PROGRAM, run_name="__main__")

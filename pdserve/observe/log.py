@@ -60,7 +60,7 @@ def log_event(
 def configure_logging(stream: TextIO, config: LogConfig = _DEFAULT) -> None:
     """Send pdserve's logs to `stream`, one line each, with time and level."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(_FORMATTERS[config.format](config))
+    handler.setFormatter(_formatter_of(config))
     level = LOG_LEVELS[config.level]
     logger = logging.getLogger("pdserve")
     logger.setLevel(level)
@@ -85,6 +85,11 @@ def log_config() -> LogConfig:
     return LogConfig(
         level=next((name for name, level in LOG_LEVELS.items() if level >= least), "error")
     )
+
+
+def formatter() -> logging.Formatter:
+    """Return a formatter of lines as this process's logs have, for another library's handlers."""
+    return _formatter_of(log_config())
 
 
 class _Formatter(logging.Formatter):
@@ -122,7 +127,8 @@ class _JsonFormatter(_Formatter):
         return json.dumps(line, default=str)
 
 
-_FORMATTERS: Final = {LogFormat.TEXT: _Formatter, LogFormat.JSON: _JsonFormatter}
+def _formatter_of(config: LogConfig) -> logging.Formatter:
+    return (_JsonFormatter if config.format is LogFormat.JSON else _Formatter)(config)
 
 
 class RepeatFilter(logging.Filter):

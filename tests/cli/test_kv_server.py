@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import itertools
 import json
 import mmap
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +31,15 @@ from tests.cli.answering import Asked, answering
 from tests.cli.process import ROOT, environment, free_ports, pdserve_here
 
 MIB = 1 << 20
+
+SAYS_THAT_IT_IS_FULL = """
+import time
+from lmcache.logging import init_logger
+
+init_logger("lmcache.tier").warning("%d chunk kept out", 1)
+print("serves", flush=True)
+time.sleep(60)
+"""
 
 HEARS_NO_INTERRUPT = """
 while True:
@@ -292,15 +303,17 @@ def test_what_it_says_has_the_form_of_every_log() -> None:
 
 
 @contextlib.contextmanager
-def serving(lmcache: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def serving(lmcache: str, folder: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """A KV server that runs a module in place of LMCache's; it has said that it serves."""
     module = folder / "lmcache" / "v1" / "multiprocess" / "http_server.py"
     module.parent.mkdir(parents=True)
     for each in module.parents[:3]:
         (each / "__init__.py").touch()
+    installed = importlib.metadata.distribution("lmcache").locate_file("lmcache/logging.py")
+    shutil.copy(str(installed), module.parents[2])
     module.write_text(lmcache)
     ports = dict(zip(("--port", "--http-port"), map(str, free_ports(2)), strict=True))
-    flags = ("--kv-tiers", "cpu:64MiB", *(word for pair in ports.items() for word in pair))
+    flags = ("--kv-tiers", "cpu:64MiB", *(word for pair in ports.items() for word in pair), *more)
     process = subprocess.Popen(
         [sys.executable, "-m", "pdserve", "kv-server", *flags],
         stdout=subprocess.PIPE,
@@ -315,6 +328,16 @@ def serving(lmcache: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.slow
+def test_what_lmcache_says_has_the_form_of_every_log(tmp_path: Path) -> None:
+    with serving(SAYS_THAT_IT_IS_FULL, tmp_path, "--log-format", "json") as process:
+        process.terminate()
+        said = [json.loads(line) for line in process.communicate(timeout=10)[1].splitlines()]
+    assert {"level": "WARNING", "logger": "lmcache.tier", "event": "1 chunk kept out"}.items() <= (
+        said[-1].items()
+    )
 
 
 @pytest.mark.slow
