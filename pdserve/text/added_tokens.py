@@ -31,7 +31,8 @@ def add_tokens(
 ) -> None:
     """Add the tokens that `tokenizer.json` lacks, or describes otherwise.
 
-    A token that is in the vocabulary keeps its id; the others take the ids after the last.
+    A token that is in the vocabulary keeps its id; the others take the ids after the last. One that
+    has a name is special, whatever its description says.
 
     Args:
         config: The parsed `tokenizer_config.json`.
@@ -43,21 +44,24 @@ def add_tokens(
     """
     if config.get("split_special_tokens"):
         raise ConfigError("tokenizer_config.json: split_special_tokens is True: not supported")
-    known = backend.get_added_tokens_decoder().values()
-    names = {token.content for token in known}
-    special = _special_tokens(config)
+    known = backend.get_added_tokens_decoder()
+    described = {repr(token) for token in known.values()}
+    names, special = {token.content for token in known.values()}, _special_tokens(config)
     try:
-        said = {
-            int(token_id): _token(fields)
-            for token_id, fields in (config.get("added_tokens_decoder") or {}).items()
-        } or {
-            token_id: special.get(content) or tokenizers.AddedToken(content)
-            for content, token_id in older.items()
-            if content not in names
-        }
+        if "added_tokens_decoder" in config:
+            decoder = config["added_tokens_decoder"] or {}
+            said = {int(token_id): _token(fields) for token_id, fields in decoder.items()}
+        else:
+            said = known | {
+                token_id: special.get(content) or tokenizers.AddedToken(content)
+                for content, token_id in older.items()
+                if content not in names
+            }
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"the added tokens of the tokenizer are not readable: {error}") from None
-    described = {repr(token) for token in known}
+    by_name = set(map(token_content, named_tokens(config).values()))
+    for token in said.values():
+        token.special = token.special or token.content in by_name
     adding = [token for _, token in sorted(said.items()) if repr(token) not in described]
     names |= {token.content for token in adding}
     backend.add_tokens(adding + [each for name, each in special.items() if name not in names])
@@ -82,7 +86,7 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, tokenizers.AddedToken]:
     """All special tokens of `config`, by their texts."""
     values = [*named_tokens(config).values()]
-    lists = (more for name in _NAMELESS if (more := config.get(name)) and isinstance(more, list))
+    lists = (more for name in _NAMELESS if isinstance(more := config.get(name), list))
     values += next(lists, [])
     return {
         content: _token(

@@ -118,6 +118,9 @@ class Tokenizer:
         except Exception as error:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         config, older = read_json(directory / "tokenizer_config.json"), {}
+        if "additional_special_tokens" in config and not config.get("extra_special_tokens"):
+            # Under its newer name, the older file below does not replace it.
+            config["extra_special_tokens"] = config.pop("additional_special_tokens")
         if "added_tokens_decoder" not in config:
             # The two files that it replaces; as in transformers, theirs are the values.
             config |= read_json(directory / "special_tokens_map.json")

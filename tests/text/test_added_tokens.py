@@ -66,11 +66,34 @@ def test_the_older_files_have_the_last_word_unless_one_field_replaces_them(
     tmp_path: Path, is_replaced: bool
 ) -> None:
     config = {"eos_token": "<|endoftext|>", **({"added_tokens_decoder": {}} if is_replaced else {})}
-    older = {"<late>": NEXT_ID}
-    tokenizer = read(tmp_path, older=older, by_name={"eos_token": "<|im_end|>"}, **config)
+    config["additional_special_tokens"] = []
+    by_name = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<x>"]}
+    tokenizer = read(tmp_path, older={"<late>": NEXT_ID}, by_name=by_name, **config)
     eos = "<|endoftext|>" if is_replaced else "<|im_end|>"
     assert tokenizer.special_tokens == {"eos_token": eos}
     assert ("<late>" in tokenizer.added_tokens.values()) is not is_replaced
+    assert "<x>" not in tokenizer.added_tokens.values()
+
+
+@pytest.mark.parametrize("has_decoder", [False, True])
+@pytest.mark.parametrize("by", [{"eos_token": "<tool>"}, {"image_token": "<tool>"}])
+def test_a_token_with_a_name_is_special_whatever_its_description_says(
+    tmp_path: Path, by: dict[str, str], has_decoder: bool
+) -> None:
+    token = {**EXTRA, "content": "<tool>", "special": False, "lstrip": True}
+    del token["__type"]
+    described = json.loads(byte_level_json())
+    described["added_tokens"].append(
+        {"id": NEXT_ID, "rstrip": False, "single_word": False, **token}
+    )
+    decoder = {"added_tokens_decoder": {str(NEXT_ID): token}} if has_decoder else {}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**by, **decoder}))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    ids = tokenizer.encode("a <tool>", add_special_tokens=False)
+    assert ids == [*tokenizer.encode("a", add_special_tokens=False), NEXT_ID]
+    assert tokenizer.decode(ids) == "a"
+    assert NEXT_ID in tokenizer.special_ids
 
 
 def test_of_two_lists_of_special_tokens_the_newer_counts(tmp_path: Path) -> None:
