@@ -188,6 +188,13 @@ def test_every_selector_finds_pods_and_every_named_port_is_there(resources):
         assert wanted.items() <= each["spec"]["template"]["metadata"]["labels"].items()
 
 
+def test_where_nobody_else_may_reach_engines_no_rule_lets_everybody_in():
+    """Kubernetes takes a rule whose `from` is empty as one for all."""
+    values = {**GATEWAY, "networkPolicy": {"platform": [], "clients": [{"podSelector": {}}]}}
+    for each in of_kind(rendered(values), "NetworkPolicy"):
+        assert all(rule.get("from") for rule in each["spec"]["ingress"]), each
+
+
 def test_engines_register_at_the_name_that_stands_for_all_proxies(resources):
     [service] = [
         each
