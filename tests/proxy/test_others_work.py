@@ -106,6 +106,7 @@ def test_four_proxies_that_hear_of_one_another_serve_more_than_four_that_do_not(
     assert goodput(num_proxies=4) > 1.1 * goodput(num_proxies=4, report_s=1e6)
 
 
+@pytest.mark.slow
 def test_who_is_held_back_for_others_is_sent_where_they_do_not_wait_before_it_is_late():
     workload = greedy(200, 2.4, times=10.0)
     fleet = Fleet(parse_layout("2P2D"), settings_of("prefix_sticky/predicted"))

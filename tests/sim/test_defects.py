@@ -44,8 +44,14 @@ class Kit(ConnectorConformance):
 @pytest.mark.parametrize(
     ("defect", "change", "first_seed", "kinds"),
     [
-        (defects.digest_check_off, impatient, 0, {Broken.WRONG_TOKEN}),
-        (defects.free_on_abort_while_written, impatient, 35, {Broken.WRONG_TOKEN, Broken.REUSED}),
+        pytest.param(
+            *(defects.digest_check_off, impatient, 0, {Broken.WRONG_TOKEN}), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(defects.free_on_abort_while_written, impatient, 35),
+            {Broken.WRONG_TOKEN, Broken.REUSED},
+            marks=pytest.mark.slow,
+        ),
         (defects.lost_chunks_believed, with_store, 15, {Broken.WRONG_TOKEN}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

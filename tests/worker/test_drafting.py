@@ -149,7 +149,15 @@ def run(
     return outputs, logprobs, num_steps
 
 
-@pytest.mark.parametrize("arch", [{}, QWEN3, WINDOWED], ids=["llama", "qwen3 bf16", "window"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        {},
+        pytest.param(QWEN3, marks=pytest.mark.slow),
+        pytest.param(WINDOWED, marks=pytest.mark.slow),
+    ],
+    ids=["llama", "qwen3 bf16", "window"],
+)
 def test_tokens_and_logprobs_are_those_without_drafts(
     make_driver: Callable[..., Driver], arch: dict[str, object]
 ) -> None:

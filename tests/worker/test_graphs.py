@@ -246,6 +246,7 @@ def test_replayed_steps_give_the_tokens_of_launched_ones(tmp_path: Path) -> None
     torch.testing.assert_close(engine.kv, launched.kv, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tokens_chosen_on_a_device_are_those_chosen_on_the_host(tmp_path: Path) -> None:
     host = Engine(tmp_path, HostDevice(CPU))
     assert play(Engine(tmp_path, RecordedDevice())) == play(host)
@@ -283,6 +284,7 @@ def test_tokens_whose_logits_a_larger_step_wanted_are_not_looked_for(tmp_path: P
     assert engine.replayed == [(96, 6), (96, 6), (16, 2)]
 
 
+@pytest.mark.slow
 def test_states_of_prompts_that_are_asked_for_are_those_of_launched_steps(tmp_path: Path) -> None:
     told = []
     for has_graphs in (True, False):

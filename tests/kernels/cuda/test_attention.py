@@ -228,7 +228,11 @@ def test_what_lies_behind_a_steps_inputs_is_not_read() -> None:
 @pytest.mark.usefixtures("hopper_products")
 @pytest.mark.parametrize(
     ("num_tokens", "window"),
-    [(1, None), (40, 9), *(pytest.param(n, None, marks=pytest.mark.matrix) for n in (3, 40))],
+    [
+        (1, None),
+        pytest.param(40, 9, marks=pytest.mark.slow),
+        *(pytest.param(n, None, marks=pytest.mark.matrix) for n in (3, 40)),
+    ],
 )
 def test_rows_without_context_are_zero_and_leave_others_alone(
     num_tokens: int, window: int | None

@@ -20,7 +20,7 @@ def test_recorded_outputs_are_parsed_as_their_models_meant_them(family):
         assert_conforms(fixture, parsed(fixture, units_of(fixture)), soft=True)
 
 
-@pytest.mark.parametrize("longest", [1, 7, 40])
+@pytest.mark.parametrize("longest", [pytest.param(1, marks=pytest.mark.slow), 7, 40])
 def test_it_does_not_matter_how_recorded_outputs_are_cut(longest):
     for fixture in fixtures():
         units = units_of(fixture)
