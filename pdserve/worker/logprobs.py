@@ -68,20 +68,19 @@ def token_logprobs(
 def _likeliest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Return the largest logits of each row and their ids, `[M, num]`; of equal ones the lower ids.
 
-    Which of equal ones `topk` takes depends on `num`, hence on the batch, and on the device. So it
-    gets whole numbers that differ: a logit's bits, and below them the ids in descending order.
+    Which of equal ones `topk` takes depends on `num`, hence on the batch, and on the device. So in
+    rows that have some it gets whole numbers: a logit's bits, and below them the ids, descending.
     """
-    if not num:
-        return logits[:, :0], torch.empty(len(logits), 0, dtype=torch.int64)
     last = logits.shape[-1] - 1
+    top_logits, top_ids = logits.topk(min(num + 1, last + 1), dim=-1)
+    tied = (top_logits[:, 1:] == top_logits[:, :-1]).any(-1).nonzero().squeeze(-1)
+    top_ids = top_ids[:, :num]
     below = torch.arange(last, -1, -1, device=logits.device)
-    parts = []
-    for part in torch.split(logits, _rows_at_once(logits)):
-        bits = (part + 0.0).view(torch.int32)  # both zeros are one
+    for rows in torch.split(tied, _rows_at_once(logits)) if num else ():
+        bits = (logits[rows] + 0.0).view(torch.int32)  # both zeros are one
         bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)  # so that they are in the order of logits
         keys = bits.long().bitwise_left_shift_(32).add_(below)
-        parts.append(last - (keys.topk(num, dim=-1).values & 0xFFFFFFFF))
-    top_ids = torch.cat(parts)
+        top_ids[rows] = last - (keys.topk(num, dim=-1).values & 0xFFFFFFFF)
     return logits.gather(-1, top_ids), top_ids
 
 
