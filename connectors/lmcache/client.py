@@ -236,6 +236,8 @@ class StoreClient:
         session, futures = self._session(chunks), []
         if is_last:
             self._held_locks.over(session)
+        else:
+            self._held_locks.over_before(chunks.end, session)
         if chunks.first < chunks.end:
             locked = PromptKeys(self, chunks, session).of(None)
             futures.append(self._client.free_lookup_locks(locked, 1))

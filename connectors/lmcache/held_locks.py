@@ -12,6 +12,7 @@ then, these expire: giving back twice would take another engine's lock.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import socket
 import threading
@@ -25,10 +26,13 @@ _log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES: Final = 4096
 _RANK: Final = b"rank "
-_OPEN, _OVER, _END = b"+", b"-", b"end"
+_OPEN, _PART, _OVER, _END = b"+", b"<", b"-", b"end"
 _LOOK_S: Final = 0.05
+_SETTLE_S: Final = 1.0
+"""Time in which the server usually works off what a rank sent before its end; then all is over that
+it said to be over, and only then is it known what is left."""
 _UNDERWAY_S: Final = 10.0
-"""Time in which the server takes up what was sent before the end of a rank."""
+"""Time that a lookup may take until the server takes it up."""
 _PREFETCH_S: Final = 60.0
 
 
@@ -64,6 +68,10 @@ class HeldLocks:
     def opened(self, session: str) -> None:
         """Say that a lookup may hold locks from now on."""
         self._say(_OPEN + session.encode())
+
+    def over_before(self, chunk: int, session: str) -> None:
+        """Say that the chunks before this one are not locked any more."""
+        self._say(_PART + f"{chunk} {session}".encode())
 
     def over(self, session: str) -> None:
         """Say that it holds none any more, or that they are a load's."""
@@ -141,7 +149,7 @@ class HeldLocksModule:
 
     def _follow(self, rank: socket.socket) -> None:
         """Note what a rank says, until its process ends."""
-        instance_id, sessions = None, set[str]()
+        instance_id, sessions = None, dict[str, int]()  # the first chunk that is locked
         with rank:
             while message := _received(rank):
                 if message == _END:
@@ -149,20 +157,26 @@ class HeldLocksModule:
                 if message.startswith(_RANK):
                     instance_id = int(message.removeprefix(_RANK))
                 elif message.startswith(_OPEN):
-                    sessions.add(message[1:].decode())
+                    sessions[message[1:].decode()] = 0
+                elif message.startswith(_PART):
+                    chunk, _, name = message[1:].decode().partition(" ")
+                    sessions[name] = int(chunk)
                 else:
-                    sessions.discard(message[1:].decode())
+                    sessions.pop(message[1:].decode(), None)
         if instance_id is None:
             return
         _log.warning("an engine was killed: the locks of %d lookups are given back", len(sessions))
+        time.sleep(_SETTLE_S)
         self._transfers.unregister_kv_cache(instance_id)
         deadline_s = time.monotonic() + _UNDERWAY_S
         while sessions and time.monotonic() < deadline_s:
-            sessions = {each for each in sessions if not self._has_given_back(each)}
+            for name, first in list(sessions.items()):
+                if self._has_given_back(name, first):
+                    del sessions[name]
             time.sleep(_LOOK_S)
 
-    def _has_given_back(self, name: str) -> bool:
-        """Give back the locks of a lookup; False: it is still underway, if it was sent at all."""
+    def _has_given_back(self, name: str, first: int) -> bool:
+        """Give back a lookup's locks from a chunk on; False: it is underway, if it was sent."""
         session = self.context.session_manager.get(name)
         if session is None or session.lookup_ipc_key is None:
             return False
@@ -170,7 +184,8 @@ class HeldLocksModule:
             self._lookups.wait_prefetch_status(name, _PREFETCH_S)
         if session.prefetch_hit_chunks < 0:
             return False
-        self._lookups.free_lookup_locks(session.lookup_ipc_key, 1)
+        start = first * self.context.chunk_size
+        self._lookups.free_lookup_locks(dataclasses.replace(session.lookup_ipc_key, start=start), 1)
         self._lookups.end_session(name)
         return True
 

@@ -177,7 +177,7 @@ class Killed(LMCacheConformance):
         assert ours.poll(30.0), "it has looked up"
         process.kill()
         process.join()
-        time.sleep(1.0)  # nothing says when the server has noticed
+        time.sleep(2.0)  # nothing says when the server has given them back
         blocks = self.p_blocks(1)
         p.fill(blocks, 9)
         num_tokens = self._load(p, request, blocks)

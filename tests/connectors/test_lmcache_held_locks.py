@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,8 +39,17 @@ def test_a_server_without_a_socket_is_told_nothing(tmp_path: Path) -> None:
     held.close()
 
 
+@dataclass
+class Key:
+    """A lookup's, as far as it matters here."""
+
+    start: int = 0
+
+
 class Server:
     """What is called of LMCache's parts; `found` is the lookups that it has taken up."""
+
+    chunk_size = 16
 
     def __init__(self) -> None:
         self.found: dict[str, SimpleNamespace] = {}
@@ -49,8 +59,8 @@ class Server:
     def wait_prefetch_status(self, name: str, _timeout_s: float) -> None:
         self.found[name].prefetch_hit_chunks = 3
 
-    def free_lookup_locks(self, key: str, _ranks: int) -> None:
-        self.done.append(f"free {key}")
+    def free_lookup_locks(self, key: Key, _ranks: int) -> None:
+        self.done.append(f"free from token {key.start}")
 
     def end_session(self, name: str) -> None:
         self.done.append(f"end {name}")
@@ -66,11 +76,11 @@ def test_a_lookup_that_the_server_takes_up_after_its_engine_was_killed_is_given_
     module = HeldLocksModule(server, server, server, segment)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
         rank.connect(f"{segment}.locks")
-        for message in (b"rank 7", b"+over", b"+late", b"+loaded", b"-loaded", b"-over"):
+        for message in (b"rank 7", b"+over", b"+late", b"<2 late", b"-over"):
             rank.send(message)
     wait_until(lambda: server.done == ["unregister 7"])
-    server.found["late"] = SimpleNamespace(lookup_ipc_key="key", prefetch_hit_chunks=-1)
-    wait_until(lambda: server.done == ["unregister 7", "free key", "end late"])
+    server.found["late"] = SimpleNamespace(lookup_ipc_key=Key(), prefetch_hit_chunks=-1)
+    wait_until(lambda: server.done == ["unregister 7", "free from token 32", "end late"])
     module.close()
 
 
