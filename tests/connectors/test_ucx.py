@@ -35,6 +35,7 @@ def test_a_second_copy_of_ucx_in_a_process_is_refused(load: str, loaded: str, sa
     assert says in run_python("-c", program).stdout
 
 
+@pytest.mark.slow
 def test_under_nohup_a_closing_terminal_does_not_make_ucx_log_every_transfer() -> None:
     program = f"""
 import signal, sys

@@ -38,6 +38,7 @@ def listed(tmp_path: Path) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_uv_has_pips_settings(listed: str) -> None:
     settings = settings_for_uv(listed)
     assert settings is not None
@@ -47,5 +48,6 @@ def test_uv_has_pips_settings(listed: str) -> None:
     assert settings["UV_HTTP_TIMEOUT"] == "7"
 
 
+@pytest.mark.slow
 def test_a_setting_that_uv_does_not_know_leaves_it_to_pip(listed: str) -> None:
     assert settings_for_uv(f"{listed}install.no-binary='numpy'\n") is None
