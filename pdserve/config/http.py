@@ -41,12 +41,14 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
         header_timeout_s: From the first byte of a request's headers to their last, and from a
             new connection to its first request.
         body_timeout_s: How long a body may go without progress.
+        send_timeout_s: How long a client may take nothing of what is sent to it.
     """
 
     max_body_bytes: int = 16 << 20
     body_memory_bytes: int | None = None
     header_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
+    send_timeout_s: float = 300.0
 
     @property
     def body_memory(self) -> int:
@@ -60,6 +62,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
             ("max-body-bytes", self.max_body_bytes),
             ("header-timeout", self.header_timeout_s),
             ("body-timeout", self.body_timeout_s),
+            ("send-timeout", self.send_timeout_s),
         ):
             require_positive(flag, number)
         require(

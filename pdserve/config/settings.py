@@ -180,6 +180,7 @@ _HTTP: Final = (
     ("body-memory-bytes", "limits.body_memory_bytes", "BYTES", "memory for the bodies of all requests; what does not fit gets 429; auto is 256 MiB, or 8 x the largest body"),
     ("header-timeout", "limits.header_timeout_s", "SECONDS", "timeout for receiving the headers of a request"),
     ("body-timeout", "limits.body_timeout_s", "SECONDS", "how long a request body may make no progress"),
+    ("send-timeout", "limits.send_timeout_s", "SECONDS", "how long a client may read nothing of its answer"),
 )
 _SERVER: Final = declare(
     "server",

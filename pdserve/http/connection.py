@@ -1,4 +1,4 @@
-"""Client connections: a deadline for headers, and one format for all errors.
+"""Client connections: deadlines for headers and for reading, and one format for all errors.
 
 aiohttp alone would wait for headers without limit, and would answer in plain text what its parser
 or dispatcher refuses. Knows no path and no application.
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import socket
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from aiohttp.http import RawRequestMessage
     from aiohttp.streams import StreamReader
 
-    from pdserve.config.http import HttpConfig
+    from pdserve.config.http import HttpConfig, HttpLimits
 
 _log = logging.getLogger(__name__)
 
@@ -49,15 +50,14 @@ class ClientConnection(web.RequestHandler):
     """One connection of a client, from its first byte to its last.
 
     Args:
-        header_timeout_s: Time limit for the headers of a request from their first byte; for the
-            first request, from the start of the connection.
+        limits: Of them, `header_timeout_s` and `send_timeout_s`.
     """
 
-    __slots__ = ("_body", "_has_headers_begun", "_header_timeout_s", "_header_timer", "_is_serving")
+    __slots__ = ("_body", "_has_headers_begun", "_header_timer", "_is_serving", "_limits")
 
-    def __init__(self, server: web.Server, *, header_timeout_s: float, **options: Any) -> None:
+    def __init__(self, server: web.Server, *, limits: HttpLimits, **options: Any) -> None:
         super().__init__(server, **options)
-        self._header_timeout_s = header_timeout_s
+        self._limits = limits
         self._header_timer: asyncio.TimerHandle | None = None
         self._has_headers_begun = False
         self._is_serving = False
@@ -66,6 +66,9 @@ class ClientConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See the base class."""
         super().connection_made(transport)
+        # The kernel ends a connection whose client is gone without a word, or reads nothing more.
+        sock, timeout_s = transport.get_extra_info("socket"), self._limits.send_timeout_s
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(timeout_s * 1e3))
         self._expect_headers()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -141,7 +144,7 @@ class ClientConnection(web.RequestHandler):
 
     def _expect_headers(self) -> None:
         loop = asyncio.get_running_loop()
-        self._header_timer = loop.call_later(self._header_timeout_s, self._give_up)
+        self._header_timer = loop.call_later(self._limits.header_timeout_s, self._give_up)
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:
@@ -153,7 +156,7 @@ class ClientConnection(web.RequestHandler):
         self._header_timer = None
         if self._has_headers_begun and isinstance(self.transport, asyncio.Transport):
             late = RequestTimeoutError(
-                f"the headers were not complete within {self._header_timeout_s:g} s"
+                f"the headers were not complete within {self._limits.header_timeout_s:g} s"
             )
             self.transport.write(_raw_answer(late))
         self.force_close()
@@ -200,12 +203,10 @@ class HttpListener(web.TCPSite):
             protocol.request_began(payload)
             return make_request(self._as_served(message), payload, protocol, writer, task)
 
-        header_timeout_s = config.limits.header_timeout_s
+        limits = config.limits
 
         def connect() -> ClientConnection:
-            return ClientConnection(
-                server, header_timeout_s=header_timeout_s, loop=loop, access_log=None
-            )
+            return ClientConnection(server, limits=limits, loop=loop, access_log=None)
 
         server.request_factory = request_began
         loop.set_exception_handler(self._spare.on_loop_error)
@@ -216,7 +217,7 @@ class HttpListener(web.TCPSite):
                 config.port,
                 backlog=BACKLOG,
                 ssl=tls,
-                ssl_handshake_timeout=None if tls is None else header_timeout_s,
+                ssl_handshake_timeout=None if tls is None else limits.header_timeout_s,
             )
         except OSError as error:
             raise _bind_error(config.host, config.port, error) from error

@@ -13,6 +13,8 @@ import pytest
 from tests.http.conftest import connected
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+TCP_CLOSE = 7
+"""Of the kernel's `tcp_states.h`: the other side has reset the connection."""
 GOOD = b'{"prompt": "The", "max_tokens": 1}'
 
 
@@ -90,6 +92,22 @@ async def test_a_body_that_drips_is_given_up_and_one_that_gets_on_is_not(serve):
             return (await answered)[0]
 
     assert await asyncio.gather(send(1), send(200)) == [408, 200]
+
+
+@pytest.mark.slow
+async def test_a_client_that_reads_nothing_more_of_its_answers_is_hung_up_on(serve):
+    host, port = (await serve(send_timeout_s=0.5)).removeprefix("http://").split(":")
+    loop = asyncio.get_running_loop()
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await loop.sock_connect(sock, (host, int(port)))
+        asking = loop.sock_sendall(sock, b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 10_000)
+        async with asyncio.timeout(30.0):
+            with contextlib.suppress(ConnectionError):
+                await asking
+            while sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != TCP_CLOSE:
+                await asyncio.sleep(0.05)
 
 
 async def test_a_length_over_the_limit_is_refused_before_the_body_comes(serve):

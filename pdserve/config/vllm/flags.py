@@ -381,7 +381,7 @@ ABSENT: Final = {
     "the proxy's dashboard is the only page; /openapi.json describes the API": """
         disable-fastapi-docs enable-offline-docs enable-tokenizer-info-endpoint
     """,
-    "--max-body-bytes, --header-timeout and --body-timeout limit what clients may use": """
+    "--max-body-bytes and --header-, --body- and --send-timeout limit what clients may use": """
         h11-max-incomplete-event-size h11-max-header-count
     """,
     "HTTP is served over TCP": """
