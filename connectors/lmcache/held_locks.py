@@ -104,11 +104,8 @@ def build_server_modules(build: Any) -> HeldLocksModule:
         build: LMCache's `ExtServerModuleBuildContext`, with the path of the server's memory as
             `segment` of its `config`.
     """
-    from lmcache.v1.multiprocess.modules.engine_driven_transfer import EngineDrivenTransferModule
-    from lmcache.v1.multiprocess.modules.lookup import LookupModule
-
-    (lookups,) = (each for each in build.modules if isinstance(each, LookupModule))
-    (transfers,) = (each for each in build.modules if isinstance(each, EngineDrivenTransferModule))
+    named = {type(each).__name__: each for each in build.modules}
+    lookups, transfers = named["LookupModule"], named["EngineDrivenTransferModule"]
     return HeldLocksModule(build.server_context, lookups, transfers, Path(build.config["segment"]))
 
 
