@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -153,15 +154,14 @@ def test_bench_alone_prints_its_commands() -> None:
     assert "serve" in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_is_reported_and_leaves_no_process(
-    server: ScriptedServer, tmp_path: Path, number: signal.Signals
-) -> None:
+@contextlib.contextmanager
+def benching(server: ScriptedServer, folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """`pdserve bench WORDS` of a server, whose result is r.json in a folder."""
+    command = [sys.executable, "-m", "pdserve", "bench", *words, "--base-url", server.url]
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "pdserve", "bench", "serve", "--base-url", server.url),
-            *("--tokenizer", "boxed", "--num-prompts", "500", "--request-rate", "1"),
-            *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"),
+            *(*command, "--tokenizer", "boxed"),
+            *("--result-dir", str(folder), "--result-filename", "r.json"),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -170,6 +170,18 @@ def test_an_interrupted_run_is_reported_and_leaves_no_process(
         env=environment(),
     )
     try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_is_reported_and_leaves_no_process(
+    server: ScriptedServer, tmp_path: Path, number: signal.Signals
+) -> None:
+    words = ("serve", "--num-prompts", "500", "--request-rate", "1", "--save-result")
+    with benching(server, tmp_path, *words) as process:
         assert process.stderr is not None
         assert "done" in process.stderr.readline()  # the first word of progress
         children = psutil.Process(process.pid).children()
@@ -182,38 +194,22 @@ def test_an_interrupted_run_is_reported_and_leaves_no_process(
         assert not any(child.is_running() for child in children)
         assert process.stdout is not None
         assert "The run was cut short: " in process.stdout.read()
-        found = json.loads((tmp_path / "r.json").read_bytes())
-        assert found["pdserve"]["unfinished"] == 500 - found["num_prompts"]
-        assert not found["pdserve"]["valid"]
-    finally:
-        process.kill()
-        process.communicate()
+    found = json.loads((tmp_path / "r.json").read_bytes())
+    assert found["pdserve"]["unfinished"] == 500 - found["num_prompts"]
+    assert not found["pdserve"]["valid"]
 
 
 def test_a_sweep_that_is_terminated_keeps_what_it_has_measured(
     server: ScriptedServer, tmp_path: Path
 ) -> None:
-    words = (sys.executable, "-m", "pdserve", "bench", "sweep", "--base-url", server.url)
-    process = subprocess.Popen(
-        [
-            *(*words, "--tokenizer", "boxed", "--max-concurrencies", "1,2", "--num-prompts", "12"),
-            *("--random-input-len", "32", "--random-output-len", "4", "--no-progress"),
-            *("--result-dir", str(tmp_path), "--result-filename", "s.json"),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-    )
-    try:
+    words = ["sweep", "--max-concurrencies", "1,2", "--num-prompts", "12", "--no-progress"]
+    words += ["--random-input-len", "32", "--random-output-len", "4"]
+    with benching(server, tmp_path, *words) as process:
         assert process.stdout is not None
         while not (line := process.stdout.readline()).strip().startswith("1 "):
             assert line
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 130
-        saved = json.loads((tmp_path / "s.json").read_bytes())
-        assert len(saved["points"]) == 1
-        assert "The sweep was interrupted." in saved["statements"]
-    finally:
-        process.kill()
-        process.communicate()
+    saved = json.loads((tmp_path / "r.json").read_bytes())
+    assert len(saved["points"]) == 1
+    assert "The sweep was interrupted." in saved["statements"]
