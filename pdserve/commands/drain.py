@@ -1,6 +1,7 @@
 """`pdserve drain`: empty engines in bounded time, so that they can be stopped or changed.
 
-Asks all proxies in front of them at the same time; the proxies do the work.
+Asks all proxies in front of them at the same time; the proxies do the work. What one of them did is
+reported even if another one fails.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdserve.commands.announce import tell_failure
 from pdserve.commands.asking import asked
 from pdserve.commands.exit_codes import EXIT_DONE, EXIT_FAILED
 from pdserve.config.drain import DrainConfig
 from pdserve.config.load import build
-from pdserve.errors import ConfigError, PeerError
+from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.wire.drain import PATH, DrainReport, DrainRequest
 from pdserve.wire.seal import UNREADABLE
 
@@ -34,22 +36,38 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
     Raises:
         ConfigError: No engine is named, a proxy does not know one, or wants another key.
-        PeerError: A proxy cannot be reached, or does not answer like one.
+        PeerError: A proxy cannot be reached, or does not answer like one; of several failures, the
+            last one.
     """
     config = build("drain", DrainConfig, table, resolved)
     if not config.engines:
         raise ConfigError(
             "ENGINE is missing: run pdserve drain URL with the URL of an engine", param="engines"
         )
-    pairs = list(itertools.product(config.proxies, config.engines))
-    answers = [each.result() for each in [_asked(config, *pair) for pair in pairs]]
-    if config.is_resumed:
-        print("\n".join(f"{url} receives requests again" for url in config.engines))
-        return EXIT_DONE
-    reports = [_report(proxy, answer) for (proxy, _), answer in zip(pairs, answers, strict=True)]
-    for (proxy, _), report in zip(pairs, reports, strict=True):
-        print(described(report, proxy if len(config.proxies) > 1 else ""))
-    return EXIT_DONE if all(report.is_empty for report in reports) else EXIT_FAILED
+    asked_pairs = [
+        (proxy, engine, _asked(config, proxy, engine))
+        for proxy, engine in itertools.product(config.proxies, config.engines)
+    ]
+    failures: list[PdserveError] = []
+    is_done = True
+    for proxy, engine, answer in asked_pairs:
+        named = proxy if len(config.proxies) > 1 else ""
+        try:
+            if config.is_resumed:
+                answer.result()
+                print(f"{engine} receives requests again{f' of {named}' if named else ''}")
+                continue
+            report = _report(proxy, answer.result())
+        except PdserveError as error:
+            failures.append(error)
+            continue
+        print(described(report, named))
+        is_done = is_done and report.is_empty
+    if failures:
+        for failure in failures[:-1]:
+            tell_failure("drain", failure)
+        raise failures[-1]
+    return EXIT_DONE if is_done else EXIT_FAILED
 
 
 def ask(config: DrainConfig, proxy: str, engine: str) -> bytes:

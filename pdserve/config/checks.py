@@ -31,15 +31,19 @@ def require_port(port: int, flag: str = "port") -> None:
     require(0 <= port <= 65535, flag, port, "use 1 to 65535, or 0 for a free one")
 
 
-def require_url(url: str, flag: str) -> None:
-    """Refuse what is no URL of HTTP, or has a host or port that nobody can be asked for."""
+def is_url(url: str) -> bool:
+    """Whether it is a URL of HTTP with a host and a port that somebody can be asked for."""
     try:
         parts = urlsplit(url)
-        is_url = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+        has_host = bool((parts.hostname or "").encode("idna")) and parts.port != 0
     except ValueError:
-        is_url = False
-    is_url = is_url and url.startswith(("http://", "https://"))
-    require(is_url, flag, url, "write it as http://127.0.0.1:8100")
+        return False
+    return has_host and url.startswith(("http://", "https://"))
+
+
+def require_url(url: str, flag: str) -> None:
+    """Refuse what is no URL of HTTP."""
+    require(is_url(url), flag, url, "write it as http://127.0.0.1:8100")
 
 
 def require_positive(flag: str, value: float | None) -> None:

@@ -6,8 +6,9 @@ from typing import Final
 
 import msgspec
 
-from pdserve.config.checks import require, require_keys, require_url
+from pdserve.config.checks import is_url, require, require_keys, require_url
 from pdserve.config.setting import declare
+from pdserve.errors import ConfigError
 from pdserve.wire.drain import DEADLINE_S, MAX_DEADLINE_S
 
 
@@ -30,7 +31,10 @@ class DrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for url in self.engines:
-            require_url(url, "engines")
+            if not is_url(url):
+                raise ConfigError(
+                    f"ENGINE is {url!r}: write it as http://127.0.0.1:8100", param="engines"
+                )
         for url in self.proxies:
             require_url(url, "proxy")
         require(bool(self.proxies), "proxy", self.proxies, "name the proxies before the engines")

@@ -108,7 +108,7 @@ def test_what_a_proxy_refuses_is_told(capsys, status, code, told):
     ("words", "code", "told"),
     [
         ((), 3, "ENGINE is missing"),
-        (("8200",), 3, "'8200'"),
+        (("8200",), 3, "pdserve drain: ENGINE is '8200': write it as http"),
         ((ENGINE, "--deadline", "-1"), 3, "--deadline"),
     ],
 )
@@ -121,3 +121,15 @@ def test_nobody_at_the_url_is_told_with_what_to_give(capsys):
     (port,) = free_ports(1)
     assert main(["drain", ENGINE, "--proxy", f"http://127.0.0.1:{port}"]) == 4
     assert "--proxy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("--resume",)])
+def test_what_one_proxy_did_is_told_although_others_cannot_be_asked(capsys, words):
+    gone = [f"http://127.0.0.1:{port}" for port in free_ports(2)]
+    with proxy(**report()) as (url, _):
+        assert main(["drain", ENGINE, "--proxy", gone[0], url, gone[1], *words]) == 4
+    told = capsys.readouterr()
+    [line] = told.out.splitlines()
+    assert line.startswith(f"{ENGINE} ")
+    assert f" of {url}" in line
+    assert [word in told.err for word in (url, *gone)] == [False, True, True]
