@@ -239,6 +239,11 @@ def test_nobody_is_root_or_killed_while_it_drains(resources):
         assert mounted == {each["name"] for each in spec["volumes"]}
 
 
+def test_proxies_whose_streams_get_longer_may_be_given_longer_until_they_are_killed():
+    [proxies] = of_kind(rendered({"proxy": {"terminationGracePeriodSeconds": 615}}), "Deployment")
+    assert proxies["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 615
+
+
 def test_what_is_scaled_has_no_number_of_its_own_and_is_asked_for_series_that_there_are(resources):
     known = (ROOT / "docs" / "metrics.md").read_text()
     for each in of_kind(resources, "ScaledObject"):
