@@ -15,7 +15,7 @@ from pdserve.config.checks import (
     require_positive,
     require_url,
 )
-from pdserve.config.objectives import objectives_by_model
+from pdserve.config.objectives import MIN_SLO_MS, objectives_by_model
 
 
 class KVTransfer(enum.Enum):
@@ -289,17 +289,18 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
             ("max-concurrent-requests", self.max_concurrent_requests),
             ("queue-timeout-secs", self.queue_timeout_s),
             ("request-timeout-secs", self.request_timeout_s),
-            ("itl-slo", self.itl_slo_s),
             ("cb-failure-threshold", self.cb_failure_threshold),
             ("health-check-interval-secs", self.health_check_interval_s),
             ("health-check-timeout-secs", self.health_check_timeout_s),
         ):
             require_positive(flag, number)
         for flag, number in (
-            ("ttft-slo", self.ttft_slo_s),
             ("queue-size", self.queue_size),
             ("retry-max-retries", self.retry_max_retries),
             ("cb-timeout-duration-secs", self.cb_timeout_s),
         ):
             require_not_negative(flag, number)
+        least_s = MIN_SLO_MS / 1e3
+        for flag, limit_s in (("itl-slo", self.itl_slo_s), ("ttft-slo", self.ttft_slo_s or 1.0)):
+            require(limit_s >= least_s, flag, limit_s, f"use {least_s:g} or more")
         objectives_by_model(self.model_slo)

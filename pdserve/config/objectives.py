@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MODEL_SLO: Final = "model-slo"
 """The flag."""
+MIN_SLO_MS: Final = 1e-3
+"""For any less, the cost of a decision would be infinite."""
 _MAX_MS: Final = 1e8
 
 
@@ -41,7 +43,7 @@ def objectives_by_model(words: Sequence[str]) -> dict[str, ModelObjectives]:
             limit_ms = float(text)
         except ValueError:
             limit_ms = 0.0
-        is_one = bool(model) and kind in ("ttft", "itl") and 0 < limit_ms <= _MAX_MS
+        is_one = bool(model) and kind in ("ttft", "itl") and MIN_SLO_MS <= limit_ms <= _MAX_MS
         require(is_one, MODEL_SLO, word, "write it as MODEL=ttft:300 or MODEL=itl:25, in ms")
         before = found.get(model, ModelObjectives())
         known_s = before.ttft_s if kind == "ttft" else before.itl_s

@@ -10,11 +10,12 @@ from typing import Any, ClassVar, Literal, cast
 
 import msgspec
 
+from pdserve.config.objectives import MIN_SLO_MS
 from pdserve.errors import BadRequestError
 from pdserve.wire.hop import KVTransferParams
 
 MAX_CHOICES = 1024
-MIN_SLO_MS, MAX_SLO_MS = 1e-3, 3.6e6
+MAX_SLO_MS = 3.6e6
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 

@@ -179,10 +179,20 @@ async def test_a_model_has_objectives_of_its_own_which_a_request_may_change(make
     assert {each.max_output for each in asked} == {4}
 
 
-@pytest.mark.parametrize("word", ["tiny", "tiny=ttft", "=ttft:3", "m=itl:0", "m=e2el:5", "m=itl:x"])
+@pytest.mark.parametrize(
+    "word",
+    ["tiny", "tiny=ttft", "=ttft:3", "m=itl:0", "m=ttft:1e-310", "m=e2el:5", "m=itl:x"],
+)
 def test_what_is_no_objective_of_a_model_is_refused_by_its_flag(word):
     with pytest.raises(ConfigError, match=r"--model-slo is .*MODEL=ttft:300"):
         ProxyConfig(model_slo=(word,))
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 1e-310])
+@pytest.mark.parametrize("flag", ["ttft", "itl"])
+def test_an_objective_below_a_microsecond_is_refused_by_its_flag(flag, seconds):
+    with pytest.raises(ConfigError, match=f"--{flag}-slo is {seconds}: use 1e-06 or more"):
+        ProxyConfig(**{f"{flag}_slo_s": seconds})
 
 
 def test_an_objective_of_a_model_that_is_given_twice_is_refused():
