@@ -36,7 +36,7 @@ from pdserve.commands.plan_console import (
     checked,
     layout_table,
     moved,
-    rate,
+    pace,
     sentences,
     start_command,
 )
@@ -46,6 +46,7 @@ from pdserve.config.checks import require
 from pdserve.config.datasets import DatasetConfig
 from pdserve.config.http import KVTransfer
 from pdserve.config.load import Source, build
+from pdserve.config.objectives import MIN_SLO_MS
 from pdserve.config.plan import MAX_ENGINES, PlanConfig, milliseconds
 from pdserve.config.policies import read_policy
 from pdserve.config.sweep import SweepConfig
@@ -136,7 +137,8 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         if config.check:
             check = asyncio.run(_check(asked, config.check, line if shows_progress else None))
         plan = planner.plan(config.num_engines or 0, layouts)
-    per_s = len(asked.requests) / _span_s(asked.requests)
+    span_s = _span_s(asked.requests)
+    per_s = len(asked.requests) / span_s if span_s else None
     given = {flag: resolved[flag] for flag in _SIZES if resolved[flag].source is not Source.DEFAULT}
     sizes = {flag: item.value for flag, item in given.items() if item.value is not None}
     command = start_command(plan.best, asked.model, asked.question.settings, sizes)
@@ -147,7 +149,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
             )
         )
     else:
-        print(f"{asked.description}: {len(asked.requests)} requests, {rate(per_s)}/s")
+        print(f"{asked.description}: {len(asked.requests)} requests, {pace(per_s)}")
         lines = [moved(asked.question.settings, config.url)]
         lines += [*(f"note: {each}" for each in asked.notes), ""]
         lines += [*checked(check), ""] if check else []
@@ -276,13 +278,14 @@ def _settings(policy: str, slos: Sequence[Slo], *, pulls: bool) -> dict[str, Any
     name, split = read_policy(policy)
     limits = {slo.metric: slo.limit_ms / 1e3 for slo in slos}
     itl_s = limits.get(SloMetric.TPOT, limits.get(SloMetric.ITL, _ITL_SLO_S))
+    ttft_s, least_s = limits.get(SloMetric.TTFT), MIN_SLO_MS / 1e3
     return {
         "prefill_policy": name,
         "decode_policy": name,
         "split_policy": split,
         "kv_mode": KVTransfer.PULL if pulls else KVTransfer.AUTO,
-        "ttft_slo_s": limits.get(SloMetric.TTFT, 0.0),
-        "itl_slo_s": max(itl_s, 1e-6),
+        "ttft_slo_s": 0.0 if ttft_s is None else max(ttft_s, least_s),
+        "itl_slo_s": max(itl_s, least_s),
     }
 
 
@@ -335,7 +338,7 @@ def _check_memory(
 
 def _span_s(requests: Sequence[Planned]) -> float:
     times = [each.at_s for each in requests if each.at_s is not None]
-    return max(1e-3, max(times) - min(times))
+    return max(times) - min(times)
 
 
 def _as_json(asked: _Asked, **found: Any) -> dict[str, Any]:

@@ -24,6 +24,11 @@ def rate(per_s: float) -> str:
     return f"{float(f'{per_s:.3g}'):,g}"
 
 
+def pace(per_s: float | None) -> str:
+    """Return how often requests come; None: all at once, or there is only one."""
+    return "at once" if per_s is None else f"{rate(per_s)}/s"
+
+
 def moved(settings: Mapping[str, object], url: str) -> str:
     """Return how the simulation moves KV between engines."""
     how = "pulled" if settings["kv_mode"] is KVTransfer.PULL else "pushed"
@@ -47,18 +52,18 @@ def layout_table(rows: Sequence[LayoutFigures]) -> list[str]:
     return lines
 
 
-def sentences(plan: FleetPlan, *, per_s: float, share: float) -> list[str]:
+def sentences(plan: FleetPlan, *, per_s: float | None, share: float) -> list[str]:
     """Return what a plan says, and how certain it is.
 
     Args:
-        per_s: Requests per second of the workload.
+        per_s: Requests per second of the workload; None if all come at once.
         share: Of the requests, how many must meet the objectives.
     """
     low, high = plan.goodput_range
     best = plan.rows[0]
     lines = [
         (
-            f"{plan.best} is best: {best.figures.goodput:.1%} of {rate(per_s)} requests/s meet the "
+            f"{plan.best} is best: {best.figures.goodput:.1%} of {_requests(per_s)} meet the "
             f"objectives, or {low:.1%} to {high:.1%} if the times are off by their error."
         )
     ]
@@ -69,8 +74,8 @@ def sentences(plan: FleetPlan, *, per_s: float, share: float) -> list[str]:
     else:
         least = "at least " if plan.highest_load == MAX_LOAD else ""
         lines.append(
-            f"It reaches {share:.0%} up to {least}{plan.highest_load:.3g} times the load "
-            f"({rate(plan.highest_load * per_s)} requests/s)."
+            f"It reaches {share:.0%} up to {least}{plan.highest_load:.3g} times the load"
+            + ("." if per_s is None else f" ({_requests(plan.highest_load * per_s)}).")
         )
     fewest = plan.fewest
     if fewest is None:
@@ -84,6 +89,10 @@ def sentences(plan: FleetPlan, *, per_s: float, share: float) -> list[str]:
             f"({fewest.figures.goodput:.1%})."
         )
     return lines
+
+
+def _requests(per_s: float | None) -> str:
+    return "the requests" if per_s is None else f"{rate(per_s)} requests/s"
 
 
 def checked(check: PlanCheck) -> list[str]:

@@ -167,6 +167,14 @@ def test_a_load_that_is_met_up_to_the_highest_tried_is_not_called_the_limit():
     assert "reaches 90% up to at least 32 times the load" in found.stdout, found
 
 
+def test_of_one_request_no_rate_is_told():
+    found = plan("--layout", "1B", *TIMES, *SLO, *RANDOM, "--num-prompts", "1")
+    assert " 1 requests, at once" in found.stdout, found
+    assert "100.0% of the requests meet the objectives" in found.stdout
+    assert "times the load." in found.stdout
+    assert "requests/s" not in found.stdout
+
+
 def test_a_rate_of_a_data_set_with_times_of_its_own_is_refused(trace):
     data = ("--dataset-name", "trace", "--dataset-path", str(trace))
     found = plan("--num-engines", "2", *TIMES, *SLO, *data, "--request-rate", "3")
@@ -186,6 +194,11 @@ def test_one_command_starts_a_layout_with_the_sizes_that_it_was_planned_with():
         f"--both-replicas 2 {proxy}"
     )
     assert start_command("1B", "", SETTINGS, {}) == "pdserve serve MODEL --port 8000"
+
+
+def test_an_objective_below_what_proxies_take_becomes_their_least():
+    found = plan("--layout", "1P1D", *TIMES, "--slo", "ttft:1e-310", "itl:1e-310", *RANDOM)
+    assert "--proxy.ttft-slo 1e-06 --proxy.itl-slo 1e-06" in found.stdout.splitlines()[-1], found
 
 
 def test_an_engine_whose_size_was_given_is_started_with_it():
