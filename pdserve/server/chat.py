@@ -227,6 +227,7 @@ async def _answer_chat(
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             reading=reading,
+            tells_reasoning=body.include_reasoning is not False,
             prediction=None if body.prediction is None else body.prediction.predicted(),
         ),
     )
@@ -335,9 +336,7 @@ class _Form(AnswerForm):
 
     def _thought(self, delta: Delta) -> dict[str, Any]:
         """Return the reasoning in a delta, if it has any."""
-        if not delta.reasoning or self._body.include_reasoning is False:
-            return {}
-        return {self._reasoning_field: delta.reasoning}
+        return {self._reasoning_field: delta.reasoning} if delta.reasoning else {}
 
     def _fragment(self, call: CallDelta, choice: int) -> dict[str, Any]:
         """Return the new part of a call, as an entry of a stream's chunk."""

@@ -118,6 +118,7 @@ async def make_text_request(
         is_streamed=bool(fields.stream),
         has_prediction=asked.prediction is not None,
         may_move=ours is not None and ours.may_move and bool(fields.stream) and len(choices) == 1,
+        tells_reasoning=asked.tells_reasoning,
     )
 
 

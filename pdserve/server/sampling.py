@@ -46,6 +46,7 @@ class Asked:
             asks for no log-probabilities.
         pooling: How the prompt becomes a vector, if the request asks for one.
         reading: How to parse answers; None if they are text only.
+        tells_reasoning: Whether the client gets reasoning and the log-probabilities of its tokens.
         prediction: Text that the answer is expected to resemble.
     """
 
@@ -57,6 +58,7 @@ class Asked:
     prompt_logprobs: int | None
     pooling: Pooling | None = None
     reading: AnswerReading | None = None
+    tells_reasoning: bool = True
     prediction: str | None = None
 
 

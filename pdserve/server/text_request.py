@@ -95,6 +95,7 @@ class TextRequest:
         path: Path of the endpoint.
         has_prediction: Whether the user gave a prediction of the answer.
         may_move: Whether the caller can continue on another engine.
+        tells_reasoning: Whether the client gets reasoning and the log-probabilities of its tokens.
         gaps_s: Seconds between outputs, each of one token, or more with a draft.
         failure: The engine's error, if it failed.
     """
@@ -113,6 +114,7 @@ class TextRequest:
     is_streamed: bool = False
     has_prediction: bool = False
     may_move: bool = False
+    tells_reasoning: bool = True
     delivered: bool = False
     gaps_s: list[float] = field(default_factory=list)
     failure: Exception | None = None
@@ -263,17 +265,18 @@ class TextRequest:
         deltas, end = [], 0
         for part in parts:
             start, end, is_last = end, end + len(part.offsets), part is parts[-1]
+            scored = start if self.tells_reasoning else start + part.num_thought
             deltas.append(
                 Delta(
                     index=choice.index,
                     text=part.text,
                     token_ids=token_ids[start:end],
                     offsets=part.offsets,
-                    logprobs=logprobs[start:end] if logprobs is not None else None,
+                    logprobs=logprobs[scored:end] if logprobs is not None else None,
                     finish_reason=text.finish_reason if is_last else None,
                     stop_reason=stop_reason if is_last else None,
                     prompt_logprobs=choice.prompt_logprobs if first and not swallowed else None,
-                    reasoning=part.reasoning,
+                    reasoning=part.reasoning if self.tells_reasoning else "",
                     calls=part.calls,
                     num_calls=choice.processor.num_calls,
                 )

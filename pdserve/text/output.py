@@ -58,6 +58,8 @@ class TextDelta(msgspec.Struct):
         calls: What was added to tool calls, in order.
         rest: What the same tokens added behind all that, of another kind each.
         kind: The piece of which kind this is or, if empty, what is before; None if nothing is.
+        num_thought: How many of the tokens in `offsets` come up to the last one of the reasoning or
+            its markers.
     """
 
     text: str = ""
@@ -68,6 +70,7 @@ class TextDelta(msgspec.Struct):
     calls: list[CallDelta] = []
     rest: list[TextDelta] = []
     kind: type[Piece] | None = None
+    num_thought: int = 0
 
     @property
     def last(self) -> TextDelta:
@@ -150,6 +153,7 @@ class OutputProcessor:
         self.num_calls = 0
         self._num_begun = self._num_ended = 0
         self._kind: type[Piece] | None = None
+        self._is_thought = False
 
     def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> TextDelta:
         """Add tokens, the last ones if `finish_reason` says so.
@@ -165,8 +169,11 @@ class OutputProcessor:
             offset = self._num_chars
             self.num_tokens += 1
             is_over = position < num_shown and self._read(token_id, delta)
-            delta.last.offsets.append(offset)
-            self._kind = delta.last.kind
+            last = delta.last
+            last.offsets.append(offset)
+            if self._is_thought:
+                last.num_thought = len(last.offsets)
+            self._kind = last.kind
             if is_over:
                 return delta
         if finish_reason in (None, FinishReason.HANDOFF):
@@ -190,6 +197,7 @@ class OutputProcessor:
             pieces = machine.push(self._detokenizer.flush())
             pieces += machine.push(marker, is_marker=True)
         self.num_reasoning_tokens += was_reasoning and machine.is_reasoning
+        self._is_thought = was_reasoning or machine.is_reasoning
         return self._release(pieces, delta)
 
     def _read_rest(self, delta: TextDelta, *, is_cut: bool) -> bool:

@@ -34,6 +34,12 @@ BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"type": "function", **FUNCTION}],
         "include": ["message.output_text.logprobs"],
     },
+    "/v1/responses without its reasoning": {
+        "input": "hi",
+        "tools": [{"type": "function", **FUNCTION}],
+        "include": ["message.output_text.logprobs"],
+        "include_reasoning": False,
+    },
     "/v1/messages": {"messages": HI, "tools": [{"name": "f", "input_schema": SCHEMA}]},
 }
 LIMITS = {
@@ -159,13 +165,15 @@ async def test_a_stream_has_what_the_whole_answer_has(text, parser):
             token_ids = [*text.tokenizer.encode(answer, add_special_tokens=False), EOS]
             num_tokens = len(token_ids) - rng.randrange(2)  # with the end of the text, or cut off
             whole, streams = {}, {}
-            for path, body in BODIES.items():
+            for name, body in BODIES.items():
+                path = name.partition(" ")[0]
                 limited = body | {LIMITS[path]: num_tokens}
-                whole[path] = await server.ok(path, limited)
-                streams[path] = await server.stream(path, limited)
-            chat, response, message = whole.values()
-            chunks, told, blocks = streams.values()
+                whole[name] = await server.ok(path, limited)
+                streams[name] = await server.stream(path, limited)
+            chat, response, thoughtless, message = whole.values()
+            chunks, told, told_thoughtless, blocks = streams.values()
             assert said_in_chunks(events(chunks)) == said_in_chat(chat["choices"][0]), answer
-            last = events_in(told)[-1][1]["response"]
-            assert said_in_response(last) == said_in_response(response), answer
+            for stream, object_ in ((told, response), (told_thoughtless, thoughtless)):
+                last = events_in(stream)[-1][1]["response"]
+                assert said_in_response(last) == said_in_response(object_), answer
             assert said_in_events(events_in(blocks)) == said_in_message(message), answer

@@ -215,6 +215,24 @@ async def test_reasoning_is_left_out_where_it_is_not_wanted_and_named_as_the_ser
     assert answer["choices"][0]["message"]["reasoning_content"] == "a dog?"
 
 
+async def test_reasoning_that_is_left_out_leaves_no_log_probabilities(calling):
+    scored = BODY | {"logprobs": True}
+    hidden = scored | {"include_reasoning": False}
+    async with serving(calling, scripted(calling, ANSWER)) as server:
+        told, whole = await server.ok(PATH, scored), await server.ok(PATH, hidden)
+        chunks = events(await server.stream(PATH, hidden))
+        joined = events(await server.stream(PATH, hidden | {"stream_interval": 3}))
+    every, rows = (each["choices"][0]["logprobs"]["content"] for each in (told, whole))
+    for parts in (chunks, joined):
+        choices = [chunk["choices"][0] for chunk in parts]
+        assert [row for each in choices for row in each["logprobs"]["content"]] == rows
+    assert every[-len(rows) :] == rows
+    tokens = "".join(row["token"] for row in rows)
+    assert "dog" not in tokens
+    assert ANSWER.endswith(tokens.lstrip(">").removesuffix("</s>"))
+    assert "the fox<tool_call>" in tokens
+
+
 SEE = '<tool_call>\n{"name": "see", "arguments": {"x": 1}}\n</tool_call>'
 HEAR = '<tool_call>\n{"name": "hear", "arguments": {}}\n</tool_call>'
 X = {"type": "object", "properties": {"x": {"type": "integer"}}, "additionalProperties": False}
