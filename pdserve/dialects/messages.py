@@ -54,8 +54,7 @@ class MessagesDialect(Dialect):
     """
 
     def __init__(self, body: MessagesRequest, request_id: str) -> None:
-        ignored = "budget_tokens" in (body.thinking or {})
-        super().__init__(_chat(body), ("thinking.budget_tokens",) if ignored else ())
+        super().__init__(_chat(body), tuple(_ignored(body)))
         self._id = f"msg_{request_id}"
 
     def begun(self) -> Iterator[DialectEvent]:
@@ -129,6 +128,17 @@ class MessagesDialect(Dialect):
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }
+
+
+def _ignored(body: MessagesRequest) -> Iterator[str]:
+    """Yield what has no effect: no chat template tells a failed result from others."""
+    for name in ("budget_tokens", "display"):
+        if name in (body.thinking or {}):
+            yield f"thinking.{name}"
+    contents = [message.get("content") for message in body.messages]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    if any(block.get("type") == "tool_result" and block.get("is_error") for block in blocks):
+        yield "messages.content.is_error"
 
 
 def anthropic_error(status: int, error: Mapping[str, Any]) -> dict[str, Any]:

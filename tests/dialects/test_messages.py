@@ -128,10 +128,14 @@ def test_fields_of_a_chat_have_their_names_there():
     assert off["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_a_budget_of_thoughts_means_nothing_and_is_said_to():
-    thinking = {"type": "enabled", "budget_tokens": 1024}
+def test_what_means_nothing_of_thoughts_and_results_is_said_to():
+    thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
     body = {"messages": HI, "max_tokens": 9, "thinking": thinking}
-    assert translator(MESSAGES, body).ignored == ("thinking.budget_tokens",)
+    assert translator(MESSAGES, body).ignored == ("thinking.budget_tokens", "thinking.display")
+    for is_error, ignored in ((True, ("messages.content.is_error",)), (False, ()), (None, ())):
+        result = block("tool_result", tool_use_id="t", content="no", is_error=is_error)
+        body = {"messages": [{"role": "user", "content": [result]}], "max_tokens": 9}
+        assert translator(MESSAGES, body).ignored == ignored
 
 
 @pytest.mark.parametrize(
