@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -71,10 +72,17 @@ def _values(node: ast.Call) -> dict[str, Any]:
         for keyword in node.keywords:
             if keyword.arg is None:
                 raise MalformedCallError
+            if any(_is_infinite(each) for each in ast.walk(keyword.value)):
+                raise MalformedCallError
             values[keyword.arg] = ast.literal_eval(keyword.value)
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise MalformedCallError from error
     return values
+
+
+def _is_infinite(node: ast.AST) -> bool:
+    """Whether it is a number, such as 1e999, for which JSON has no value."""
+    return isinstance(node, ast.Constant) and node.value == math.inf
 
 
 class _Follower:

@@ -217,6 +217,16 @@ def test_arguments_that_are_too_deep_for_a_reader_make_no_call_where_a_later_one
     assert pieces[-1] == CallEnds(num_lost=1)
 
 
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "[{'y': 1e999}]"])
+def test_a_number_that_json_has_no_value_for_makes_no_call(value):
+    machine = make_machine("pythonic", reasoning=None)
+    text = f"[f(x={value})]"
+    pieces = machine.push(text) + machine.finish(is_cut=False)
+    assert not [told for told in told_calls(pieces) if told.is_whole]
+    assert pieces[-1] == Content(text)
+    assert "null" not in str(pieces)
+
+
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_behind_arguments_that_are_no_json_a_stream_tells_of_no_call_of_the_list(is_cut):
     call = '{"name": "f", "parameters": {"x": 1}}'
