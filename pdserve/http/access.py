@@ -34,7 +34,14 @@ _OPERATORS: Final = ("/debug/", "/dashboard", "/reset_prefix_cache", "/drain")
 API_KEY_HEADER: Final = "X-Api-Key"
 _PARTS: Final = "/pdserve/"
 """Paths that engines and proxies of one deployment use among themselves."""
-_FORWARDED: Final = (hdrs.FORWARDED, hdrs.X_FORWARDED_FOR)
+_FORWARDED: Final = (
+    hdrs.FORWARDED,
+    hdrs.VIA,
+    hdrs.X_FORWARDED_FOR,
+    hdrs.X_FORWARDED_HOST,
+    hdrs.X_FORWARDED_PROTO,
+    "X-Real-IP",
+)
 """A request with one of these headers was forwarded for another host."""
 
 

@@ -79,7 +79,7 @@ async def test_without_an_operator_key_only_this_host_may_do_what_is_an_operator
     assert (await ask(url, door, API))[0] == 200
     if keys:
         assert (await ask(url, door))[0] == 401
-    for passed_on in ("X-Forwarded-For", "Forwarded"):
+    for passed_on in ("X-Forwarded-For", "X-Forwarded-Proto", "X-Real-IP", "Via", "Forwarded"):
         given = await ask(url, door, API, **{passed_on: ELSEWHERE})
         assert given == (403, "operator_key_required")
     from_elsewhere(monkeypatch)
