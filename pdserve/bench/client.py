@@ -198,23 +198,23 @@ class Client:
     def _give_up(self, planned: Planned, due_s: float, why: str) -> None:
         """Note that a turn, and those that follow it, cannot be sent."""
         now_s = self._now_s()
-        self._end(
-            Outcome(
-                index=planned.index,
-                request_id=f"{self._sending.id_prefix}{planned.index}",
-                group=planned.group,
-                scheduled_s=due_s,
-                sent_s=due_s,
-                end_s=now_s,
-                error=why,
+        left = [planned]
+        while left:
+            turn = left.pop()
+            self._end(
+                Outcome(
+                    index=turn.index,
+                    request_id=f"{self._sending.id_prefix}{turn.index}",
+                    group=turn.group,
+                    scheduled_s=due_s,
+                    sent_s=due_s,
+                    end_s=now_s,
+                    error=why
+                    if turn is planned
+                    else f"request {turn.after}, which this turn follows, was not answered",
+                )
             )
-        )
-        for follower in self._followers.get(planned.index, ()):
-            self._give_up(
-                follower,
-                due_s,
-                f"request {planned.index}, which this turn follows, was not answered",
-            )
+            left += self._followers.get(turn.index, ())
 
     def _end(self, outcome: Outcome) -> None:
         self._left -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -16,6 +17,7 @@ from pdserve.bench.http import Address, Connections, HttpError, Reply
 from pdserve.bench.records import Outcome, Planned
 from pdserve.bench.target import Target
 from tests.bench.scripted import request
+from tests.cli.process import free_ports
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 Behave = Callable[[int, asyncio.StreamWriter], Awaitable[None]]
@@ -86,6 +88,21 @@ def client_of(server: Server, *, max_concurrency: int | None = None) -> Client:
         Sending(max_concurrency=max_concurrency),
         on_outcome=ignore,
     )
+
+
+async def test_however_many_turns_follow_one_that_failed_the_run_ends() -> None:
+    ended: dict[int, Outcome] = {}
+    (port,) = free_ports(1)
+    client = Client(
+        Asking(target=Target(base_url=f"http://127.0.0.1:{port}", model="m")),
+        Sending(),
+        on_outcome=lambda outcome: ended.update({outcome.index: outcome}),
+    )
+    turns = [request(index, [1], after=index - 1) for index in range(1, 3000)]
+    async with asyncio.timeout(30.0):
+        await client.run([*plan_of(0.0), *turns], time.monotonic())
+    assert len(ended) == 3000
+    assert ended[2999].error == "request 2998, which this turn follows, was not answered"
 
 
 def plan_of(*at_s: float) -> list[Planned]:
