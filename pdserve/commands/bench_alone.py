@@ -99,6 +99,7 @@ def sample_of(requests: Sequence[Planned]) -> list[Planned]:
     able = [each for each in requests if each.after is None]
     tokens = sum((each.num_prompt_tokens or 0) + each.max_tokens for each in able)
     step = max(1, math.ceil(len(able) / _NUM_REQUESTS), math.ceil(tokens / _MAX_TOKENS))
+    step = min(step, len(able))
     # Sorted by group: every n-th request of a repeating plan could be of one group only.
     chosen = sorted(able, key=lambda each: (each.group, each.index))[step // 2 :: step]
     return [

@@ -65,7 +65,14 @@ def topologies_of(config: CompareConfig) -> list[Topology]:
         raise ConfigError(
             f"--topologies names the deployment {twice} twice: name it once", param="topologies"
         )
-    found += peers(config.peer)
+    for peer in peers(config.peer):
+        if peer.label in labels:
+            raise ConfigError(
+                f"--peer has the label {peer.label}, which is that of a deployment: choose another "
+                "one",
+                param="peer",
+            )
+        found.append(peer)
     if not found:
         raise ConfigError(
             "there is nothing to compare: give --topologies or --peer", param="topologies"

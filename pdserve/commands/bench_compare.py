@@ -200,7 +200,7 @@ class _Session:
             measured=self.measured,
             rates=self._rates_alone,
             slos=list(self._slos),
-            command=shlex.join(["pdserve", *sys.argv[1:], *self._flags]),
+            command=shlex.join(["pdserve", *_told(sys.argv[1:], self._config), *self._flags]),
             environment=about,
             notes=list(self._player.notes),
         )
@@ -356,6 +356,15 @@ class _Session:
             commands=() if is_peer else commands_of(topology, self._config),
             ready_s=self._ready_s.get(topology.label, []),
         )
+
+
+def _told(words: Sequence[str], config: CompareConfig) -> list[str]:
+    """Return the words of a command line without the key, as files are for others to read."""
+    key = config.api_key
+    return [
+        f"{word.removesuffix(key)}KEY" if key and f"={word}".endswith(f"={key}") else word
+        for word in words
+    ]
 
 
 def _crowd_words(topology: Topology) -> str:

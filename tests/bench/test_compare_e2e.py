@@ -125,13 +125,16 @@ def test_more_engines_than_cores_share_them_and_the_report_says_so(tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
-def test_peers_are_compared_at_each_rate(tmp_path):
+def test_peers_are_compared_at_each_rate(tmp_path, monkeypatch):
+    key = "known-to-me-alone"
+    monkeypatch.setattr(sys, "argv", ["pdserve", "--api-key", key, f"--api-key={key}"])
     with (
         scripted_server("--first-ms", "2", "--gap-ms", "1") as quick,
         scripted_server("--first-ms", "120", "--gap-ms", "1") as slow,
     ):
         done = run(
             *("--topologies", "", "--peer", f"quick={quick.url}", f"slow={slow.url}/v1"),
+            *("--api-key", key),
             *(*RANDOM, "--num-prompts", "8", "--request-rates", "40", "20", "--allow-invalid"),
             cwd=tmp_path,
         )
@@ -149,6 +152,8 @@ def test_peers_are_compared_at_each_rate(tmp_path):
         assert slow_row.values[Figure.TTFT_P50].median >= 118
         assert quick_row.values[Figure.TTFT_P50].median < slow_row.values[Figure.TTFT_P50].median
     assert "quick kept its cached prefixes between runs" in done.stdout
+    assert found.command == "pdserve --api-key KEY --api-key=KEY"
+    assert not [path for path in tmp_path.iterdir() if key in path.read_text()]
 
 
 @pytest.mark.e2e
@@ -348,6 +353,13 @@ class TestProcesses:
         with pytest.raises(ConfigError, match=says):
             topologies_of(CompareConfig(topologies=words, cores=CORES))
 
+    def test_a_peer_with_the_label_of_a_deployment_is_refused(self):
+        config = CompareConfig(
+            topologies=("colocated",), cores=CORES, peer=("colocated=http://127.0.0.1:1",)
+        )
+        with pytest.raises(ConfigError, match=r"label colocated, .* of a deployment"):
+            topologies_of(config)
+
     def test_a_store_that_outlives_a_run_is_refused(self):
         with pytest.raises(ConfigError, match="compare with a cpu tier alone"):
             CompareConfig(kv_tiers="cpu:1GiB,disk:/data:1GiB")
@@ -387,6 +399,10 @@ class TestOneEngineAlone:
         whole = request(0, [1] * 10, num_prompt_tokens=4000)
         requests = [msgspec.structs.replace(whole, index=i) for i in range(100)]
         assert 5 <= len(sample_of(requests)) <= 6
+
+    def test_prompts_longer_than_a_sample_should_be_leave_one(self):
+        requests = [request(i, [1] * 10, num_prompt_tokens=100_000) for i in range(2)]
+        assert len(sample_of(requests)) == 1
 
 
 class TestChunks:
