@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -82,21 +83,21 @@ def shared_memory(num_bytes: int, folder: Path) -> Finding:
 def disk(tier: DiskTier) -> Finding:
     """Can the folder be written, and is there room in it?"""
     folder = Path(tier.path)
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    remedy = f"give it to user {os.getuid()}, or choose another folder for the disk tier"
+    try:
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+    except OSError as error:
+        text = f"{folder} cannot be looked at: {error.strerror}"
+        return Finding("disk tier", Grade.FAIL, text, remedy)
     if not there.is_dir() or not _is_writable(there):
         what = "is not writable" if there.is_dir() else "is not a folder"
-        return Finding(
-            "disk tier",
-            Grade.FAIL,
-            f"{there} {what}",
-            f"give it to user {os.getuid()}, or choose another folder for the disk tier",
-        )
+        return Finding("disk tier", Grade.FAIL, f"{there} {what}", remedy)
     free = shutil.disk_usage(there).free
     text = f"the disk tier may use {_mib(tier.num_bytes)} in {folder}, where {_mib(free)} are free"
     if free < _LEAST_DISK_BYTES:
         room = f"make room for at least {_mib(_LEAST_DISK_BYTES)}, or choose another folder"
         return Finding("disk tier", Grade.FAIL, text, room)
-    if free + sum(each.stat().st_size for each in files_of(folder)) < tier.num_bytes:
+    if free + _bytes_in(folder) < tier.num_bytes:
         return Finding(
             "disk tier",
             Grade.WARN,
@@ -193,6 +194,15 @@ def _is_writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the size of a disk tier's files; a running server may be removing some."""
+    num_bytes = 0
+    for each in files_of(folder):
+        with contextlib.suppress(FileNotFoundError):
+            num_bytes += each.stat().st_size
+    return num_bytes
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -118,6 +118,17 @@ def test_a_folder_that_cannot_be_written_is_no_disk_tier() -> None:
     assert str(os.getuid()) in finding.remedy
 
 
+def test_a_folder_that_cannot_be_looked_at_is_no_disk_tier(tmp_path: Path) -> None:
+    finding = tier_checks.disk(DiskTier(str(tmp_path / ("k" * 300)), MIB))
+    assert finding.verdict is Grade.FAIL
+    assert "cannot be looked at: File name too long" in finding.text
+
+
+def test_a_file_that_a_running_server_removes_is_not_missed(tmp_path: Path) -> None:
+    (tmp_path / "gone.data").symlink_to(tmp_path / "nowhere")  # listed, and then not there
+    assert tier_checks.disk(DiskTier(str(tmp_path), MIB)).verdict is Grade.OK
+
+
 def test_a_disk_that_is_nearly_full_is_told_how_much_room_it_lacks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
