@@ -238,6 +238,7 @@ def test_without_a_tokenizer_it_is_said_that_prompts_were_not_counted(tmp_path):
         ({"messages": [{"role": "user"}]}, "chat", r"'messages\[0\]' lacks 'role', or"),
         ("[1, 2]\n", "completions", "must be a JSON object"),
         ("nonsense\n", "completions", "this is not JSON"),
+        pytest.param("[" * 100_000 + "\n", "completions", "this is not JSON", id="deep"),
     ],
 )
 def test_a_bad_line_is_refused_with_file_line_and_field(tmp_path, tokenizer, line, endpoint, words):
@@ -387,6 +388,7 @@ def test_a_table_of_times_and_lengths_is_a_trace_too(tmp_path, ids, rows):
         (("0,1",), "line 2: the row has 2 of 3 columns"),
         (("0,-3,1",), "line 2: the field 'input_length' is \"-3\"; it must be a whole number"),
         (("0,3,0",), "line 2: the field 'output_length' is 0; it must be at least 1"),
+        ((f"0,3,1,{'x' * 200_000}",), "line 2: this is not CSV (field larger than field limit"),
     ],
 )
 def test_a_bad_row_of_a_table_is_refused(tmp_path, ids, rows, words):
@@ -447,6 +449,7 @@ def test_an_empty_array_has_no_entries(tmp_path):
         ('[{"a": 1}\n', "line 2: the file ends inside its array"),
         ('[{"a":\n nonsense}]', "line 2: this is not JSON"),
         ('[{"a": 1}, {"b"', "line 1: this is not JSON"),
+        pytest.param('[{"a": ' + "[" * 100_000, "line 1: an entry is nested too deeply", id="deep"),
     ],
 )
 def test_a_broken_array_is_refused_with_its_line(tmp_path, text, words):

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn, TextIO
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.wire.seal import UNREADABLE
 
 _CHUNK_CHARS: Final = 1 << 20
 _MAX_ENTRY_CHARS: Final = 64 << 20
@@ -73,7 +74,7 @@ def json_lines(path: Path) -> Iterator[Entry]:
                 continue
             try:
                 value = decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 raise ConfigError(
                     f"{path}, line {number}: this is not JSON ({error}); each line of a JSONL "
                     "file is one object"
@@ -105,26 +106,30 @@ def csv_rows(path: Path, forms: Sequence[Sequence[str]]) -> Iterator[Entry]:
     """
     with _open(path) as file:
         rows = csv.reader(_lines(path, file))
-        head = [name.strip() for name in next(rows, [])]
-        columns = next((each for each in forms if set(each) <= set(head)), None)
-        if columns is None:
-            wanted = " or ".join(",".join(each) for each in forms)
-            raise ConfigError(
-                f"{path}, line 1: the columns are {','.join(head) or 'missing'}, but must be "
-                f"{wanted}",
-                param="dataset-path",
-            )
-        places = [head.index(name) for name in columns]
-        for row in rows:
-            if not row:
-                continue
-            if len(row) <= max(places):
-                lacking = Entry(path, rows.line_num, {})
-                lacking.refuse(
-                    f"the row has {len(row)} of {len(head)} columns", "add the missing ones"
+        try:
+            head = [name.strip() for name in next(rows, [])]
+            columns = next((each for each in forms if set(each) <= set(head)), None)
+            if columns is None:
+                wanted = " or ".join(",".join(each) for each in forms)
+                raise ConfigError(
+                    f"{path}, line 1: the columns are {','.join(head) or 'missing'}, but must be "
+                    f"{wanted}",
+                    param="dataset-path",
                 )
-            texts = [row[place].strip() for place in places]
-            yield Entry(path, rows.line_num, dict(zip(columns, texts, strict=True)))
+            places = [head.index(name) for name in columns]
+            for row in rows:
+                if not row:
+                    continue
+                if len(row) <= max(places):
+                    lacking = Entry(path, rows.line_num, {})
+                    lacking.refuse(
+                        f"the row has {len(row)} of {len(head)} columns", "add the missing ones"
+                    )
+                texts = [row[place].strip() for place in places]
+                yield Entry(path, rows.line_num, dict(zip(columns, texts, strict=True)))
+        except csv.Error as error:
+            broken = Entry(path, rows.line_num, {})
+            broken.refuse(f"this is not CSV ({error})", "correct the file, or download it again")
 
 
 def json_array(path: Path) -> Iterator[Entry]:
@@ -197,6 +202,8 @@ class _Text:
         while True:
             try:
                 value, end = decoder.raw_decode(self._buffer, self._at)
+            except RecursionError:
+                self.refuse("an entry is nested too deeply", "correct the file")
             except json.JSONDecodeError as error:
                 # Cut off by the buffer's end, or wrong: more of the file decides.
                 num_held = len(self._buffer) - self._at
