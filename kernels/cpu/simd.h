@@ -205,7 +205,7 @@ inline F16 add_product(F16 sum, const float* x, F16 w) {
 #ifdef __FMA__
     V8 input;
     asm("vbroadcastss %3, %2\n\tvfmadd231ps %4, %2, %0\n\tvfmadd231ps %5, %2, %1"
-        : "+x"(sum.v[0]), "+x"(sum.v[1]), "=&x"(input)
+        : "+&x"(sum.v[0]), "+x"(sum.v[1]), "=&x"(input)
         : "m"(*x), "x"(w.v[0]), "x"(w.v[1]));
     return sum;
 #else

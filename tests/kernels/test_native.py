@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pdserve.errors import InternalError
 from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table
 from pdserve.kernels.cpu import build
 from pdserve.parallel.mesh import MeshShape
-from tests.kernels.builds import CPU, KERNELS, needs_native
+from tests.kernels.builds import CPU, KERNELS, ZEN_3, needs_native
 from tests.python import run_python
 from tests.ranks import run_ranks
 
@@ -135,6 +136,27 @@ def test_pairs_of_bf16_are_left_out_where_fp32_is_much_faster(
     compiled = [line for line in (tmp_path / "runs").read_text().splitlines() if " -c " in line]
     assert compiled
     assert all(("-mno-avx512bf16" in line) == bool(much_faster) for line in compiled)
+
+
+@needs_native
+@pytest.mark.skipif("avx2" not in build._cpu_features(), reason="this CPU has no AVX2")
+def test_a_product_is_right_if_a_half_of_the_sum_is_a_factor_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers then have both in one register, unless they are told what is read last."""
+    header = json.dumps(str(build.SOURCE_DIR / "simd.h"))
+    (tmp_path / "turned.cpp").write_text(
+        f"#include {header}\n"
+        'extern "C" void turned(float* x, const float* by) {\n'
+        "    const pd::F16 sum = pd::load(x);\n"
+        "    pd::store(x, pd::add_product(sum, by, pd::F16{{sum.v[1], sum.v[0]}}));\n"
+        "}\n"
+    )
+    monkeypatch.setattr(build, "SOURCE_DIR", tmp_path)
+    library = ctypes.CDLL(str(build.library(ZEN_3, cache_dir=tmp_path / "cache")))
+    x = (ctypes.c_float * 16)(*range(16))
+    library.turned(x, ctypes.byref(ctypes.c_float(2.0)))
+    assert [*x] == [at + 2 * ((at + 8) % 16) for at in range(16)]
 
 
 @needs_native
