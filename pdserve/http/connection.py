@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 """Connections that may wait to be accepted, because a burst of streams can arrive at once."""
+_LONGEST_MS = (1 << 31) - 1
+"""Of an option of Linux: 25 days."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -67,8 +69,9 @@ class ClientConnection(web.RequestHandler):
         """See the base class."""
         super().connection_made(transport)
         # The kernel ends a connection whose client is gone without a word, or reads nothing more.
-        sock, timeout_s = transport.get_extra_info("socket"), self._limits.send_timeout_s
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(timeout_s * 1e3))
+        timeout_ms = math.ceil(min(self._limits.send_timeout_s * 1e3, _LONGEST_MS))
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         self._expect_headers()
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import resource
 import socket
@@ -108,6 +109,11 @@ async def test_a_client_that_reads_nothing_more_of_its_answers_is_hung_up_on(ser
                 await asking
             while sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != TCP_CLOSE:
                 await asyncio.sleep(0.05)
+
+
+async def test_who_may_read_without_a_limit_still_has_one_for_headers(serve):
+    async with connected(await serve(send_timeout_s=math.inf, header_timeout_s=0.1)) as wire:
+        assert await wire.is_closed()
 
 
 async def test_a_length_over_the_limit_is_refused_before_the_body_comes(serve):
