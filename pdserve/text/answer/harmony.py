@@ -20,14 +20,13 @@ from pdserve.text.answer.pieces import (
     Piece,
     Reasoning,
     ToolCall,
+    ToolUse,
     UnfinishedCallError,
 )
 from pdserve.text.answer.writing import GrammarWriter, check_tools
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from pdserve.text.answer.pieces import ToolUse
 
 START, MESSAGE = "<|start|>", "<|message|>"
 _ENDS = frozenset({"<|end|>", "<|call|>", "<|return|>"})
@@ -37,6 +36,7 @@ _FUNCTIONS = "functions."
 _HEAD = re.compile(r"(?P<name>[^\n]++)\n\s*+(?=\{)")
 """Input for a follower of arguments: the name from the header, on its own line."""
 _TURN = START + "assistant"
+_NEXT = "<|end|>" + _TURN
 _FINAL = "<|channel|>final<|message|>"
 _TEXT = "TEXT"
 _WRITING = Writing(
@@ -99,6 +99,11 @@ class HarmonyMachine:
     def is_reasoning(self) -> bool:
         """Whether the next text is reasoning, as far as is known."""
         return self._kind is _Kind.REASONING
+
+    @property
+    def is_content(self) -> bool:
+        """Whether the next text is content."""
+        return self._kind is _Kind.CONTENT
 
     @property
     def is_in_call(self) -> bool:
@@ -202,10 +207,15 @@ def harmony_grammar(tokens: Mapping[str, int], use: ToolUse) -> str:
     return f"start: {notes} ({call if use.is_forced else f'{call} | {final}'})\n{writer.text()}"
 
 
-def harmony_before(tokens: Mapping[str, int]) -> str:
-    """Return the grammar of `@answer` as the final message of an answer."""
-    writer = GrammarWriter(tokens)
-    return f"start: {_notes(writer)} {writer.literal(_FINAL)} @answer\n{writer.text()}"
+def harmony_before(prompt: str, tokens: Mapping[str, int]) -> str:
+    """Return the grammar of `@answer` as the final message of an answer to `prompt`."""
+    machine, writer = HarmonyMachine(prompt, vocabulary={}, use=ToolUse({})), GrammarWriter(tokens)
+    before = ""
+    if not machine.is_content:
+        before = f"{_notes(writer)} {writer.literal(_FINAL)}"
+    if machine.is_reasoning:
+        before = f"{_TEXT} {writer.literal(_NEXT)} {before}"
+    return f"start: {before} @answer\n{writer.text()}"
 
 
 def _notes(writer: GrammarWriter) -> str:
@@ -213,4 +223,4 @@ def _notes(writer: GrammarWriter) -> str:
     text = writer.free(_TEXT, ())
     channels = ' ("analysis" | "commentary") '
     note = f"{writer.literal('<|channel|>')}{channels}{writer.literal(MESSAGE)} {text}"
-    return writer.rule("note", f"{note} {writer.literal('<|end|>' + _TURN)}") + "*"
+    return writer.rule("note", f"{note} {writer.literal(_NEXT)}") + "*"

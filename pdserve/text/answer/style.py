@@ -79,7 +79,7 @@ class AnswerStyle:
         if self.token_machine is XtmlMachine:
             return xtml_before(prompt, self.tokens)
         if self.token_machine is HarmonyMachine:
-            return harmony_before(self.tokens)
+            return harmony_before(prompt, self.tokens)
         reasoning = self.reasoning
         if reasoning is None or reasoning.is_closed_after(prompt) or self.thought_end(prompt):
             return None

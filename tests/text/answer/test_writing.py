@@ -278,6 +278,7 @@ def test_elements_go_on_from_those_that_the_prompt_has_opened(prompt):
 
 
 K3_THOUGHT = "hm<|close|>think<|sep|><|open|>response<|sep|>"
+GPT_FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 GPT_THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 
 
@@ -288,6 +289,8 @@ GPT_THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
         ("kimi_k3", THOUGHT, K3_THOUGHT),
         ("kimi_k3", RESPONSE, ""),
         ("openai", "<|start|>assistant", f"{GPT_THOUGHT}<|channel|>final<|message|>"),
+        ("openai", f"{GPT_THOUGHT}<|channel|>final<|message|>", ""),
+        ("openai", "<|start|>assistant<|channel|>analysis<|message|>", f"hm{GPT_FINAL}"),
         ("hermes", "<think>\n", "hm</think>\n\n"),
     ],
 )
