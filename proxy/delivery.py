@@ -119,6 +119,8 @@ class Delivery:
 
     Args:
         dialect: The client's protocol, if it is not the engines'.
+        send_timeout_s: How long it may read too little for anything more to be sent. Meanwhile the
+            engine's stream is not read, and after as long the engine would hang up.
 
     Attributes:
         layout: Digest of the layout that the stream began with; None before that, and if its engine
@@ -126,9 +128,12 @@ class Delivery:
         num_swallowed: Number of events of repeated streams that gave the client nothing.
     """
 
-    def __init__(self, request: web.Request, dialect: Dialect | None) -> None:
+    def __init__(
+        self, request: web.Request, dialect: Dialect | None, *, send_timeout_s: float
+    ) -> None:
         self._request = request
         self._dialect = dialect
+        self._send_timeout_s = send_timeout_s
         self._response: StreamAnswer | None = None
         self._transcript: Transcript | None = None
         self._replay: Replay | None = None
@@ -191,17 +196,21 @@ class Delivery:
         """Send what is kept, once the client reads.
 
         Raises:
-            ClientGoneError: The client has gone.
+            ClientGoneError: The client has gone, or reads too little: then the connection is cut.
         """
         if self._kept is None:
             return
         try:
-            if self._response is None:
-                self._response = await self._begun()
-            data, self._kept = self._kept, None
-            if data:
-                await self._response.write(data)
+            async with asyncio.timeout(self._send_timeout_s):
+                if self._response is None:
+                    self._response = await self._begun()
+                data, self._kept = self._kept, None
+                if data:
+                    await self._response.write(data)
         except ConnectionResetError:
+            raise ClientGoneError from None
+        except TimeoutError:
+            self._cut()
             raise ClientGoneError from None
 
     async def end(self) -> web.StreamResponse:
@@ -260,9 +269,12 @@ class Delivery:
                 await self.send(error_event(body))
                 return await self.end()
         except TimeoutError:
-            if (transport := self._request.transport) is not None:
-                transport.abort()
+            self._cut()
             raise ClientGoneError from None
+
+    def _cut(self) -> None:
+        if (transport := self._request.transport) is not None:
+            transport.abort()
 
     async def _begun(self) -> StreamAnswer:
         response = StreamAnswer({REQUEST_ID_HEADER: self._request[REQUEST_ID_KEY]})

@@ -110,7 +110,7 @@ class Generation:
             legs = Legs(
                 self._services,
                 body,
-                Delivery(request, dialect),
+                Delivery(request, dialect, send_timeout_s=self._config.limits.send_timeout_s),
                 story,
                 path=request.path if dialect is None else paths.CHAT,
                 until_s=until_s,

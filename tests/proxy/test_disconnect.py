@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 
 import pytest
 from aiohttp import web
 
+from pdserve.config.http import HttpLimits
 from pdserve.proxy.client import EngineHttp
 from pdserve.proxy.leg import ABANDON_TIMEOUT_S, HANG_UP_TIMEOUT_S
 from pdserve.proxy.legs import Legs
@@ -150,6 +152,39 @@ async def test_while_the_first_token_is_still_being_written(make_stack, prefill,
         await asyncio.sleep(0.1)
         assert "decode" not in legs([decode])
     await until(lambda: len(prefill.released) == 1)
+    await assert_nothing_held(stack)
+
+
+@pytest.mark.slow
+async def test_a_client_that_reads_too_slowly_is_cut_before_its_engine_hangs_up(make_stack, decode):
+    """It always reads something, so that the kernel does not end its connection."""
+
+    async def endless(call, request):
+        response = await streaming(request)
+        while True:
+            await response.write(decode.chunk(call, "x" * (1 << 16)))
+
+    decode.hook = endless
+    stack = await make_stack([], [decode], limits=HttpLimits(send_timeout_s=0.5))
+    host, port = stack.url.removeprefix("http://").split(":")
+    loop, asked = asyncio.get_running_loop(), b'{"prompt": "hi", "stream": true}'
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await loop.sock_connect(sock, (host, int(port)))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        await loop.sock_sendall(sock, head + b"Content-Length: %d\r\n\r\n" % len(asked) + asked)
+
+        async def drip() -> None:
+            while await loop.sock_recv(sock, 1024):
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        await until(lambda: len(decode.calls) == 1)
+        await until(lambda: stack.proxy.admission.num_running == 0)
+        assert not dripping.done()
+        await leave(dripping)
+    assert await disconnects(stack, "local") == 1
     await assert_nothing_held(stack)
 
 
