@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _NO_HIT = PrefixHit((), 0, 0)
 _MIN_TO_SWEEP = 1024
+_MAX_GONE = 32
 
 
 class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +69,7 @@ class WaitingQueue:
     """A priority queue by rank.
 
     A preempted request keeps its rank, so it comes before everything that arrived after it. Push
-    and pop are O(log n); removal is O(1), paid at a later pop.
+    and pop are O(log n); removal is O(1), paid at a later pop, or by a sweep over what has gone.
 
     A request whose KV is ready may take the place of one whose KV is only planned:
     the other engine may need the blocks that it keeps for the ready KV.
@@ -129,6 +130,11 @@ class WaitingQueue:
         if not self.num_in_line:
             for heap in self._heaps.values():
                 heap.clear()
+        # Those that leave behind others would be kept, with their prompts, until those start.
+        heap = self._heaps[request.source]
+        if len(heap) > 2 * self.num_in_line + _MAX_GONE:
+            heap[:] = [each for each in heap if each[-1].queue_entry == each[-2]]
+            heapq.heapify(heap)
 
     def stand_aside(self, request: Request, now_s: float) -> None:
         """Take a request out of the line, until `come_back`."""

@@ -330,19 +330,31 @@ def test_nobody_starts_with_blocks_that_a_running_request_lacks() -> None:
     assert list(engine.in_flight[-1].num_scheduled_tokens) == ["first"]
 
 
-def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue() -> None:
+def queued(order: int, priority: int = 0) -> Request:
+    """A request for a queue."""
     chain = Pair().decode.scheduler.kv.chain((), "")
+    wire = make_request(f"r{order}", 8)
+    return Request(wire, chain, SharedPrompt(), rank=(priority, 0.0, order), now_s=0.0)
+
+
+def test_who_leaves_from_behind_others_is_not_kept_until_those_start() -> None:
     queue = WaitingQueue()
-    first, second = (
-        Request(
-            make_request(f"r{order}", 8),
-            chain,
-            SharedPrompt(),
-            rank=(0, 0.0, order),
-            now_s=0.0,
-        )
-        for order in range(2)
-    )
+    head, *others = [queued(order) for order in range(100)]
+    sheddable = queued(100, priority=1)
+    for request in (sheddable, head):
+        queue.push(request)
+    for request in others:  # its client gives up, and tries again
+        queue.push(request)
+        queue.remove(request)
+        assert queue.peek() is head
+    assert sum(map(len, queue._heaps.values())) < 50
+    queue.remove(head)
+    assert queue.peek() is sheddable
+
+
+def test_who_starts_and_is_preempted_again_and_again_leaves_nothing_in_the_queue() -> None:
+    queue = WaitingQueue()
+    first, second = queued(0), queued(1)
     queue.push(first)
     queue.push(second)
     for _ in range(100):
