@@ -91,10 +91,12 @@ class Batcher:
         candidates = [self._candidate(request) for request in batch]
         if makes_way and self._state.num_yielding:
             candidates = self._made_way(batch, candidates)
+        # Blocks that a save still reads come soon: until then, no other request loses its own.
+        may_preempt = not self._state.steps.is_computing and not self._state.holds
         plan = plan_running(
             candidates,
             self._room(self._token_budget, self._config.long_prefill_token_threshold),
-            freed_by=None if self._state.steps.is_computing else freed_by,
+            freed_by=freed_by if may_preempt else None,
             max_decodes=self._max_decodes(batch),
         )
         if self._state.num_yielding:

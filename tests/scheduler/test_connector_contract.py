@@ -9,7 +9,7 @@ import pytest
 from pdserve.connectors.base import Match
 from pdserve.observe.engine_series import counts_of
 from pdserve.wire.ids import RequestId
-from pdserve.wire.request import EngineStats, FinishReason, OnLoadFailure
+from pdserve.wire.request import EngineOutput, EngineStats, FinishReason, OnLoadFailure
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 from tests.scheduler.invariants import assert_nothing_held
 from tests.scheduler.scripted import (
@@ -334,6 +334,26 @@ def test_blocks_that_a_save_reads_stay_as_they_are_when_their_request_is_preempt
         outputs += engine.report(settled=[settled("saved", end, nonce="save 0", connector=name)])
     outputs += engine.run()
     assert tokens_of(outputs, "saved") == right(20)
+    assert_nothing_held(engine.scheduler)
+
+
+def test_while_a_save_reads_the_blocks_of_one_that_was_preempted_the_others_keep_theirs() -> None:
+    engine = Engine(num_blocks=9)
+    prompts = {name: [token_id] * 16 for token_id, name in enumerate(["a", "b", "c"], 2)}
+    engine.connector.saving.update(prompts)
+    for name, prompt in prompts.items():
+        engine.scheduler.add(make_request(name, prompt, 30))
+    outputs: list[EngineOutput] = []
+    while not engine.scheduler.stats().num_preemptions:
+        outputs += engine.step()
+    outputs += engine.step()
+    assert engine.scheduler.stats().num_preemptions == 1
+    engine.connector.saving.clear()
+    outputs += engine.report(settled=[settled("c", nonce="save 0")])
+    outputs += engine.run()
+    for name, prompt in prompts.items():
+        wanted = expected_output(prompt, sampling(30, ignore_eos=True))
+        assert tokens_of(outputs, name) == wanted
     assert_nothing_held(engine.scheduler)
 
 
