@@ -101,6 +101,9 @@ def plan_running(
 ) -> RunningPlan:
     """Divide the token budget among the running requests, preempting where blocks are short.
 
+    Behind the first, which leaves them a token each, requests that want only one come before
+    prompts: a stream whose KV has come meanwhile does not wait for the end of a prompt.
+
     Args:
         candidates: In the order in which they are served.
         freed_by: Blocks that preempting a candidate would free; None forbids preemption,
@@ -119,16 +122,22 @@ def plan_running(
     block_size, may_split, max_of_one = room.block_size, room.may_split, room.max_of_one
     decodes_left = len(candidates) if max_decodes is None else max_decodes
     is_short = False
-    for index, request in enumerate(candidates):
+    wanting = [index for index, each in enumerate(candidates) if each.num_wanted > 0]
+    wanting[1:] = sorted(wanting[1:], key=lambda index: candidates[index].num_wanted > 1)
+    for index in wanting:
+        request = candidates[index]
         if budget <= 0:
             break
-        if request.num_wanted <= 0 or (preempted and index in preempted):
+        if preempted and index in preempted:
             continue
         if request.is_decode and decodes_left <= 0:
             continue
         if request.num_wanted > budget and not may_split:
             continue
         num = min(request.num_wanted, budget, max_of_one or budget)
+        if index == wanting[0] and num > 1 and may_split:
+            num_single = sum(candidates[other].num_wanted == 1 for other in wanting)
+            num = min(num, max(1, budget - min(num_single, decodes_left)))
         need = max(0, -(-(request.num_computed + num) // block_size) - request.num_blocks)
         while need > free and freed_by is not None:
             victims = [

@@ -83,6 +83,13 @@ def test_a_plan_keeps_within_budget_and_blocks_and_preempts_the_lowest_first(
     assert not ranks or not kept or min(ranks) > max(kept), "a lower one was kept"
 
 
+def test_a_prompt_leaves_a_token_to_each_stream_behind_it_and_goes_on_beside_any_number() -> None:
+    wants = [40, 1, 9, 1]
+    batch = [Candidate(num, 4, 2, (0, 0.0, order)) for order, num in enumerate(wants)]
+    assert plan_running(batch, room(8, 100), freed_by=None).num_tokens == {0: 6, 1: 1, 3: 1}
+    assert plan_running(batch, room(1, 100), freed_by=None).num_tokens == {0: 1}
+
+
 @given(batch=candidates(), budget=st.integers(1, 24))
 def test_with_blocks_to_spare_the_first_request_always_advances(
     batch: list[Candidate], budget: int

@@ -240,6 +240,22 @@ def test_a_reservation_takes_no_room_of_the_prompt_that_it_passes(scarce: dict[s
     assert "second" in engine.connector.tables
 
 
+def test_a_stream_whose_kv_has_come_does_not_wait_for_the_end_of_a_long_prompt() -> None:
+    engine = Engine()
+    engine.scheduler.add(make_request("d", PROMPT, 4, ticket=make_ticket()))
+    engine.scheduler.add(make_request("long", [3] * 40, 1))
+    engine.step()
+    engine.fill(PROMPT, "d")
+    handoff = make_handoff(NONCE, expected(1))
+    engine.report(received=[received("d", handoff=handoff, mode=KVMode.PUSH)])
+    step = engine.submit()
+    assert step is not None
+    assert step.num_scheduled_tokens == {"long": 15, "d": 1}
+    engine.collect()
+    engine.run()
+    assert_nothing_held(engine.scheduler)
+
+
 def test_a_reservation_has_a_seat() -> None:
     engine = Engine(max_num_seqs=1)
     engine.scheduler.add(make_request("d", PROMPT, ticket=make_ticket()))
