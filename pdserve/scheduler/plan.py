@@ -123,7 +123,9 @@ def plan_running(
     decodes_left = len(candidates) if max_decodes is None else max_decodes
     is_short = False
     wanting = [index for index, each in enumerate(candidates) if each.num_wanted > 0]
-    wanting[1:] = sorted(wanting[1:], key=lambda index: candidates[index].num_wanted > 1)
+    wanting[1:] = sorted(
+        wanting[1:], key=lambda i: candidates[i].num_wanted > 1 and not candidates[i].is_decode
+    )
     for index in wanting:
         request = candidates[index]
         if budget <= 0:
