@@ -122,23 +122,25 @@ def plan_running(
     block_size, may_split, max_of_one = room.block_size, room.may_split, room.max_of_one
     decodes_left = len(candidates) if max_decodes is None else max_decodes
     is_short = False
-    wanting = [index for index, each in enumerate(candidates) if each.num_wanted > 0]
-    wanting[1:] = sorted(
-        wanting[1:], key=lambda i: candidates[i].num_wanted > 1 and not candidates[i].is_decode
-    )
-    for index in wanting:
+    order = list(range(len(candidates)))
+    if any(each.num_wanted > 1 for each in candidates):  # most steps only decode
+        order = [index for index in order if candidates[index].num_wanted > 0]
+        order[1:] = sorted(
+            order[1:], key=lambda i: candidates[i].num_wanted > 1 and not candidates[i].is_decode
+        )
+    for index in order:
         request = candidates[index]
         if budget <= 0:
             break
-        if preempted and index in preempted:
+        if request.num_wanted <= 0 or (preempted and index in preempted):
             continue
         if request.is_decode and decodes_left <= 0:
             continue
         if request.num_wanted > budget and not may_split:
             continue
         num = min(request.num_wanted, budget, max_of_one or budget)
-        if index == wanting[0] and num > 1 and may_split:
-            num_single = sum(candidates[other].num_wanted == 1 for other in wanting)
+        if index == order[0] and num > 1 and may_split:
+            num_single = sum(candidates[other].num_wanted == 1 for other in order)
             num = min(num, max(1, budget - min(num_single, decodes_left)))
         need = max(0, -(-(request.num_computed + num) // block_size) - request.num_blocks)
         while need > free and freed_by is not None:
