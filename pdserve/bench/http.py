@@ -19,11 +19,13 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from pdserve.errors import ConfigError
 
 _MAX_HEAD_BYTES: Final = 64 << 10
+_IN_PATHS: Final = "/?:@!$&'()*+,;=%"
+"""Signs that a path and its query have as they are (RFC 3986, section 3.4)."""
 _STALE_S: Final = 0.5
 """A request on an idle connection that was being closed fails within a round trip; a server that
 hangs up later than this had accepted the request."""
@@ -53,7 +55,8 @@ class Address:
             )
         self.host = parts.hostname
         self.port = port or (443 if parts.scheme == "https" else 80)
-        self.path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self.path = quote(path, safe=_IN_PATHS)
         self.host_header = parts.netloc.rpartition("@")[2]
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
 
@@ -282,7 +285,7 @@ class Connections:
             f"POST {self._address.path} HTTP/1.1\r\n{self._fixed}X-Request-Id: {request_id}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        return head.encode("latin-1") + body
+        return head.encode() + body
 
     def want(self, number: int) -> None:
         """Start making connections until there are `number` idle ones.

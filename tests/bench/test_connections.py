@@ -90,6 +90,13 @@ def client_of(server: Server, *, max_concurrency: int | None = None) -> Client:
     )
 
 
+def test_any_letters_of_a_path_and_a_header_go_out_as_aiohttp_writes_them() -> None:
+    connections = Connections(Address("http://h/v1/ż b/%41?q=ä"), {"X-Team": "Łódź"})
+    line, *lines = connections.encode(b"{}", "id").decode().split("\r\n")
+    assert line == "POST /v1/%C5%BC%20b/%41?q=%C3%A4 HTTP/1.1"
+    assert "X-Team: Łódź" in lines
+
+
 async def test_however_many_turns_follow_one_that_failed_the_run_ends() -> None:
     ended: dict[int, Outcome] = {}
     (port,) = free_ports(1)
