@@ -239,7 +239,8 @@ def conclude(sweep: Sweep, search: Search) -> None:
 def _rises(points: Sequence[Point]) -> list[tuple[Point, Point]]:
     """Neighbours whose higher load did clearly better: by over two standard errors."""
     found = []
-    for lower, higher in itertools.pairwise(points):
+    counted = [point for point in points if point.num_requests]
+    for lower, higher in itertools.pairwise(counted):
         one, other = lower.attainment, higher.attainment
         if one is None or other is None or other <= one:
             continue

@@ -232,6 +232,14 @@ async def test_requests_that_were_given_up_on_purpose_do_not_count():
     assert "95.0%" in run_line(point, 0)
 
 
+async def test_a_load_whose_requests_were_all_given_up_on_purpose_is_told_as_too_few():
+    kept = {1.0: figures(num=1, kept=0, cancelled=1), 2.0: figures()}
+    how = search(loads=(1.0, 2.0), is_narrowing=False)
+    sweep = await swept(Bench(lambda wanted, repeat: kept[wanted]), how)
+    assert told(sweep, "0 requests at 1 req/s are too few")
+    assert not told(sweep, "rose")
+
+
 async def test_where_nothing_was_answered_no_latency_is_shown():
     how = search(loads=(1.0,), is_narrowing=False)
     sweep = await swept(Bench(lambda wanted, repeat: figures(kept=0, failed=100)), how)
