@@ -85,6 +85,7 @@ class Answer:
         self._parser = EventParser()
         self._texts: list[str] = []
         self._bare_end_s: float | None = None
+        self._num_counted = 0
 
     @property
     def text(self) -> str:
@@ -122,7 +123,6 @@ class Answer:
         if event.error is not None or event.object == "error":
             self.error = _shown(event.error) or event.message or "an error event"
             return
-        before = self.usage
         if event.usage is not None:
             self.usage = (event.usage.prompt_tokens, event.usage.completion_tokens)
             if event.usage.prompt_tokens_details is not None:
@@ -147,8 +147,9 @@ class Answer:
         if choice.token_ids:
             self.token_ids += choice.token_ids
             number = len(choice.token_ids)
-        elif self.usage is not None and self.usage is not before:  # it counts as it goes
-            number = max(1, self.usage[1] - (before[1] if before is not None else 0))
+        elif event.usage is not None:  # it counts as it goes, or tells the sum at the end
+            number = max(1, event.usage.completion_tokens - self._num_counted)
+        self._num_counted += number
         self.chunk_s.append(at_s)
         self.chunk_tokens.append(number)
 

@@ -86,6 +86,11 @@ def test_tokens_of_a_chunk_are_counted_by_a_count_that_goes_on() -> None:
     assert fed(first, second).chunk_tokens == [2, 3]
 
 
+def test_a_count_that_comes_with_the_last_chunk_alone_is_of_all_chunks() -> None:
+    last = {**text("d", "length"), "usage": {"prompt_tokens": 3, "completion_tokens": 3}}
+    assert fed(text("a"), text("b"), last).chunk_tokens == [1, 1, 1]
+
+
 def test_tokens_are_ones_where_nobody_counts_them() -> None:
     assert fed(text("abc"), text("d", "length"), usage(3, 9)).chunk_tokens == [1, 1]
 
