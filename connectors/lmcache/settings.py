@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from pdserve.config.checks import require_url
 from pdserve.config.tiers import KV_PORT, LOOPBACK
 from pdserve.errors import ConfigError
 
 _PREFIX: Final = "kv-transfer-config.lmcache"
-_SCHEMES: Final = ("tcp://", "ipc://")
-_HTTP_SCHEMES: Final = ("http://", "https://")
+_ADDRESS: Final = re.compile(
+    r"tcp://(\w[\w.-]*|\[[\da-f:.]+\]):\d{1,5}|ipc://.{1,100}", re.IGNORECASE
+)
+"""What ZeroMQ takes; it refuses others only once the model is loaded."""
 _SAVES: Final = ("prompt", "all", "off")
 _DEFAULT_URL: Final = f"tcp://{LOOPBACK}:{KV_PORT}"
 
@@ -43,11 +47,10 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 256
 
     def __post_init__(self) -> None:
-        if not self.server_url.startswith(_SCHEMES):
-            self._refuse("url", f"{self.url!r}: it must begin with {' or '.join(_SCHEMES)}")
-        if self.http_url and not self.http_url.startswith(_HTTP_SCHEMES):
-            schemes = " or ".join(_HTTP_SCHEMES)
-            self._refuse("http-url", f"{self.http_url!r}: it must begin with {schemes}")
+        if not _ADDRESS.fullmatch(self.server_url):
+            self._refuse("url", f"{self.url!r}: write it as {_DEFAULT_URL}")
+        if self.http_url:
+            require_url(self.http_url, f"{_PREFIX}.http-url")
         if self.save not in _SAVES:
             self._refuse("save", f"{self.save!r}: use one of {', '.join(_SAVES)}")
         for name in ("timeout_s", "heartbeat_s", "max_pending_chunks"):

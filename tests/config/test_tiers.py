@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
+import zmq
 
 from pdserve.config.tiers import DiskTier, KvServerConfig, RedisTier, Tiers, parse_tiers
 from pdserve.config.up import UpConfig
@@ -58,11 +60,27 @@ def test_engines_look_for_the_store_where_it_listens_if_neither_is_told() -> Non
     assert LMCacheSettings().server_url == f"tcp://127.0.0.1:{port}"
 
 
-def test_a_store_is_reached_by_urls_with_a_scheme() -> None:
-    for name in ("url", "http_url"):
-        flag = f"--kv-transfer-config.lmcache.{name.replace('_', '-')}"
-        with pytest.raises(ConfigError, match=f"{flag} is '127.0.0.1:83': it must begin with"):
-            LMCacheSettings(**{name: "127.0.0.1:83"})
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        *(("url", f"tcp://{each}") for each in ("", "host", "host:", "host:x", "host:1/", "*:1")),
+        *(("url", each) for each in ("127.0.0.1:83", "http://host:1", "ipc://", "tcp://a b:1")),
+        *(("url", f"ipc:///{'x' * 200}"), ("http_url", "127.0.0.1:83")),
+        *(("http_url", "http://"), ("http_url", "http://[::1"), ("http_url", "tcp://host:1")),
+    ],
+)
+def test_what_is_no_address_of_a_store_is_refused(name: str, url: str) -> None:
+    flag = f"--kv-transfer-config.lmcache.{name.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{flag} is {re.escape(repr(url))}: write it as "):
+        LMCacheSettings(**{name: url})
+
+
+@pytest.mark.parametrize("url", ["tcp://kv-0.kv:8300", "tcp://[::1]:8300", "ipc:///run/kv"])
+def test_addresses_of_stores_are_those_that_zeromq_takes(url: str) -> None:
+    assert LMCacheSettings(url=url).server_url == url
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(url)
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, math.nan, math.inf])
