@@ -144,7 +144,7 @@ class Engine:
 
     Attributes:
         news: Set whenever a worker half signals that `get_finished` has something.
-        settled, received, failed, faults: What all ranks have seen.
+        settled, received, failed, faults: What all ranks have seen; of several holds, the first.
         ready: Requests that were reported as ready, and why.
         retried: Failed loads that the scheduler half has retried; they are not in `failed`.
         said: Each rank's reports, in order, before the quorum.
@@ -186,9 +186,8 @@ class Engine:
         )
         self.news = threading.Event()
         self.ranks = [self.make_rank(connector, rank, dtype) for rank in range(shape.num_ranks)]
-        endpoints = [rank.endpoint for rank in self.ranks if rank.endpoint is not None]
-        self.endpoints = tuple(endpoints)
-        self.scheduler = connector.make_scheduler(self.context, endpoints)
+        self.endpoints = tuple(rank.endpoint for rank in self.ranks if rank.endpoint is not None)
+        self.scheduler = connector.make_scheduler(self.context, self.endpoints)
         self.quorum = Quorum(shape.num_ranks)
         self.settled: list[Settled] = []
         self.received: list[Received] = []
@@ -197,7 +196,7 @@ class Engine:
         self.ready: list[tuple[RequestId, str]] = []
         self.faults: Counter[str] = Counter()
         self.said: list[tuple[int, ConnectorReport]] = []
-        self._num_requests = 0
+        self._num_requests, self._other_holds = 0, set[str]()
 
     def make_rank(self, connector: KVConnectorBase, rank: int, dtype: str) -> Rank:
         """Make one of the ranks."""
@@ -277,6 +276,7 @@ class Engine:
         assert hold is not None, "a finished prefill for another engine ends in a lease"
         assert hold.handoff is not None
         assert hold.hold_id == hold.handoff.nonce
+        self._other_holds.update(each.hold_id for each in hold.others)
         return hold.handoff
 
     def give_up(self, nonce: str) -> None:
@@ -414,7 +414,7 @@ class Engine:
             report = self.quorum.add(number, said)
             news = self.scheduler.update_connector_output(report) if report else ConnectorNews()
             self.retried += news.retried
-            whole.settled.extend(news.released)
+            whole.settled.extend(e for e in news.released if e.nonce not in self._other_holds)
             whole.received.extend(news.loaded)
             whole.failed.extend(news.failed)
             self.ready += news.ready

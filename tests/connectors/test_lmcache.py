@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import secrets
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from multiprocessing import Pipe, get_context
@@ -14,25 +18,31 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
+from pdserve.config.tiers import LMCACHE_SILENT
 from pdserve.connectors.base import KVConnectorBase
 from pdserve.connectors.conformance import Engine, make_shape
 from pdserve.connectors.conformance.pull import PullConformance
+from pdserve.connectors.conformance.push import PushConformance
 from pdserve.connectors.conformance.store import StoreConformance
 from pdserve.connectors.lmcache import LMCacheConnector
-from pdserve.connectors.lmcache.client import StoreClient
+from pdserve.connectors.lmcache.client import StoreClient, StoreGoneError
+from pdserve.connectors.lmcache.scheduler import LMCacheScheduler, _Tracked
 from pdserve.connectors.lmcache.settings import LMCacheSettings
-from pdserve.connectors.lmcache.slots import StoreLayout, lock
+from pdserve.connectors.lmcache.slots import ChunkMemory, StoreLayout, lock
 from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.errors import ConfigError
 from pdserve.wire.request import FinishReason
 from tests.connectors.engines import context, layout
+from tests.lmcache_server import free_port
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.conformance.engines import KitRequest
+    from pdserve.connectors.views import RequestView
     from pdserve.wire.transfer import KVShape
     from tests.lmcache_server import LMCacheServer
 
@@ -133,6 +143,47 @@ def test_memory_that_the_driver_does_not_lock_is_refused_with_what_to_do(
     client.close(is_up=True)
 
 
+def test_a_server_that_comes_back_with_other_chunks_is_refused(
+    lmcache_server: LMCacheServer,
+) -> None:
+    client = client_of(lmcache_server, LockingRuntime(max_bytes=1 << 40))
+    client.connect()
+    client.chunk_tokens = 32
+    with pytest.raises(ConfigError, match=r"chunks of 16 tokens .* instead of 32: restart the eng"):
+        client.connect()
+    client.close(is_up=True)
+
+
+@pytest.mark.matrix
+def test_a_server_without_shared_memory_is_refused_with_what_it_lacks() -> None:
+    port, http_port = free_port(), free_port()
+    words = [sys.executable, "-m", "lmcache.v1.multiprocess.http_server", "--host", "127.0.0.1"]
+    words += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http_port)]
+    words += ["--chunk-size", "16", "--l1-size-gb", "0.07", "--eviction-policy", "LRU"]
+    words += ["--supported-transfer-mode", "engine_driven"]
+    process = subprocess.Popen(words, env={**os.environ, **LMCACHE_SILENT})
+    client = StoreClient(
+        LMCacheSettings(url=f"tcp://127.0.0.1:{port}"),
+        StoreLayout(context("P"), ""),
+        engine="P",
+        instance_id=1,
+    )
+    try:
+        with pytest.raises(ConfigError, match=r"has no shared memory: start it with .*--shm-name"):
+            wait_until(lambda: _is_connected(client), 60.0)
+    finally:
+        client.close(is_up=True)
+        process.kill()
+        process.wait()
+
+
+def _is_connected(client: StoreClient) -> bool:
+    with contextlib.suppress(StoreGoneError):
+        client.connect()
+        return True
+    return False
+
+
 def test_a_worker_that_the_server_cannot_serve_is_refused_and_closed_once(
     lmcache_server: LMCacheServer,
 ) -> None:
@@ -203,6 +254,18 @@ def looks_up(
     signal.pause()
 
 
+class TestLayersThatTakeTime(LMCacheConformance):
+    @pytest.fixture(autouse=True)
+    def _late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        load = ChunkMemory.load_layer
+
+        def load_late(*arguments: Any) -> int:
+            time.sleep(0.003)
+            return load(*arguments)
+
+        monkeypatch.setattr(ChunkMemory, "load_layer", load_late)
+
+
 class TestOneRank(Killed):
     prefill_shape: ClassVar[KVShape] = make_shape()
 
@@ -223,6 +286,27 @@ class TestBesideNixl(PullConformance):
         namespace = secrets.token_hex(4)
         settings = LMCacheSettings(url=LMCacheConformance.url, namespace=namespace)
         return MultiConnector.of([NixlConnector(), LMCacheConnector(settings=settings)])
+
+
+class SavingScheduler(LMCacheScheduler):
+    """Looks nothing up: the kit says whose KV a prompt has, and writes several."""
+
+    def _track(self, request: RequestView) -> None:
+        self._tracked[request.request_id] = _Tracked(request)
+
+
+class SavingConnector(LMCacheConnector, frozen=True, kw_only=True):
+    def make_scheduler(self, context: ConnectorContext, endpoints: Any) -> SavingScheduler:
+        return SavingScheduler(context, self.settings)
+
+
+@pytest.mark.matrix
+class TestPushesBesideNixl(PushConformance):
+    """Real NIXL, with a store that saves from the blocks that are pushed."""
+
+    def make_connector(self) -> KVConnectorBase:
+        settings = LMCacheSettings(url=LMCacheConformance.url, namespace=secrets.token_hex(4))
+        return MultiConnector.of([NixlConnector(), SavingConnector(settings=settings)])
 
 
 class TestBesideNixlAsAStore(LMCacheConformance):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from pdserve.connectors.lmcache.client import StoreClient
 from pdserve.connectors.lmcache.settings import LMCacheSettings
 from pdserve.connectors.lmcache.slots import StoreLayout
+from pdserve.errors import ConfigError
 from tests.connectors.engines import context
 from tests.lmcache_server import free_port
 
@@ -24,3 +26,11 @@ def test_a_client_of_a_server_that_is_not_there_is_closed_at_once(num_pings: int
     closing.join(20.0)
     assert not closing.is_alive()
     assert not any(ping.query() for ping in pings)
+
+
+def test_another_version_of_lmcache_is_refused_by_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.5.7")
+    with pytest.raises(
+        ConfigError, match=r"lmcache 0\.5\.7 is installed and pdserve needs 0\.5\.6"
+    ):
+        StoreClient(LMCacheSettings(), StoreLayout(context("P"), ""), engine="P", instance_id=1)
