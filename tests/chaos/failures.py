@@ -304,7 +304,11 @@ ROWS = (
         "with code 3, the cause and a remedy. `pdserve doctor --kv-tiers` reports the same in "
         "advance. If the server has no shared memory, or its chunks are no multiple of "
         "`--block-size`, engines refuse to start.",
-        ("test_a_store_that_cannot_be_had_is_refused_at_start",),
+        (
+            "test_a_store_that_cannot_be_had_is_refused_at_start",
+            "test_the_stores_disk_is_full_at_start",
+            "test_another_version_of_lmcache_is_refused_at_start",
+        ),
     ),
     Row(
         "the store's server dies",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -311,18 +312,59 @@ def test_the_stores_redis_server_ends_or_hangs(
 
 @pytest.mark.short_form("")
 @pytest.mark.parametrize(
-    ("tiers", "says"),
+    ("command", "tiers", "says"),
     [
-        ("cpu:900TiB".replace("TiB", "000GiB"), "the cpu tier takes 921,600,000 MiB of /dev/shm"),
-        ("cpu:64MiB,disk:/proc/kv:1GiB", "/proc is not writable; give it to user"),
-        ("cpu:64MiB,redis:redis://127.0.0.1:1", "127.0.0.1:1 does not answer"),
+        (
+            *("kv-server", "cpu:900000GiB"),
+            "the cpu tier takes 921,600,000 MiB of /dev/shm",
+        ),
+        ("kv-server", "cpu:64MiB,disk:/proc/kv:1GiB", "/proc is not writable; give it to user"),
+        ("kv-server", "cpu:64MiB,redis:redis://127.0.0.1:1", "127.0.0.1:1 does not answer"),
+        ("up", "cpu:64MiB,disk:/proc/kv:1GiB", "/proc is not writable; give it to user"),
     ],
 )
-def test_a_store_that_cannot_be_had_is_refused_at_start(tiers: str, says: str) -> None:
-    ports = dict(zip(("--port", "--http-port"), map(str, free_ports(2)), strict=True))
-    done = pdserve("kv-server", "--kv-tiers", tiers, *(w for pair in ports.items() for w in pair))
+def test_a_store_that_cannot_be_had_is_refused_at_start(
+    command: str, tiers: str, says: str
+) -> None:
+    names = {
+        "kv-server": ("--port", "--http-port"),
+        "up": ("--port", "--prefill-port", "--decode-port", "--kv-port", "--kv-http-port"),
+    }[command]
+    ports = zip(names, map(str, free_ports(len(names))), strict=True)
+    done = pdserve(command, "--kv-tiers", tiers, *(word for pair in ports for word in pair))
     assert done.returncode == 3, done.stderr
     assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_stores_disk_is_full_at_start(small_disk: Path) -> None:
+    with (small_disk / "of somebody else").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free - (2 << 20))
+    ports = dict(zip(("--port", "--http-port"), map(str, free_ports(2)), strict=True))
+    tiers = f"cpu:64MiB,disk:{small_disk}:1GiB"
+    done = pdserve("kv-server", "--kv-tiers", tiers, *(w for pair in ports.items() for w in pair))
+    assert done.returncode == 3, done.stderr
+    assert "make room for at least 64 MiB" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("kv-server", "--kv-tiers", "cpu:64MiB"),
+        ("serve", "boxed", "--port", "0", "--kv-transfer-config.kv-connector", "lmcache"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_another_version_of_lmcache_is_refused_at_start(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    about = tmp_path / "lmcache-0.5.7.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lmcache\nVersion: 0.5.7\n")
+    done = pdserve(*words, variables={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 3, done.stderr
+    assert re.search("lmcache 0.5.7 is installed", done.stderr, re.IGNORECASE)
+    assert "pip install 'pdserve[lmcache]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
