@@ -173,15 +173,20 @@ def test_the_probe_says_why_it_cannot() -> None:
 
 
 @pytest.mark.slow
-def test_json_holds_every_check_and_an_unreachable_peer_is_code_4() -> None:
+def test_json_holds_every_check_and_an_unreachable_peer_is_code_4(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    done = pdserve_here("doctor", "--json", "--peer", url)
+    tiers = f"cpu:64MiB,disk:{tmp_path}:64MiB,redis:redis://127.0.0.1:{port}"
+    flags = ("--kv-tiers", tiers, "--kv-server", url, "--peer", url)
+    done = pdserve_here("doctor", "--json", *flags)
     checks = {check["check"]: check for check in json.loads(done.stdout)["checks"]}
     assert {"versions", "cpu", "devices", "kernels", "shared memory", "transfer"} <= set(checks)
     assert checks["transfer"]["verdict"] in {"ok", "warn"}
     assert "NIXL over UCX reads 64 MiB at " in checks["transfer"]["text"]
-    assert checks["peer"]["verdict"] == "fail"
+    found = {name: checks[name]["verdict"] for name in ("lmcache", "cpu tier", "disk tier")}
+    assert found == dict.fromkeys(found, "ok")
+    lost = {name: checks[name]["verdict"] for name in ("redis tier", "kv server", "peer")}
+    assert lost == dict.fromkeys(lost, "fail")
     assert done.returncode == 4
 
 

@@ -158,6 +158,26 @@ def test_it_serves_the_curl_it_prints_until_ctrl_c(
     assert up.end() == 130
 
 
+def test_the_second_of_the_readmes_two_runs_loads_what_the_first_has_left(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (loop,) = re.findall(r"^for run in 1 2; do\n.*?^done$", readme, re.MULTILINE | re.DOTALL)
+    names = ("--port", "--prefill-port", "--decode-port", "--kv-port", "--kv-http-port")
+    flags = [word for pair in zip(names, map(str, free_ports(5)), strict=True) for word in pair]
+    program = shlex.join([sys.executable, "-m", "pdserve"])
+    script = f'pdserve() {{ {program} "$@" {shlex.join([*flags, *SMALL])}; }}\n{loop}'
+    done = subprocess.run(
+        ["bash", "-c", script.replace("/tmp/kv", str(tmp_path / "kv"))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env=environment(),
+    )
+    assert re.findall(r" path=(\S+) ", done.stdout) == ["push", "push+store"], done.stderr
+    from_store = re.compile(r"kv from store \d+ of \d+")
+    assert from_store.findall(done.stdout) == from_store.findall(readme)
+
+
 @pytest.mark.matrix
 def test_nothing_outlives_it_when_it_is_killed(model: Path, tmp_path: Path, make: list[Up]) -> None:
     up = Up(model, tmp_path)

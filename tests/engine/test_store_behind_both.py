@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.lmcache_server import LMCacheServer
 
 BLOCK_SIZE = 16
+NUM_KV_HEADS = 2
 PROMPT = [(7 * i + 3) % 200 for i in range(3 * BLOCK_SIZE)]
 LONGER = [*PROMPT, *((5 * i + 1) % 200 for i in range(21))]
 TIMEOUT_S = 60.0
@@ -125,6 +126,8 @@ def test_p_loads_from_the_store_and_d_gets_all_of_it_from_p(
     assert loaded(p) == {store: len(PROMPT)}
     assert loaded(d) == {"nixl": len(LONGER)}
     assert p.scheduler.stats().local_compute_tokens == len(LONGER) - len(PROMPT)
+    if store == "lmcache":
+        assert p.stats.num_saved_chunks == NUM_KV_HEADS, "the one whole chunk that it has computed"
     assert p.scheduler.stats().lease_ends["read"] == 1
 
 
