@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import struct
 import tempfile
 import threading
@@ -134,9 +133,10 @@ class DigestCache:
         entry = _Entry(identity, PIECE_BYTES, [piece.hex() for piece in pieces])
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(msgspec.json.encode(entry))
-            os.replace(file.name, self._path(identity))
+            with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
+                written = Path(scratch, "digests")
+                written.write_bytes(msgspec.json.encode(entry))
+                written.replace(self._path(identity))
         except OSError as error:
             _log.info("digests of weights are not remembered: %s", error)
 

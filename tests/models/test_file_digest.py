@@ -161,6 +161,17 @@ def test_without_a_folder_to_write_to_nothing_is_remembered_and_nothing_is_wrong
     assert cache.find(FileIdentity.of(file)) is None
 
 
+def test_what_cannot_be_remembered_leaves_no_file_behind(
+    file: Path, cache: DigestCache, tmp_path: Path
+) -> None:
+    digest([file], cache)
+    [entry] = (tmp_path / "cache").iterdir()
+    entry.unlink()
+    entry.mkdir()  # where the file should go, as when a disk is full
+    digest([file], cache)
+    assert list((tmp_path / "cache").iterdir()) == [entry]
+
+
 @pytest.mark.parametrize("spoil", [_garbage, _foreign])
 def test_what_is_no_memory_of_a_file_is_overwritten(
     file: Path, cache: DigestCache, tmp_path: Path, spoil: Callable[[Path], None]
