@@ -51,6 +51,15 @@ _LEAST_DESCRIPTORS: Final = 128
 """An engine of a pair does not start with 32, and 64 leave little room for streams."""
 _OUTPUT_LOST: Final = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a standard stream that leads into a closed pipe or a file without room."""
+_PATH_REFUSED: Final = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENAMETOOLONG,
+)
+"""Errors of a path that this process may not look at, or where it may or can write nothing."""
 WITHOUT_FLAG: Final = ("engines", "files", "filters", "requests")
 """Settings whose words stand behind the command."""
 
@@ -113,7 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell_failure(name, PdserveError(refusal))
         return EXIT_FAILED
     except OSError as error:
-        if error.errno not in _OUTPUT_LOST or error.filename is not None:
+        if error.filename is not None and error.errno in _PATH_REFUSED:
+            tell_failure(name, ConfigError(f"{error.filename} cannot be used: {error.strerror}"))
+            return EXIT_CONFIG
+        if error.filename is not None or error.errno not in _OUTPUT_LOST:
             raise
         with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError):
             os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is left is not tried at the end

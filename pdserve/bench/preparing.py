@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def tokenizer_of(given: str, served: ServedModel) -> Tokenizer | None:
         ConfigError: `given` is neither, or its files cannot be used.
     """
     if given:
-        directory = boxed_model_dir() if given == BOXED else Path(given).expanduser()
+        directory = boxed_model_dir() if given == BOXED else Path(os.path.expanduser(given))
         if not (directory / _TOKENIZER_FILE).is_file():
             raise ConfigError(
                 f"--tokenizer is {given}, but {directory} has no {_TOKENIZER_FILE}: name the "

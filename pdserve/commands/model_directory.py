@@ -6,6 +6,8 @@ Hugging Face hub is looked up in the local cache first.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -29,7 +31,7 @@ def model_directory(model: str) -> Path:
     """
     if model == BOXED:
         return _checked(boxed_model_dir(), "the model that comes with pdserve")
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # a user that does not exist stays a name
     if path.is_dir():
         return _checked(path.resolve(), f"MODEL {model}")
     if path.exists():
@@ -73,11 +75,9 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_FILES), local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
-    logging.getLogger(__name__).info("downloading %s from the hub", name)
-    try:
+        with contextlib.suppress(LocalEntryNotFoundError):
+            return Path(snapshot_download(name, allow_patterns=list(_FILES), local_files_only=True))
+        logging.getLogger(__name__).info("downloading %s from the hub", name)
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))
     except Exception as error:  # the hub's client raises many kinds: the model is not available
         reason = str(error).strip().partition("\n")[0]

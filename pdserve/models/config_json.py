@@ -22,7 +22,7 @@ def read_config(directory: Path, param: str = "model") -> dict[str, Any]:
         param: The setting that names the directory.
 
     Raises:
-        ConfigError: It is missing or is not a JSON object.
+        ConfigError: It is missing, cannot be read, or is not a JSON object.
     """
     if not directory.is_dir():
         raise ConfigError(
@@ -38,6 +38,8 @@ def read_config(directory: Path, param: str = "model") -> dict[str, Any]:
             f"model {str(directory)!r} has no config.json, so it is not in Hugging Face format",
             param=param,
         ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", param=param) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", param=param) from None
     if not isinstance(config, dict):

@@ -24,7 +24,10 @@ def shard_paths(directory: Path) -> list[Path]:
     single = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        content = index.read_bytes()
+        try:
+            content = index.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{index} cannot be read: {error.strerror}", param="model") from None
         if content.startswith(LFS_MAGIC):
             raise ConfigError(f"{index} is a Git LFS pointer: run `git lfs pull`", param="model")
         try:

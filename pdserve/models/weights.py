@@ -339,20 +339,11 @@ class _Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(64)
-            if start.startswith(LFS_MAGIC):
-                raise ConfigError(
-                    f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in "
-                    f"{str(path.parent)!r}, or download the file itself",
-                    param="model",
-                )
-            length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
-            if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
-                raise self._broken("it has no safetensors header")
-            file.seek(8)
-            header = file.read(length)
+        try:
+            size = path.stat().st_size
+            header = self._header(size)
+        except OSError as error:
+            raise self._broken(str(error.strerror)) from None
         self.tensors: dict[str, _Stored] = {}
         end = 0
         try:
@@ -363,10 +354,24 @@ class _Shard:
                     end = max(end, entry["data_offsets"][1])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._broken(f"its header is not readable ({error})") from None
-        if 8 + length + end > size:
-            raise self._broken(
-                f"it has {size} of {8 + length + end} bytes; the download was cut short"
-            )
+        if (whole := 8 + len(header) + end) > size:
+            raise self._broken(f"it has {size} of {whole} bytes; the download was cut short")
+
+    def _header(self, size: int) -> bytes:
+        """Return the JSON header of a file of `size` bytes."""
+        with self.path.open("rb") as file:
+            start = file.read(64)
+            if start.startswith(LFS_MAGIC):
+                raise ConfigError(
+                    f"{self.path} is a Git LFS pointer, not the weights: run `git lfs pull` in "
+                    f"{str(self.path.parent)!r}, or download the file itself",
+                    param="model",
+                )
+            length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
+            if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise self._broken("it has no safetensors header")
+            file.seek(8)
+            return file.read(length)
 
     def _broken(self, why: str) -> ConfigError:
         return ConfigError(f"{self.path} cannot be used: {why}", param="model")

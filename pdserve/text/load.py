@@ -15,7 +15,7 @@ from pdserve.text.answer.style import AnswerStyle, style_of
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.generation import GenerationDefaults, load_generation_defaults
 from pdserve.text.pooling import PoolingStyle, load_pooling
-from pdserve.text.tokenizer import Tokenizer, read_json
+from pdserve.text.tokenizer import Tokenizer, read_json, read_template
 
 if TYPE_CHECKING:
     from pdserve.config.schema import ModelConfig
@@ -59,13 +59,7 @@ def load_text(model: ModelConfig) -> Text:
     tokenizer = Tokenizer.from_directory(Path(model.tokenizer) if model.tokenizer else directory)
     source, tool_source = tokenizer.chat_template, tokenizer.tool_template
     if model.chat_template:
-        try:
-            source, tool_source = Path(model.chat_template).read_text(encoding="utf-8"), None
-        except OSError as error:
-            raise ConfigError(
-                f"--chat-template {model.chat_template} cannot be read: {error.strerror}",
-                param="chat-template",
-            ) from error
+        source, tool_source = read_template(Path(model.chat_template)), None
     vocab_size = read_json(directory / "config.json").get("vocab_size")
     defaults, not_applied = load_generation_defaults(
         directory, model.generation_config, tokenizer.eos_token_id

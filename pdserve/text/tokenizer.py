@@ -44,11 +44,26 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is a Git LFS pointer, not the file: run `git lfs pull`")
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def read_template(path: Path) -> str:
+    """Return the Jinja source of a chat template.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"the chat template {path} cannot be read: {why}", param="chat-template"
+        ) from error
 
 
 class Tokenizer:
@@ -258,9 +273,9 @@ def _find_chat_templates(directory: Path, config: dict[str, Any]) -> tuple[str |
     """Return a model's templates for chats: for all, or those without tools, and with tools."""
     path = directory / "chat_template.jinja"
     for_tools = directory / "additional_chat_templates" / "tool_use.jinja"
-    tool_template = for_tools.read_text(encoding="utf-8") if for_tools.is_file() else None
+    tool_template = read_template(for_tools) if for_tools.is_file() else None
     if path.is_file():
-        return path.read_text(encoding="utf-8"), tool_template
+        return read_template(path), tool_template
     template = config.get("chat_template") or read_json(directory / "chat_template.json").get(
         "chat_template"
     )

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from pdserve.errors import ConfigError, PdserveError
+from pdserve.errors import PdserveError
 from pdserve.http.protocol import ChatRequest
 from pdserve.proxy.brain.prompt import BYTES_PER_TOKEN, RoutePrompt
 from pdserve.text.chat import ChatTemplate
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenizer import Tokenizer, read_template
 from pdserve.wire.ids import GRAIN_TOKENS, grain_hashes
 from pdserve.wire.seal import UNREADABLE
 
@@ -87,7 +87,7 @@ class PromptReader:
         tokenizer = Tokenizer.from_directory(Path(self._config.tokenizer))
         source = tokenizer.chat_template
         if self._config.chat_template:
-            source = _read(self._config.chat_template)
+            source = read_template(Path(self._config.chat_template))
         if source:
             self._template = ChatTemplate(source, tokenizer.special_tokens)
         self._tokenizer = tokenizer
@@ -174,15 +174,6 @@ class PromptReader:
             continue_final_message=bool(asked.continue_final_message),
             variables=asked.template_variables,
         )
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--chat-template {path} cannot be read: {error}", param="chat-template"
-        ) from error
 
 
 def _asks(body: ClientBody, name: str) -> bool:

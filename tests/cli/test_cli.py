@@ -215,6 +215,28 @@ def test_a_model_path_that_does_not_exist_is_named(command: str, tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize(
+    "command", ["serve", "up", "proxy --port 0 --policy prefix_sticky --tokenizer"]
+)
+def test_a_path_that_the_system_refuses_is_named_in_a_line(command: str) -> None:
+    *_, line = _refused(*command.split(), "a" * 300).splitlines()
+    assert "a" * 300 in line
+    assert "cannot be used: File name too long" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("~nobody-has-this-name/model", "which is not a directory"),
+        ("org/a--b", "HFValidationError"),
+    ],
+)
+def test_a_name_that_cannot_be_a_model_is_refused(name: str, said: str) -> None:
+    message = _refused("serve", name)
+    assert f"MODEL is {name}" in message
+    assert said in message
+
+
 def test_a_model_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     message = _refused("serve", f"{tmp_path}/model.safetensors")

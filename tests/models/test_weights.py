@@ -221,6 +221,20 @@ def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, text: str) -> 
 
 
 @pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "model.safetensors"]
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    index = {"weight_map": {"a": "model.safetensors"}}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/proc/self/mem")  # whose first page nobody reads
+    with pytest.raises(ConfigError, match=rf"/{name} cannot be .*: Input/output error"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
     "header",
     [
         "[]",

@@ -146,6 +146,12 @@ def test_a_template_file_beside_the_model_wins_over_its_config(model_dir: Path):
     assert Tokenizer.from_directory(model_dir).chat_template == "from the file"
 
 
+def test_json_that_is_nested_without_end_is_named(model_dir: Path):
+    (model_dir / "tokenizer_config.json").write_text("[" * 10**5)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not valid JSON"):
+        load(model_dir)
+
+
 def test_named_templates_give_the_default_one(model_dir: Path):
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     (model_dir / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
@@ -253,6 +259,16 @@ def test_a_date_that_no_calendar_has_is_a_bad_request_and_not_a_crash():
 def test_a_template_that_is_not_jinja_is_a_config_error(model_dir: Path):
     (model_dir / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match="line 1"):
+        load(model_dir)
+
+
+def test_a_template_that_is_not_utf8_is_named(model_dir: Path, tmp_path: Path):
+    given, own = tmp_path / "mine.jinja", model_dir / "chat_template.jinja"
+    given.write_bytes("grüße".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"mine\.jinja cannot be read: it is not UTF-8"):
+        load(model_dir, chat_template=str(given))
+    own.write_bytes(given.read_bytes())
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read: it is not UTF-8"):
         load(model_dir)
 
 
