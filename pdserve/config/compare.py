@@ -117,13 +117,14 @@ class CompareConfig(msgspec.Struct, frozen=True, kw_only=True):
             require_positive("chunk-tokens", budget)
         try:
             are_rates = all(0 < rate < math.inf for rate in self.rates)
+            are_rates = are_rates and len(set(self.rates)) == len(self.rates)
         except ValueError:
             are_rates = False
         require(
             are_rates,
             "request-rates",
             " ".join(self.request_rates),
-            "write requests per second, as 1 2 4 8",
+            "write requests per second, each rate once, as 1 2 4 8",
         )
         require(
             not (self.cores and self.gpus),

@@ -427,6 +427,7 @@ class TestChunks:
     [
         ("num_runs", 0, "--num-runs"),
         ("request_rates", ("1", "x"), "--request-rates"),
+        ("request_rates", ("1", "2", "1.0"), "--request-rates"),
         ("chunk_tokens", (0,), "--chunk-tokens"),
         ("endpoint", "embeddings", "--endpoint"),
         ("cores", (1, 1), "--cores"),
