@@ -53,8 +53,7 @@ class ResponsesDialect(Dialect):
     """
 
     def __init__(self, body: ResponsesRequest, request_id: str) -> None:
-        is_ignored = body.top_logprobs is not None and _LOGPROBS not in (body.include or ())
-        super().__init__(_chat(body), ("top_logprobs",) if is_ignored else ())
+        super().__init__(_chat(body), tuple(_ignored(body)))
         self._body = body
         self._request_id = request_id
         self._num_events = 0
@@ -215,6 +214,15 @@ def _without_bytes(row: dict[str, Any]) -> dict[str, Any]:
     for each in top:
         del each["bytes"]
     return {"token": row.get("token"), "logprob": row.get("logprob"), "top_logprobs": top}
+
+
+def _ignored(body: ResponsesRequest) -> Iterator[str]:
+    """Yield what has no effect: reasoning is sent as it is, and nobody writes a summary of it."""
+    if body.top_logprobs is not None and _LOGPROBS not in (body.include or ()):
+        yield "top_logprobs"
+    for name in ("summary", "generate_summary"):
+        if (body.reasoning or {}).get(name) is not None:
+            yield f"reasoning.{name}"
 
 
 def _chat(body: ResponsesRequest) -> dict[str, Any]:

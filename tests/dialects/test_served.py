@@ -154,6 +154,9 @@ async def test_fields_that_mean_nothing_are_named_in_a_header(url):
     assert headers[IGNORED_HEADER] == "modle"
     _, _, headers = await post(f"{url}/v1/responses", {"input": "hi", "top_logprobs": 2})
     assert headers[IGNORED_HEADER] == "top_logprobs"
+    reasoning = {"effort": "low", "summary": "auto", "generate_summary": None}
+    _, _, headers = await post(f"{url}/v1/responses", {"input": "hi", "reasoning": reasoning})
+    assert headers[IGNORED_HEADER] == "reasoning.summary"
 
 
 @pytest.mark.parametrize("deployment", [engine, pair])
