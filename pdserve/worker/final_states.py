@@ -43,26 +43,28 @@ class PromptLogprobs:
         self._batch = batch
         self._logits = logits
         self._piece = max(1, _LOGITS_CHUNK_BYTES // (4 * vocab_size))
-        self._num_top: dict[RequestId, int] = {}
+        self._wanted: dict[RequestId, tuple[int, int]] = {}
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is described."""
-        return not self._num_top
+        return not self._wanted
 
     def add(self, request: NewRequest) -> None:
-        """Begin to describe the prompt of a request, if it asks for that."""
-        if request.sampling.prompt_logprobs is not None:
-            self._num_top[request.request_id] = request.sampling.prompt_logprobs
+        """Begin to describe the prompt of a request, if it asks for that and has no output."""
+        num_top = request.sampling.prompt_logprobs
+        if num_top is not None and not request.output_token_ids:
+            self._wanted[request.request_id] = num_top, len(request.prompt_token_ids)
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request."""
-        self._num_top.pop(request_id, None)
+        self._wanted.pop(request_id, None)
 
     def take(self, prepared: PreparedStep, hidden: Tensor) -> dict[RequestId, list[TokenLogprobs]]:
         """Describe the prompt tokens that follow the positions of a step.
 
-        It works in pieces, so that logits of a long prompt are never all in memory.
+        It works in pieces, so that logits of a long prompt are never all in memory. A prompt is
+        forgotten with its last position, as steps that describe none need fewer final states.
 
         Args:
             hidden: `[T, hidden_size]`, final states of the step's tokens.
@@ -71,10 +73,12 @@ class PromptLogprobs:
             return {}
         found: dict[RequestId, list[TokenLogprobs]] = {}
         for i, request_id in enumerate(prepared.request_ids):
-            num_top = self._num_top.get(request_id)
+            num_top, num_prompt = self._wanted.get(request_id, (None, 0))
             if num_top is None:
                 continue
             row, start, end = int(prepared.rows[i]), int(prepared.start[i]), int(prepared.end[i])
+            if end >= num_prompt:
+                self.remove(request_id)
             targets = torch.from_numpy(
                 self._batch.prompt_targets(row, start, end).astype("int64")
             ).to(hidden.device)
@@ -126,6 +130,8 @@ class PromptPooler:
         Returns:
             `[hidden_size]` fp32 each, little endian.
         """
+        if self.is_idle:
+            return {}
         pooled: dict[RequestId, bytes] = {}
         for i, request_id in enumerate(prepared.request_ids):
             pooling, num_prompt = self._wanted.get(request_id, (None, 0))

@@ -103,6 +103,31 @@ def test_what_no_logits_need_of_the_last_layer_is_left_out_and_changes_no_bit(
     assert all(torch.equal(a, b) for a, b in zip(logits, wanted, strict=True))
 
 
+def test_a_described_prompt_needs_all_final_states_only_once(
+    make_driver: Callable[..., Driver],
+) -> None:
+    driver, computed = make_driver(), []
+    layer = driver.worker._runner._model._layers[-1]  # type: ignore[union-attr, attr-defined]
+    half = layer.mlp
+
+    def count(x: torch.Tensor, residual: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        computed.append(num_tokens)
+        return half(x, residual, num_tokens)
+
+    layer.mlp = count
+    prompt, sampling = prompt_of(60, 1), params(prompt_logprobs=0)
+    driver.add("described", prompt, sampling)
+    driver.step({"described": 60})
+    driver.add("other", prompt_of(90, 2))
+    driver.step({"described": 1, "other": 60})
+    outputs = driver.outputs["described"]
+    driver.drop("described")
+    driver.add("described", prompt, sampling, outputs=outputs)  # preempted
+    again = driver.step({"described": 62})
+    assert computed == [60, 1, 1]
+    assert again.prompt_logprobs == {}, "it left with the first token"
+
+
 @pytest.mark.parametrize("arch", [{}, QWEN3], ids=["llama", "qwen3 bf16"])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_tokens_and_logits_do_not_depend_on_the_batch(
