@@ -315,3 +315,13 @@ def make(
     rebalancer = Rebalancer(placements, world, parallel.eplb) if parallel.enable_eplb else None
     kind = RoutedTokens if parallel.all2all_backend == "all_to_all" else GatheredTokens
     return kind(placements, world, rebalancer)
+
+
+def where_they_lie(parallel: ParallelConfig, world: World) -> str:
+    """Describe how a model's experts are shared, as far as sums depend on it; "" if sliced."""
+    if not parallel.enable_expert_parallel or world.ep.size == 1:
+        return ""
+    strategy, backend = parallel.expert_placement_strategy, parallel.all2all_backend
+    lie = f"{strategy} on {world.ep.size} ranks by {backend}"
+    num_redundant = parallel.eplb.num_redundant_experts
+    return f"{lie}, balanced with {num_redundant} redundant" if parallel.enable_eplb else lie

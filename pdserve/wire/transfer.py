@@ -82,15 +82,21 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
         kernels: The kernel backend, and a hash of its sources.
         compiler: The kernels' compiler and the libraries they call, with versions.
         tp_size: Number of ranks that share a layer: each sums a part.
+        experts: Where whole experts lie, and how their results come together: each rank sums those
+            of its own. Empty if ranks have no whole ones.
     """
 
     device: str
     kernels: str
     compiler: str
     tp_size: int
+    experts: str = ""
 
     def __str__(self) -> str:
-        return f"{self.device}, kernels {self.kernels} by {self.compiler}, TP {self.tp_size}"
+        parts = [self.device, f"kernels {self.kernels} by {self.compiler}", f"TP {self.tp_size}"]
+        if self.experts:
+            parts.append(f"experts {self.experts}")
+        return ", ".join(parts)
 
 
 class EngineRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,7 @@ from pdserve.kernels.registry import kernels_on
 from pdserve.models.registry import load_model
 from pdserve.observe.trace import CLOCK_ID
 from pdserve.parallel.group import World, join
+from pdserve.parallel.placed import where_they_lie
 from pdserve.text.grammar import GrammarCompiler
 from pdserve.text.load import load_text
 from pdserve.wire.transfer import Failed, KVShape, LoadFailure, Numerics
@@ -143,7 +144,7 @@ class Worker:
         fields = whole.fields(model=named, weights=loaded.weights_digest)
         shape = _shape(whole, loaded.layers, world)
         digest = hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:32]
-        numerics = _numerics(where, kernels, world)
+        numerics = _numerics(where, kernels, world, where_they_lie(config.parallel, world))
         context = ConnectorContext(
             config=config,
             engine_id=self._engine_id,
@@ -392,12 +393,13 @@ def _in_words(layout: KVLayout, draft_bytes: int, max_model_len: int) -> str:
     )
 
 
-def _numerics(device: torch.device, kernels: KernelBackend, world: World) -> Numerics:
+def _numerics(device: torch.device, kernels: KernelBackend, world: World, lie: str) -> Numerics:
     return Numerics(
         device=f"{device.type} {kernels.arch}".strip(),
         kernels=f"{kernels.name} {kernels.sources[:12]}".strip(),
         compiler=kernels.compiler,
         tp_size=world.tp.size,
+        experts=lie,
     )
 
 

@@ -97,6 +97,26 @@ def test_engines_that_share_their_kv_out_otherwise_have_the_same_digest(director
     assert [info.numerics and info.numerics.tp_size for info in found] == [2, 1, 1]
 
 
+def test_engines_whose_experts_lie_elsewhere_do_not_say_that_they_round_alike(
+    tmp_path: Path,
+) -> None:
+    arch = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+    arch |= {"moe_intermediate_size": 32, "mlp_only_layers": [0]}  # the first stage has no experts
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **arch}))
+    sliced = config_of(tmp_path, TP2_PP2)
+
+    def whole(**fields: Any) -> EngineConfig:
+        parallel = msgspec.structs.replace(sliced.parallel, enable_expert_parallel=True, **fields)
+        return msgspec.structs.replace(sliced, parallel=parallel)
+
+    found = [
+        {str(info.numerics) for info in infos(TP2_PP2, config)}
+        for config in (sliced, whole(), whole(all2all_backend="all_to_all"))
+    ]
+    assert [len(said) for said in found] == [1] * 3, "all ranks say the same"
+    assert len(set.union(*found)) == 3
+
+
 # ---- memory --------------------------------------------------------------------------
 
 
