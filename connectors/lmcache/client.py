@@ -177,6 +177,10 @@ class StoreClient:
         """Ping the server, which also shows it that we are alive; return the answer's future."""
         return self._client.ping(self._instance_id)
 
+    def has_server_ended(self) -> bool:
+        """Whether its process has ended since this was asked; False if it tells nobody of that."""
+        return self._held_locks.is_cut()
+
     def other_stages(self) -> list[str]:
         """Return the pipeline stages of engines with which only these prevent sharing KV.
 

@@ -4,7 +4,8 @@ LMCache counts the read locks of a chunk without their owners. Those of an engin
 would last until they expire, for five minutes. So each rank connects to a socket beside the
 server's memory, and says which lookups hold locks. The kernel closes the connection when the
 process ends, however it ends; then the server gives back what the open lookups hold, and what the
-rank was loading and saving. A rank that is only stopped keeps its connection, and its locks.
+rank was loading and saving. A rank that is only stopped keeps its connection, and its locks. In the
+same way, a rank sees at once that the server's process has ended.
 
 A rank says that a lookup is over before it gives its locks back, or loads. If it is killed just
 then, these expire: giving back twice would take another engine's lock.
@@ -37,7 +38,7 @@ _PREFETCH_S: Final = 60.0
 
 
 class HeldLocks:
-    """A rank's end; never blocks, and says nothing to a server without a socket. Thread-safe.
+    """A rank's end; never blocks, and learns and says nothing without a socket. Thread-safe.
 
     Args:
         instance_id: Under which the rank registers.
@@ -77,14 +78,32 @@ class HeldLocks:
         """Say that it holds none any more, or that they are a load's."""
         self._say(_OVER + session.encode())
 
+    def is_cut(self) -> bool:
+        """Whether the server's process has ended since this was asked or connected."""
+        with self._lock:
+            if self._socket is None:
+                return False
+            try:
+                is_cut = not self._socket.recv(1)
+            except BlockingIOError:
+                return False
+            except OSError:
+                is_cut = True
+            if is_cut:
+                self._drop()
+            return is_cut
+
     def close(self) -> None:
         """Leave in order: the rank itself has given back what it had locked."""
         self._say(_END)
         with self._lock:
-            if self._socket is not None:
-                self._socket.close()
-            self._socket = None
-            self._unsent.clear()
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._segment = self._socket = None
+        self._unsent.clear()
 
     def _say(self, message: bytes) -> None:
         """Send what is unsent; a server that is stopped takes only some until it goes on."""

@@ -195,6 +195,12 @@ class StoreWatch(threading.Thread):
             self._ping = None
             link.lost(StoreGoneError(f"no answer to a ping within {settings.heartbeat_s:g} s"))
 
+    def _see_its_end(self) -> None:
+        """Wait for nothing from a server whose process has ended."""
+        if self._link.is_up and self._link.client.has_server_ended():
+            self._link.lost(StoreGoneError("its process has ended"))
+            self._give_up()
+
     def _name_other_stages(self) -> None:
         """Warn once of each set of other stages in the store, as a miss does not show its cause."""
         for stages in self._link.client.other_stages():
@@ -227,6 +233,7 @@ class StoreWatch(threading.Thread):
     def _take(self, taken: ChunkRange | ChunkRelease) -> None:
         now_s = time.monotonic()
         if not isinstance(taken, ChunkRelease):
+            self._see_its_end()
             if not self._link.is_up:
                 self._link.tell(LookupDone(taken.session, 0, 0.0, is_late=True))
                 return
@@ -247,6 +254,8 @@ class StoreWatch(threading.Thread):
             self._releases = self._link.client.release(taken.chunks, is_last=taken.is_last)
 
     def _poll(self, now_s: float) -> None:
+        if self._lookups:
+            self._see_its_end()
         timeout_s = self._settings.timeout_s
         is_slow = any(each.is_late for each in self._lookups.values())
         for session, lookup in list(self._lookups.items()):

@@ -39,6 +39,25 @@ def test_a_server_without_a_socket_is_told_nothing(tmp_path: Path) -> None:
     held.close()
 
 
+def test_a_rank_sees_that_the_servers_process_has_ended_and_connects_to_the_next(
+    tmp_path: Path,
+) -> None:
+    segment, held = tmp_path / "pool", HeldLocks(7)
+    for _ in range(2):
+        assert not held.is_cut()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"{segment}.locks")
+            listener.listen()
+            held.connect(segment)
+            server, _ = listener.accept()
+            with server:
+                assert server.recv(100) == b"rank 7"
+                assert not held.is_cut()
+            assert held.is_cut()
+        Path(f"{segment}.locks").unlink()
+    held.close()
+
+
 @dataclass
 class Key:
     """A lookup's, as far as it matters here."""
