@@ -34,6 +34,7 @@ from pdserve.config.tiers import LOOPBACK, store_words
 from pdserve.config.up import ROLES_OF_UP, UpConfig
 from pdserve.config.vllm.translate import ROLE, role_of
 from pdserve.errors import ConfigError
+from pdserve.http.own_address import WILDCARDS
 
 _BY_ENVIRONMENT: Final = ("secret", "api-key", "operator-key")
 """Never on a command line, where every user of the machine can read them."""
@@ -321,6 +322,6 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _url_host(host: str) -> str:
-    if host in ("0.0.0.0", "::"):
+    if host in WILDCARDS:
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

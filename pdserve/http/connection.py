@@ -216,7 +216,7 @@ class HttpListener(web.TCPSite):
         try:
             self._server = await loop.create_server(
                 connect,
-                config.host,
+                None if config.host == "::" else config.host,  # of both families, as in vLLM
                 config.port,
                 backlog=BACKLOG,
                 ssl=tls,

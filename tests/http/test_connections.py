@@ -11,12 +11,27 @@ import socket
 
 import pytest
 
+from pdserve.config.http import ProxyConfig
+from pdserve.proxy.app import Proxy
+from tests.cli.process import free_ports
 from tests.http.conftest import connected
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 TCP_CLOSE = 7
 """Of the kernel's `tcp_states.h`: the other side has reset the connection."""
 GOOD = b'{"prompt": "The", "max_tokens": 1}'
+
+
+async def test_the_wildcard_of_ipv6_is_for_both_families():
+    (port,) = free_ports(1)
+    proxy = Proxy(ProxyConfig(host="::", port=port, shutdown_timeout_s=1.0))
+    try:
+        await proxy.start()
+        for host in ("127.0.0.1", "::1"):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+    finally:
+        await proxy.stop()
 
 
 @pytest.mark.slow
