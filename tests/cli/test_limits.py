@@ -72,6 +72,22 @@ def test_an_output_for_which_there_is_no_room_ends_a_command_in_one_line() -> No
     assert (done.returncode, done.stderr) == (1, told)
 
 
+def test_what_the_locale_has_no_characters_for_is_written_as_escapes() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pdserve", "bench", "serve"),
+            *("--base-url", "http://127.0.0.1:1", "--label", "grün"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=environment(PYTHONIOENCODING="ascii"),
+    )
+    assert "  label = gr\\xfcn  (command line)" in done.stdout
+    assert done.returncode == 4, done.stderr
+
+
 def test_no_socket_gets_the_descriptor_of_a_standard_stream_that_is_closed(tmp_path: Path) -> None:
     """What a library writes to stderr would go to a peer."""
     found = tmp_path / "found"
