@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import aiohttp
 
 from pdserve.commands.asking import error_message
+from pdserve.errors import ConfigError
+from pdserve.http.plain_client import reason_of
 from pdserve.wire.hop import REQUEST_ID_HEADER
 
 
@@ -62,6 +64,9 @@ async def wait_ready(
         url: URL of a server; one without HTTP (`tcp://`) is ready as soon as it listens.
         engines: Ready engines by role that a proxy must also report. With fewer it is ready too,
             but sends each request to a single engine.
+
+    Raises:
+        ConfigError: The server's certificate is not believed.
     """
     if url.startswith("tcp://"):
         await _until_it_listens(url.removeprefix("tcp://"))
@@ -75,6 +80,13 @@ async def wait_ready(
                     known = (await response.json())["engines"] if engines else {}
                     if all(known[role] >= num for role, num in (engines or {}).items()):
                         return
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise ConfigError(
+                f"{url} shows a certificate that is not believed "
+                f"({reason_of(error.certificate_error)}): it must name this host, and "
+                "--ssl-ca-certs the CA that signed it",
+                param="ssl-ca-certs",
+            ) from error
         except (aiohttp.ClientError, TimeoutError):
             pass  # not there yet
         await asyncio.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from pdserve.commands.demo import wait_ready
 from pdserve.config.http import ProxyConfig, TlsConfig
 from pdserve.errors import ConfigError
 from pdserve.http.tls import client_context, server_context
@@ -52,6 +54,18 @@ async def deployment(
         if not engine.task.done():
             os.kill(os.getpid(), signal.SIGTERM)
         await engine.task
+
+
+async def test_whoever_waits_for_a_server_is_told_of_a_certificate_that_is_not_believed(
+    of_the_deployment,
+):
+    proxy = Proxy(ProxyConfig(port=0, tls=of_the_deployment, shutdown_timeout_s=1.0))
+    try:
+        async with aiohttp.ClientSession() as session, asyncio.timeout(30):
+            with pytest.raises(ConfigError, match=r"not believed .*: it .* --ssl-ca-certs the CA"):
+                await wait_ready(session, await proxy.start())
+    finally:
+        await proxy.stop()
 
 
 async def test_a_proxy_and_its_engine_and_their_client_speak_https(
