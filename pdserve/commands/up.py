@@ -97,7 +97,7 @@ class Supervisor:
         """Start, show, serve; returns the exit code.
 
         Raises:
-            ConfigError: The engines cannot exchange KV.
+            ConfigError: The engines cannot exchange KV, or a certificate is not believed.
         """
         started_s = time.monotonic()
         self._demo_line = asyncio.get_running_loop().create_future()
@@ -158,9 +158,12 @@ class Supervisor:
             name = member.spec.name.ljust(self._width)
             say(f"  {name}  {member.url}  ready after {time.monotonic() - started_s:.1f} s")
 
-        async with asyncio.TaskGroup() as group:
-            for member, child in chosen:
-                group.create_task(one(member, child))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for member, child in chosen:
+                    group.create_task(one(member, child))
+        except BaseExceptionGroup as error:  # as of an output that nobody reads any more
+            raise error.exceptions[0] from None
 
     async def _require_pairs(self, session: aiohttp.ClientSession) -> None:
         """Check that every decode engine can use the KV of every prefill engine.

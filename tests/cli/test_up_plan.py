@@ -97,6 +97,30 @@ def test_a_deployment_where_nobody_does_a_part_of_the_work_or_listens_is_refused
     assert refused.value.param == flag
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_members_on_every_address_are_asked_on_loopback(host: str) -> None:
+    for member in planned({"host": host}).members:
+        assert member.url.startswith("http://127.0.0.1:")
+
+
+async def test_an_output_that_nobody_reads_ends_the_start_as_it_ends_any_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_: str) -> None:
+        raise BrokenPipeError
+
+    async def ready(*_: object, **__: object) -> None:
+        pass
+
+    supervisor = Supervisor(UpConfig(), planned({}))
+    monkeypatch.setattr("pdserve.commands.up.say", broken)
+    monkeypatch.setattr("pdserve.commands.up.wait_ready", ready)
+    chosen = list(zip(supervisor._members, supervisor._children, strict=True))
+    session: Any = None
+    with pytest.raises(BrokenPipeError):
+        await supervisor._all_ready(session, chosen, 0.0)
+
+
 class _Told:
     """An HTTP session that tells a dtype of each engine; none of one that starts."""
 
