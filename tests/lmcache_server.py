@@ -37,9 +37,10 @@ def segments_of(pid: int) -> set[Path]:
 
 
 def memory_status(http_url: str) -> dict[str, Any]:
-    """What a server says of its memory: objects and locks, by LMCache's names."""
+    """What a server says of its memory: objects and locks, by LMCache's names; and its sessions."""
     with urllib.request.urlopen(f"{http_url}/status", timeout=5) as got:
-        return _with_locks(json.loads(got.read()))
+        status = json.loads(got.read())
+    return {**_with_locks(status), "active_sessions": status["active_sessions"]}
 
 
 def _with_locks(status: Any) -> dict[str, Any]:

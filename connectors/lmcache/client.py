@@ -272,11 +272,14 @@ class StoreClient:
         starts = [[self._start(slot) for slot in each.context["slots"]] for each in answers]
         return Slots(self._pool, np.array(starts, np.int64).T.copy())
 
-    def unlock(self, chunks: ChunkRange, units: Sequence[int]) -> None:
-        """Unlock chunks that have been read."""
+    def unlock(self, chunks: ChunkRange, units: Sequence[int]) -> list[Any]:
+        """Unlock chunks that have been read.
+
+        Returns:
+            Futures that must complete before the session ends, or the server begins it anew.
+        """
         keys = PromptKeys(self, chunks, self._session(chunks))
-        for unit in units:
-            self._client.commit_retrieve(keys.of(unit), self._instance_id)
+        return [self._client.commit_retrieve(keys.of(u), self._instance_id) for u in units]
 
     def reserve(self, chunks: ChunkRange, units: Sequence[int]) -> Slots:
         """Reserve slots for those chunks that the server lacks.

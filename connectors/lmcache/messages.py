@@ -129,6 +129,12 @@ class LoadDone(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
     seconds: float
 
 
+class LoadUnlocked(msgspec.Struct, frozen=True, tag="unlocked", array_like=True):
+    """The server knows that a rank has read what it loaded; follows its `LoadDone`."""
+
+    session: int
+
+
 class RankProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
     """Progress of one rank.
 
@@ -142,7 +148,7 @@ class RankProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True)
     stats: KVStoreStats
 
 
-StoreNews = ServerState | LookupDone | LoadDone | RankProgress
+StoreNews = ServerState | LookupDone | LoadDone | LoadUnlocked | RankProgress
 
 # Decoders for the worker halves' reports, the scheduler half's posts, and the messages of a step.
 read_news: Final[Callable[[bytes], StoreNews]] = msgspec.msgpack.Decoder(StoreNews).decode

@@ -10,20 +10,20 @@ import logging
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from pdserve.connectors.lmcache.client import StoreGoneError, StoreMissError
-from pdserve.connectors.lmcache.messages import ChunkSave, LoadDone, RankProgress
+from pdserve.connectors.lmcache.messages import ChunkSave, LoadDone, LoadUnlocked, RankProgress
 from pdserve.connectors.lmcache.slots import Slots
 from pdserve.observe.log import log_event
 from pdserve.wire.request import KVStoreStats
 from pdserve.wire.transfer import ConnectorReport, Failed, LeaseEnd, LoadFailure, Settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pdserve.connectors.lmcache.client import StoreClient
     from pdserve.connectors.lmcache.messages import ChunkLoad, SaveBarrier, StoreNews
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _GIVE_WAY_S = 0.05
+_UNLOCK_S = 0.1
+"""Time that the server has to answer that chunks are unlocked, so that no later load waits long."""
 
 
 class StoreLink:
@@ -130,6 +132,7 @@ class LayerwiseLoad:
         is_cancelled: Whether nothing more may be written.
         num_chunks: Number of leading chunks of the prompt that are valid so far.
         reason: Why the others are not.
+        unlocking: The server's answers once its chunks are unlocked.
     """
 
     def __init__(self, load: ChunkLoad, num_layers: int) -> None:
@@ -139,6 +142,7 @@ class LayerwiseLoad:
         self.num_chunks = load.chunks.end
         self.reason = LoadFailure.TIMEOUT
         self.num_bytes = 0
+        self.unlocking: list[Any] = []
         self._num_layers = num_layers
         self._layers_done = 0
         self._changed = threading.Condition()
@@ -221,6 +225,7 @@ class LoadingThread(threading.Thread):
 
     def run(self) -> None:
         """Load until closed."""
+        over: list[LayerwiseLoad] = []
         while (job := self._inbox.get()) is not None:
             began_s = time.monotonic()
             try:
@@ -231,8 +236,18 @@ class LoadingThread(threading.Thread):
             # Reported before the step can end: what the step has computed may be void.
             self._tell(job, time.monotonic() - began_s)
             job.over()
+            over.append(job)
             if self._inbox.empty():
                 self.is_idle.set()
+                self._tell_unlocked(over)
+                over.clear()
+
+    def _tell_unlocked(self, over: Sequence[LayerwiseLoad]) -> None:
+        deadline_s = time.monotonic() + _UNLOCK_S
+        for job in over:
+            for answer in job.unlocking:
+                answer.wait(max(0.0, deadline_s - time.monotonic()))
+            self._link.tell(LoadUnlocked(job.load.chunks.session))
 
     def _tell(self, job: LayerwiseLoad, seconds: float) -> None:
         chunks, link = job.load.chunks, self._link
@@ -262,7 +277,7 @@ class LoadingThread(threading.Thread):
         try:
             self._copy(job, slots)
         finally:
-            client.unlock(chunks, units)
+            job.unlocking = client.unlock(chunks, units)
 
     def _copy(self, job: LayerwiseLoad, slots: Slots) -> None:
         """Copy the chunks that are valid."""

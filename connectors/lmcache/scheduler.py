@@ -36,6 +36,7 @@ from pdserve.connectors.lmcache.messages import (
     ChunkRelease,
     ChunkSave,
     LoadDone,
+    LoadUnlocked,
     LookupDone,
     RankProgress,
     SaveBarrier,
@@ -65,6 +66,8 @@ class _Tracked:
         num_found: How many of these, from the first, can be loaded; None = not known yet.
         load: A load that is staged but not yet in a step.
         loaded: The ranks' reports of its load.
+        last_release: Ends the lookup's session, once all ranks have unlocked what they loaded.
+        num_unlocked: The ranks that have.
         num_outputs_before: Output tokens when it got its blocks; None while it has none.
         next_chunk: The first chunk that is neither saved nor known to be in the store.
         bad_chunk: A chunk that the store has with wrong bytes.
@@ -76,6 +79,8 @@ class _Tracked:
     num_found: int | None = 0
     load: ChunkLoad | None = None
     loaded: list[LoadDone] = field(default_factory=list)
+    last_release: ChunkRelease | None = None
+    num_unlocked: int = 0
     num_outputs_before: int | None = None
     next_chunk: int = 0
     bad_chunk: int | None = None
@@ -281,6 +286,8 @@ class LMCacheScheduler(KVConnectorScheduler):
                     ready += self._take_lookup(found)
                 case LoadDone() as loaded:
                     fetched += self._take_load(loaded)
+                case LoadUnlocked(session):
+                    self._take_unlocked(session)
                 case RankProgress() as progress:
                     self._take_progress(progress)
                 case _ as never:
@@ -313,7 +320,9 @@ class LMCacheScheduler(KVConnectorScheduler):
         num_good = min(each.num_chunks for each in tracked.loaded)
         num_tokens = (num_good - loaded.first) * self._chunk_tokens
         self.store_stats.num_hit_tokens += num_tokens
-        self._release(tracked, 0, 0)
+        chunks, tracked.looked_up = tracked.looked_up, None
+        none = msgspec.structs.replace(chunks, first=0, end=0)
+        tracked.last_release = ChunkRelease(none, is_last=True)
         if num_good < (tracked.num_found or 0):
             tracked.next_chunk = min(tracked.next_chunk, num_good)
             tracked.bad_chunk = num_good
@@ -325,6 +334,16 @@ class LMCacheScheduler(KVConnectorScheduler):
                 seconds=max(each.seconds for each in tracked.loaded),
             )
         ]
+
+    def _take_unlocked(self, session: int) -> None:
+        """Take one rank's end of a load; the last one ends the session."""
+        tracked = self._by_session.get(session)
+        if tracked is None:
+            return
+        tracked.num_unlocked += 1
+        if tracked.num_unlocked == self._num_ranks and tracked.last_release is not None:
+            self._staged.releases.append(tracked.last_release)
+            del self._by_session[session]
 
     def _take_progress(self, progress: RankProgress) -> None:
         self.store_stats = self.store_stats.plus([progress.stats])

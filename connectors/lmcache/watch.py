@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pdserve.connectors.lmcache.client import StoreGoneError
 from pdserve.connectors.lmcache.messages import ChunkRelease, LookupDone, ServerState
 from pdserve.errors import ConfigError
@@ -84,8 +86,9 @@ class StoreWatch(threading.Thread):
             self._inbox.put(release)
 
     def are_read(self, chunks: ChunkRange) -> None:
-        """Pass the locks on these chunks to a load."""
-        self._locked.pop(chunks.session, None)
+        """Pass the locks on these chunks to a load; the session's end stays here."""
+        if chunks.session in self._locked:
+            self._locked[chunks.session] = msgspec.structs.replace(chunks, first=0, end=0)
 
     def connect(self) -> None:
         """Connect to the server and report its state; if it is down, log that and return.

@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.config.connectors import BUILT_IN
 from pdserve.connectors.lmcache import LMCacheConnector
+from tests.lmcache_server import memory_status
 from tests.store_engine import NUM_TOKENS, StoreEngine
 from tests.tiny_models import greedy_by_transformers
 
@@ -52,6 +53,7 @@ def make(
     monkeypatch.setitem(BUILT_IN, "trusting", line)  # type: ignore[misc]
     engines: list[StoreEngine] = []
     namespace = secrets.token_hex(4)
+    others = memory_status(lmcache_server.http_url)["active_sessions"]
 
     def new(**arguments: Any) -> StoreEngine:
         arguments = {"namespace": namespace, **arguments}
@@ -62,6 +64,7 @@ def make(
     for engine in engines:
         engine.close()
     assert_no_locks(lmcache_server)
+    lmcache_server.until(lambda status: status["active_sessions"] <= others)
 
 
 def assert_no_locks(server: LMCacheServer) -> None:
@@ -176,6 +179,25 @@ def test_a_request_that_is_aborted_at_any_moment_leaves_nothing_behind(
         engine.finish()
     assert engine.run(LONG) == [expected[-1]]
     assert_no_locks(lmcache_server)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_no_session_of_the_server_outlives_a_load(
+    make: Callable[..., StoreEngine], lmcache_server: LMCacheServer, tp: int
+) -> None:
+    """It begins one anew for what comes after its end, and keeps that for ten minutes."""
+
+    def num_sessions() -> int:
+        engine.turn()
+        return int(memory_status(lmcache_server.http_url)["active_sessions"])
+
+    engine = make(tp=tp)
+    engine.run(LONG)
+    before = num_sessions()
+    for _ in range(20):
+        engine.run(LONG, num_tokens=1)
+    engine.until(lambda: num_sessions() <= before)
+    assert engine.num_external
 
 
 def test_requests_that_are_preempted_write_the_tokens_of_transformers(
