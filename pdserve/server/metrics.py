@@ -121,6 +121,11 @@ _STORE_COUNTERS = (
         "num_dropped_chunks",
     ),
     (
+        "pdserve_kv_tier_refused_saves",
+        "Chunks of KV that the store did not take: it had them by then, or had no room.",
+        "num_refused_chunks",
+    ),
+    (
         "pdserve_kv_tier_digest_mismatches",
         "Chunks from the store that were not what was saved; they were not used.",
         "num_wrong_chunks",

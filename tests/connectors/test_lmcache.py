@@ -20,7 +20,7 @@ import torch
 
 from pdserve.config.tiers import LMCACHE_SILENT
 from pdserve.connectors.base import KVConnectorBase
-from pdserve.connectors.conformance import Engine, make_shape
+from pdserve.connectors.conformance import Engine, make_shape, prompt_of
 from pdserve.connectors.conformance.pull import PullConformance
 from pdserve.connectors.conformance.push import PushConformance
 from pdserve.connectors.conformance.store import StoreConformance
@@ -32,9 +32,10 @@ from pdserve.connectors.lmcache.slots import ChunkMemory, StoreLayout, lock
 from pdserve.connectors.multi import MultiConnector
 from pdserve.connectors.nixl import NixlConnector
 from pdserve.errors import ConfigError
+from pdserve.wire.ids import BlockId
 from pdserve.wire.request import FinishReason
 from tests.connectors.engines import context, layout
-from tests.lmcache_server import free_port
+from tests.lmcache_server import LMCacheServer, free_port
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from pdserve.connectors.conformance.engines import KitRequest
     from pdserve.connectors.views import RequestView
     from pdserve.wire.transfer import KVShape
-    from tests.lmcache_server import LMCacheServer
 
 pytestmark = pytest.mark.slow
 
@@ -152,6 +152,62 @@ def test_a_server_that_comes_back_with_other_chunks_is_refused(
     with pytest.raises(ConfigError, match=r"chunks of 16 tokens .* instead of 32: restart the eng"):
         client.connect()
     client.close(is_up=True)
+
+
+@pytest.mark.matrix
+def test_a_store_without_room_takes_no_save_which_is_counted_and_stalls_nobody(
+    tmp_path: Path,
+) -> None:
+    shape = make_shape(num_layers=32, num_kv_heads=8, head_dim=128, num_blocks=8)
+    prompt, blocks = prompt_of(40), [BlockId(block) for block in range(3)]
+    with LMCacheServer(tmp_path / "log", cpu_bytes=64 << 20) as server:
+        connector = LMCacheConnector(settings=LMCacheSettings(url=server.url))
+        engine = Engine(connector, "P", shape=shape)
+        half = engine.scheduler
+        engine.until(lambda: half.store_stats.is_up)
+
+        def look_up(salt: int) -> tuple[KitRequest, int]:
+            request = engine.new_request(prompt, cache_salt=str(salt))
+            engine.arrive(request)
+            engine.until(lambda: half.get_num_new_matched_tokens(request, 0) is not None)
+            return request, half.get_num_new_matched_tokens(request, 0).num_tokens
+
+        def save(salt: int) -> None:
+            request, num_found = look_up(salt)
+            assert not num_found
+            half.update_state_after_alloc(request, blocks, 0, generations=[1] * 3)
+            end(request, blocks)
+
+        def end(request: KitRequest, blocks: list[BlockId]) -> None:
+            request.output_token_ids.append(1)
+            request.finish_reason = FinishReason.LENGTH
+            hold = half.request_finished(request, blocks, [1] * len(blocks))
+            engine.until(lambda: not hold or hold.hold_id in [s.nonce for s in engine.settled], 2.0)
+            engine.step()
+
+        locked = []
+        for salt in range(7):  # of 8 MiB
+            save(salt)
+            locked.append(look_up(salt))
+        assert {num_found for _, num_found in locked} == {32}
+        assert not half.store_stats.num_refused_chunks
+        for salt in range(7, 10):
+            save(salt)
+        assert half.store_stats.num_refused_chunks >= 2 * 2 * 8, "of two prompts all there is"
+        assert not half.store_stats.num_dropped_chunks
+        locked.append(look_up(9))
+        assert not locked[-1][1]
+        for request, _ in locked:
+            end(request, [])
+        server.until(lambda status: not status["read_locked_count"])
+        num_saved = half.store_stats.num_saved_chunks
+        for salt in range(10, 100):  # until the server has evicted some
+            save(salt)
+            if half.store_stats.num_saved_chunks > num_saved:
+                break
+            time.sleep(0.1)
+        assert half.store_stats.num_saved_chunks > num_saved
+        engine.close()
 
 
 @pytest.mark.matrix

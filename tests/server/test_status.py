@@ -60,6 +60,7 @@ FROM_THE_START = {
     "pdserve_kv_tier_saved_bytes_total",
     "pdserve_kv_tier_save_seconds_total",
     "pdserve_kv_tier_dropped_saves_total",
+    "pdserve_kv_tier_refused_saves_total",
     "pdserve_kv_tier_digest_mismatches_total",
     "pdserve_kv_tier_lookup_timeouts_total",
     "pdserve_kv_tier_server_up",
