@@ -285,9 +285,13 @@ class _Penalties:
         num_seen = len(self._place)
         index, count = self._index[:num_seen], self._count[:num_seen]
         seen = row[index]
-        seen = torch.where(seen > 0, seen / self._repetition, seen * self._repetition)
-        seen -= self._frequency * count
-        seen -= self._presence * (count > 0)
+        # Most requests have one of the three: the others would change nothing in twice the time.
+        if self._repetition != 1.0:
+            seen = torch.where(seen > 0, seen / self._repetition, seen * self._repetition)
+        if self._frequency:
+            seen -= self._frequency * count
+        if self._presence:
+            seen -= self._presence * (count > 0)
         row[index] = seen
 
 

@@ -34,6 +34,24 @@ class Builds(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Calls(TorchFunctionMode):
+    """Names of what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 class Word(tuple[int, ...]):
     """A word that counts how often any of its kind was looked at."""
 
@@ -97,3 +115,20 @@ def test_penalties_count_tokens_that_come_one_by_one_as_those_that_were_there() 
     grown.apply(rows[0])
     whole.apply(rows[1])
     assert torch.equal(rows[0], rows[1])
+
+
+def test_only_the_penalties_that_a_request_has_are_computed() -> None:
+    def calls(**fields: float) -> list[str]:
+        rules = LogitRules(
+            params(**fields), prompt=[1, 2, 3], outputs=[2], vocab_size=VOCAB, device=CPU
+        )
+        row = torch.randn(VOCAB)
+        with Calls() as seen:
+            rules.apply(row)
+        return seen.names
+
+    every = calls(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1)
+    assert [every.count(name) for name in ("where", "sub_")] == [1, 2]
+    repetition, frequency = calls(repetition_penalty=1.3), calls(frequency_penalty=0.2)
+    assert [repetition.count(name) for name in ("where", "sub_")] == [1, 0]
+    assert [frequency.count(name) for name in ("where", "sub_")] == [0, 1]
