@@ -83,6 +83,7 @@ class StoreClient:
     Attributes:
         chunk_tokens: Tokens per chunk; 0 until the first connection.
         stages: Stages of the layout.
+        http: The server's HTTP side.
 
     Raises:
         ConfigError: See `require_lmcache`.
@@ -108,7 +109,7 @@ class StoreClient:
             from lmcache.v1.multiprocess.transport.zmq_impl import create_request_client
 
         self._url = settings.server_url
-        self._http = StoreHttpSide(settings.http_url, settings.timeout_s)
+        self.http = StoreHttpSide(settings.http_url, settings.timeout_s)
         self._timeout_s = settings.timeout_s
         self._layout = layout
         self._engine = engine
@@ -182,11 +183,8 @@ class StoreClient:
         return self._held_locks.is_cut()
 
     def other_stages(self) -> list[str]:
-        """Return the pipeline stages of engines with which only these prevent sharing KV.
-
-        In the form of `StoreLayout.stages`; empty without the server's HTTP side.
-        """
-        found = {self._layout.stages_of(model) for model in self._http.models()}
+        """Return stages as in `StoreLayout.stages`, for which alone KV there is not taken."""
+        found = {self._layout.stages_of(model) for model in self.http.models()}
         return sorted(found - {""})
 
     def close(self, *, is_up: bool) -> None:
@@ -313,10 +311,10 @@ class StoreClient:
 
     def forget(self, chunks: ChunkRange, units: Sequence[int]) -> None:
         """Have chunks dropped, so that they can be saved again, if the server has an HTTP side."""
-        if not self._http.url:
+        if not self.http.url:
             return
         keys = PromptKeys(self, chunks, self._save_session(chunks))
-        self._http.drop([each for unit in units for each in keys.encoded(unit)])
+        self.http.drop([each for unit in units for each in keys.encoded(unit)])
 
     def end_save(self, chunks: ChunkRange) -> None:
         """End the session of a save."""

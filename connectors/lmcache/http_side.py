@@ -37,6 +37,13 @@ class StoreHttpSide:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
 
+    def version(self) -> str:
+        """Return the server's version of LMCache; empty if it does not answer."""
+        try:
+            return msgspec.json.decode(self._ask("GET", "version"), type=str).partition("-")[0]
+        except UNREADABLE:
+            return ""
+
     def models(self) -> set[str]:
         """Return the names under which engines have registered; empty if it does not answer."""
         answer = self._ask("GET", "status")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pdserve.config.tiers import LMCACHE_VERSION
 from pdserve.connectors.lmcache.client import StoreGoneError
 from pdserve.connectors.lmcache.messages import ChunkRelease, LookupDone, ServerState
 from pdserve.errors import ConfigError
@@ -118,6 +119,7 @@ class StoreWatch(threading.Thread):
         self._say(client.chunk_tokens)
         log_event(_log, "the KV store is there", chunk_tokens=client.chunk_tokens)
         if self._tells:
+            self._name_other_version()
             self._name_other_stages()
 
     def close(self) -> None:
@@ -203,6 +205,18 @@ class StoreWatch(threading.Thread):
         if self._link.is_up and self._link.client.has_server_ended():
             self._link.lost(StoreGoneError("its process has ended"))
             self._give_up()
+
+    def _name_other_version(self) -> None:
+        found = self._link.client.http.version()
+        if found not in ("", LMCACHE_VERSION):
+            log_event(
+                _log,
+                "the KV store is another version of LMCache, which nobody has tried",
+                level=logging.WARNING,
+                there=found,
+                here=LMCACHE_VERSION,
+                remedy="start `pdserve kv-server` instead",
+            )
 
     def _name_other_stages(self) -> None:
         """Warn once of each set of other stages in the store, as a miss does not show its cause."""

@@ -34,6 +34,7 @@ from pdserve.connectors.nixl import NixlConnector
 from pdserve.errors import ConfigError
 from pdserve.wire.ids import BlockId
 from pdserve.wire.request import FinishReason
+from tests.cli.answering import answering
 from tests.connectors.engines import context, layout
 from tests.lmcache_server import LMCacheServer, free_port
 from tests.waiting import wait_until
@@ -268,6 +269,18 @@ def test_an_engine_whose_kv_is_not_taken_for_its_stages_is_named_once(
     assert "there=0-4 here=0-2-4" in lines[0]
     for engine in engines:
         engine.close()
+
+
+def test_a_server_of_another_version_is_named(
+    lmcache_server: LMCacheServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with answering(lambda asked: (200, b'"0.5.5-g05a013b2"')) as http_url:
+        for url in (lmcache_server.http_url, http_url):
+            assert "another version" not in caplog.text
+            settings = LMCacheSettings(url=lmcache_server.url, http_url=url)
+            Engine(LMCacheConnector(settings=settings), "P").close()
+    (line,) = (each for each in caplog.messages if "another version" in each)
+    assert "there=0.5.5 here=0.5.6" in line
 
 
 class Killed(LMCacheConformance):
