@@ -73,6 +73,7 @@ class OutputBuffer:
                 stop_reason=stop_reason,
                 handoff=request.handoff if finish is FinishReason.HANDOFF else None,
                 num_cached_tokens=request.num_cached_prompt_tokens,
+                num_computed_tokens=_num_computed(request) if has_stages else 0,
                 stages=request.times.stages() if has_stages else None,
                 load_failures=request.load_failures if has_stages else [],
                 kv_mode="" if request.kv_mode is None else request.kv_mode.value,
@@ -129,6 +130,13 @@ class OutputBuffer:
         self._outputs.append(
             EngineOutput(request_id=request.request_id, finish_reason=FinishReason.ABORT, error=why)
         )
+
+
+def _num_computed(request: Request) -> int:
+    """Return the prompt tokens whose KV was computed here for `request`."""
+    if request.kv_mode is not None:
+        return 0
+    return max(0, len(request.prompt_token_ids) - request.num_cached_tokens)
 
 
 class Counters:

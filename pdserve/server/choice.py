@@ -38,6 +38,7 @@ class Choice:
         prompt_logprobs: Prompt log-probabilities that the prefill engine computed.
         kv_mode: How KV came from another engine, if it did: push or pull.
         num_cached_tokens: Prompt tokens found in a prefix cache; None until an engine reports it.
+        num_computed_tokens: Prompt tokens whose KV was computed for it here.
         num_drafted, num_accepted: Draft tokens verified here, and accepted ones among them.
         num_events: Outputs of this engine's own tokens.
         pooled: Its prompt's vector, if that was asked for; fp32.
@@ -57,6 +58,7 @@ class Choice:
     load_failures: list[str] = field(default_factory=list)
     kv_mode: str = ""
     num_cached_tokens: int | None = None
+    num_computed_tokens: int = 0
     pooled: bytes | None = None
     num_preemptions: int = 0
     num_drafted: int = 0

@@ -349,7 +349,7 @@ class TextRequest:
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
             kv_mode=self.leader().kv_mode,
-            computed_tokens=sum(map(self._num_computed, served)),
+            computed_tokens=sum(choice.num_computed_tokens for choice in served),
             finish_reasons=tuple(each.finish_reason.value for each in served if each.finish_reason),
             num_choices=len(self.choices) // len(self.prompts),
             max_tokens=max(each.request.sampling.max_tokens for each in served if each.request),
@@ -382,6 +382,7 @@ class TextRequest:
         choice.load_failures = output.load_failures or choice.load_failures
         choice.kv_mode = output.kv_mode or choice.kv_mode
         choice.core = output.core or choice.core
+        choice.num_computed_tokens = choice.num_computed_tokens or output.num_computed_tokens
         choice.pooled = output.pooled or choice.pooled
         choice.num_preemptions = output.num_preemptions
         choice.num_drafted = output.num_drafted or choice.num_drafted
@@ -422,7 +423,7 @@ class TextRequest:
         ended = EndedRequest(
             num_prompt_tokens=len(self.prompts[choice.prompt_index]),
             num_output_tokens=choice.num_tokens,
-            num_computed_tokens=self._num_computed(choice),
+            num_computed_tokens=choice.num_computed_tokens,
             max_tokens=request.sampling.max_tokens if request is not None else 0,
             num_preemptions=choice.num_preemptions,
             e2e_s=now_s - self.start_s,
@@ -430,9 +431,3 @@ class TextRequest:
             decode_s=now_s - first_s if first_s is not None else None,
         )
         self.metrics.choice_ended(choice.core, choice.finish_reason.value, ended)
-
-    def _num_computed(self, choice: Choice) -> int:
-        """Prompt tokens whose KV was computed here for a choice."""
-        if choice.kv_mode or choice.first_token_s is None:
-            return 0
-        return len(self.prompts[choice.prompt_index]) - (choice.num_cached_tokens or 0)

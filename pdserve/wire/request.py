@@ -179,6 +179,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         stop_reason: The stop token id that ended the request, if one of the user's did.
         num_cached_tokens: With tokens: prompt tokens that a prefix cache or a store had when the
             prompt was prefilled, at the engine that did; the same for all choices of a prompt.
+        num_computed_tokens: With `stages`: prompt tokens whose KV was computed here.
         stages: With the first token, and again with the last one.
         error: Human-readable reason when `finish_reason` is ERROR or ABORT.
         load_failures: Labels of failed KV loads, in order; with the first tokens, and the last.
@@ -200,6 +201,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stop_reason: int | None = None
     handoff: KVHandoff | None = None
     num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
     stages: RequestStages | None = None
     error: str | None = None
     load_failures: list[str] = []

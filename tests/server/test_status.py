@@ -345,6 +345,16 @@ async def test_a_request_is_counted_once_everywhere(text):
     assert named(samples, "vllm:prompt_tokens_by_source_total", source="local_compute") == 1
 
 
+async def test_a_prompt_of_several_choices_is_computed_as_often_as_it_was(text):
+    body = {"prompt": list(range(3, 43)), "n": 3, "max_tokens": 4}
+    async with serving(text, make_engine(text, max_num_seqs=1)) as server:
+        await server.ok("/v1/completions", body)
+        samples = await scrape(server)
+    computed = named(samples, "vllm:prompt_tokens_by_source_total", source="local_compute")
+    assert computed < 3 * 40
+    assert named(samples, "vllm:request_prefill_kv_computed_tokens_sum") == computed
+
+
 async def test_the_stages_sum_to_the_time_to_the_first_token(text):
     async with serving(text, make_engine(text, prefill_s=0.02)) as server:
         for _ in range(3):
