@@ -111,8 +111,12 @@ def usage_of(
 
 
 def cached_by_prompt(choices: Sequence[Choice]) -> dict[int, int]:
-    """Return the cached tokens of each prompt, by its index."""
-    return {choice.prompt_index: choice.num_cached_tokens or 0 for choice in choices}
+    """Return the cached tokens of each prompt, by its index, as soon as one choice knows them."""
+    found: dict[int, int] = {}
+    for choice in choices:
+        found.setdefault(choice.prompt_index, 0)
+        found[choice.prompt_index] = found[choice.prompt_index] or choice.num_cached_tokens or 0
+    return found
 
 
 def raise_if_failed(output: EngineOutput, request: GenerateRequest | None, now_s: float) -> None:

@@ -404,6 +404,15 @@ async def test_several_choices_are_one_line(text, caplog, body):
     assert len([r for r in caplog.records if r.name == "pdserve.requests"]) == 1
 
 
+async def test_cached_tokens_are_known_as_soon_as_one_choice_has_a_token(text, caplog):
+    caplog.set_level(logging.INFO, logger="pdserve.requests")
+    engine = make_engine(text, num_cached_tokens=16, max_num_seqs=1, die_after=2)
+    async with serving(text, engine) as server:
+        await server.stream("/v1/completions", {"prompt": list(range(3, 43)), "n": 2})
+    [record] = [r for r in caplog.records if r.name == "pdserve.requests"]
+    assert " in=40 cached=16 out=2 " in record.getMessage()
+
+
 async def test_a_stalled_engine_is_not_ready_and_says_why_until_it_goes_on(text) -> None:
     engine = make_engine(text)
     async with serving(text, engine) as server:
