@@ -6,6 +6,7 @@ import itertools
 import random
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import zmq
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pdserve.kvcache.lease import Holding
     from pdserve.kvcache.manager import HashChain
 
+RECONNECTED_S = 0.5
+"""ZeroMQ tries again every 0.1 s."""
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
 LETTERS = ("abc", "ab", "ab", "abc")
@@ -120,8 +123,14 @@ class LossyEngine:
         )
 
     def restart(self) -> None:
+        """Start over; as by then a model was loaded, readers are connected again.
+
+        vLLM's format has no epochs. To a reader that hears of this life only once it has counted
+        further than the former one, the former one goes on.
+        """
         self.close_publisher()
         self._start()
+        time.sleep(RECONNECTED_S)
 
     def step(self) -> None:
         """One random thing happens."""
