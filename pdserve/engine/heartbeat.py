@@ -37,7 +37,7 @@ class CoreWatch:
         self._process = process
         self._config = config
         self._last_sent = 0
-        self._last_answered = 0
+        self._last_answered = self._answered_before = 0
         self._is_expected = False
         self._num_silent = 0
         self.look_s = config.heartbeat_timeout_s / NUM_LOOKS
@@ -61,7 +61,10 @@ class CoreWatch:
     def look(self) -> str | None:
         """Return why to give the core up, or None; call once per `look_s`, before `next`."""
         self._process.look()
-        is_silent = self._last_answered < self._last_sent
+        # Answers that come one look late, one after the other, are answers.
+        has_answered = self._last_answered > self._answered_before
+        is_silent = self._last_answered < self._last_sent and not has_answered
+        self._answered_before = self._last_answered
         self._num_silent = self._num_silent + 1 if is_silent else 0
         silent_s = self._num_silent * self.look_s
         num_stopped = self._process.num_stopped

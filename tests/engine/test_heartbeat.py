@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.config.schema import LivenessConfig
 from pdserve.engine.heartbeat import CoreWatch
 from pdserve.observe.liveness import ProcessState, ProcessWatch
@@ -38,6 +40,17 @@ def test_a_core_that_answers_is_ready_however_idle_it_is() -> None:
     core = Core()
     assert not any(core.looks(1000, answers=True))
     assert core.heartbeat.stall_reason is None
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_core_whose_answers_all_come_late_is_ready(is_busy: bool) -> None:
+    core = Core()
+    for _ in range(1000):
+        (verdict,) = core.looks(1, is_busy=is_busy)
+        core.heartbeat.answered(core.heartbeat._last_sent - 1)
+        assert (verdict, core.heartbeat.stall_reason) == (None, None)
+    *_, last = core.looks(601, is_busy=is_busy)
+    assert "did not answer" in str(last), "once it answers no more"
 
 
 def test_a_stopped_core_is_not_ready_within_two_looks_and_given_up_within_five() -> None:
