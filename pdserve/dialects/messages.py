@@ -115,8 +115,8 @@ class MessagesDialect(Dialect):
 
     @property
     def _stop_reason(self) -> str:
-        if self._stop_sequence is not None:
-            return "stop_sequence"
+        if self.finish_reason == "stop" and self._stop_sequence is not None:
+            return "stop_sequence"  # behind a call, it is the call that the client waits for
         return _STOPS.get(self.finish_reason or "", "end_turn")
 
     def _usage(self) -> dict[str, int]:

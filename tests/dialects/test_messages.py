@@ -251,6 +251,7 @@ def test_a_whole_answer_has_its_blocks_and_what_no_cache_had_as_input():
         ("stop", None, ("end_turn", None)),
         ("stop", 7, ("end_turn", None)),
         ("stop", "END", ("stop_sequence", "END")),
+        ("tool_calls", "END", ("tool_use", "END")),
         ("length", None, ("max_tokens", None)),
     ],
 )
