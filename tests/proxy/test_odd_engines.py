@@ -135,6 +135,27 @@ async def test_tokens_that_are_swallowed_are_not_counted(make_stack):
     assert told["output_tokens"] == 8
 
 
+async def test_each_token_of_a_prefill_engine_that_hands_nothing_over_is_counted(make_stack):
+    (prefill,) = prefills()
+    whole = [
+        sse({"choices": [{"index": 0, "text": word(3, index), "finish_reason": end}]})
+        for index, end in enumerate((None, None, "length"))
+    ]
+
+    async def hook(_, request):
+        response = await streaming(request)
+        for event in (*whole, DONE):
+            await response.write(event)
+            await asyncio.sleep(0.02)
+        return response
+
+    prefill.hook = hook
+    stack = await make_stack([prefill], decodes())
+    assert text_in(await stack.stream({"max_tokens": 3})) == text_of(3, 3)
+    (told,) = (await stack.get("/debug/requests?finished=1"))["finished"]
+    assert told["output_tokens"] == 3
+
+
 # --- nobody waits without a limit
 
 
