@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from typing import TYPE_CHECKING
 
+from pdserve.config.schema import Role
 from pdserve.connectors.base import ConnectorContext
 from pdserve.connectors.registry import find
 from pdserve.engine.core import EngineCore
 from pdserve.errors import ConfigError
 from pdserve.imports import large_imports
+from pdserve.observe.log import log_event
 from pdserve.wire.ids import EngineId, Incarnation
 from pdserve.wire.request import EngineInfo
 from pdserve.wire.seal import PROTOCOL
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from pdserve.observe.clock import Clock
     from pdserve.parallel.place import CorePlace
     from pdserve.worker.info import WorkerInfo
+
+_log = logging.getLogger(__name__)
 
 
 def load_engine(
@@ -126,6 +131,15 @@ def start_engine(
             numerics=first.numerics,
         )
         half = connector.make_scheduler(context, endpoints)
+        if config.role is not Role.BOTH and not half.hands_over:
+            log_event(
+                _log,
+                "this engine hands no KV over, and takes none: it serves whole requests",
+                level=logging.WARNING,
+                role=config.role.value,
+                kv_connector=config.transfer.kv_connector,
+                remedy="add nixl to --kv-transfer-config.kv-connector",
+            )
         core = EngineCore(executor, half, clock, config=config, workers=workers, in_waves=in_waves)
     except BaseException:
         executor.close(1.0)
