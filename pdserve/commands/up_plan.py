@@ -95,6 +95,9 @@ def plan(
     Raises:
         ConfigError: The model cannot be used, two processes want one port, or a port is taken.
     """
+    if not resolved["secret"].value:
+        drawn = Resolved(secrets.token_hex(32), Source.COMMAND_LINE, "drawn")
+        resolved = {**resolved, "secret": drawn}
     written = str(resolved["model"].value)
     model = str(model_directory(written))
     replicas = (
@@ -107,7 +110,6 @@ def plan(
     threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     read_here = (ENVIRONMENT_PREFIX, "VLLM_")  # children get flags instead
     inherited = {k: v for k, v in environ.items() if not k.startswith(read_here)}
-    secret = str(resolved["secret"].value or secrets.token_hex(32))
 
     ports: dict[int, str] = {}
     members: list[Member] = []
@@ -124,7 +126,6 @@ def plan(
         given = _given(role, resolved)
         tls = _check(role, given)
         hidden = {flag: given[flag].value for flag in _BY_ENVIRONMENT if flag in given}
-        hidden["secret"] = secret
         spec = ChildSpec(
             name=name,
             arguments=[

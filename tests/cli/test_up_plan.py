@@ -97,6 +97,14 @@ def test_a_deployment_where_nobody_does_a_part_of_the_work_or_listens_is_refused
     assert refused.value.param == flag
 
 
+def test_the_secret_that_is_drawn_is_every_members_and_lets_kv_leave_this_host() -> None:
+    deployment = planned({"kv-transfer-config.host": "192.0.2.1"})
+    [drawn] = {member.spec.environ["PDSERVE_SECRET"] for member in deployment.members}
+    assert len(drawn) == 64
+    assert not any(drawn in word for each in deployment.members for word in each.spec.arguments)
+    assert drawn not in deployment.one_engine
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_members_on_every_address_are_asked_on_loopback(host: str) -> None:
     for member in planned({"host": host}).members:
