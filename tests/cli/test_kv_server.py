@@ -58,6 +58,12 @@ print("serves", flush=True)
 time.sleep(60)
 """
 
+SAYS_WHAT_IT_MAY_REPORT = """
+import os
+print("serves")
+print(os.environ["LMCACHE_TRACK_USAGE"], os.environ["DO_NOT_TRACK"], flush=True)
+"""
+
 HAS_NO_MEMORY = """
 import socket, sys
 print("serves", flush=True)
@@ -349,6 +355,13 @@ def test_what_lmcache_says_has_the_form_of_every_log(tmp_path: Path) -> None:
     assert {"level": "WARNING", "logger": "lmcache.tier", "event": "1 chunk kept out"}.items() <= (
         said[-1].items()
     )
+
+
+@pytest.mark.slow
+def test_lmcache_is_told_to_report_no_usage(tmp_path: Path) -> None:
+    with serving(SAYS_WHAT_IT_MAY_REPORT, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"false 1\n"
 
 
 @pytest.mark.slow
