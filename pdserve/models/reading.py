@@ -352,7 +352,7 @@ def _latent(fields: Fields, moe: MoeArch | None, *, interleaved_rope: bool) -> M
     arch = _decoder(
         fields,
         windows=_no_windows(fields),
-        defaults=_Defaults(num_heads),
+        defaults=_Defaults(num_heads, head_dim=rotary),  # no head is a share of the hidden size
         biases=_Biases(qkv=bias, o=bias),
         moe=moe,
     )

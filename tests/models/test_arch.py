@@ -208,6 +208,12 @@ def test_what_is_cached_of_a_token_is_its_latent_and_one_rotated_key() -> None:
     assert mla_of(**{**V2_LITE, "q_lora_rank": 7})[1].q_lora_rank == 7
 
 
+def test_heads_of_latent_attention_need_be_no_even_share_of_the_hidden_size() -> None:
+    for fields in (V2_LITE, V3):
+        arch, mla = mla_of(**fields, hidden_size=60)
+        assert arch.head_dim == mla.kv_lora_rank + mla.qk_rope_head_dim
+
+
 def test_the_router_of_deepseek_v2_is_read() -> None:
     moe = moe_of(**V2_LITE)
     assert moe == MoeArch(
