@@ -23,6 +23,8 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
     config = build("proxy", ProxyConfig, table, resolved)
     if config.port:
         require_free(config.host, config.port, flag="port")
+    if config.epp.port:
+        require_free(config.host, config.epp.port, flag="epp-port")
     require_tls(config.tls)
     config = msgspec.structs.replace(config, tokenizer=tokenizer_directory(config.tokenizer))
     return asyncio.run(_serve(config))

@@ -300,6 +300,12 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
             ("cb-timeout-duration-secs", self.cb_timeout_s),
         ):
             require_not_negative(flag, number)
+        require(
+            not self.port or self.epp.port != self.port,
+            "epp-port",
+            self.epp.port,
+            "it is the proxy's own --port: choose another one",
+        )
         least_s = MIN_SLO_MS / 1e3
         for flag, limit_s in (("itl-slo", self.itl_slo_s), ("ttft-slo", self.ttft_slo_s or 1.0)):
             require(limit_s >= least_s, flag, limit_s, f"use {least_s:g} or more")

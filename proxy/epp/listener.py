@@ -13,7 +13,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pdserve.config.http import TlsConfig
 from pdserve.errors import ConfigError
+from pdserve.http.tls import server_context
 from pdserve.observe.log import log_event
 from pdserve.proxy.epp.exchange import EppMetrics, GatewayExchange
 from pdserve.proxy.epp.messages import event_of
@@ -111,13 +113,15 @@ class EppListener:
 
     async def _credentials(self) -> grpc.ServerCredentials:
         epp = self._services.config.epp
-        pems = []
-        for flag, name in (("epp-ssl-keyfile", epp.keyfile), ("epp-ssl-certfile", epp.certfile)):
-            try:
-                pems.append(await asyncio.to_thread(Path(name).read_bytes))
-            except OSError as error:
-                raise ConfigError(f"--{flag} {name} cannot be read: {error.strerror}") from None
-        return grpc.ssl_server_credentials([(pems[0], pems[1])])
+        try:  # gRPC would say that the address is in use
+            tls = TlsConfig(certfile=epp.certfile, keyfile=epp.keyfile)
+            await asyncio.to_thread(server_context, tls)
+        except ConfigError as error:
+            raise ConfigError(error.message.replace("--ssl-", "--epp-ssl-")) from None
+        key, certificate = [
+            await asyncio.to_thread(Path(name).read_bytes) for name in (epp.keyfile, epp.certfile)
+        ]
+        return grpc.ssl_server_credentials([(key, certificate)])
 
     async def _process(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext

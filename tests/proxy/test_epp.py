@@ -17,6 +17,7 @@ from pdserve.proxy.epp.messages import MAX_CHUNK_BYTES, BodyMode, MessagePart
 from pdserve.proxy.epp.picking import endpoint_of
 from pdserve.text.load import load_text
 from pdserve.wire.hop import PREFILL_ORDERS
+from tests.http.certificates import Authority
 from tests.proxy.conftest import Stack, until
 from tests.proxy.gateway import (
     IMMEDIATE,
@@ -261,6 +262,24 @@ async def test_a_port_that_is_taken_is_a_wrong_setting(make_stack):
     port = int(stack.proxy.epp_address.rpartition(":")[2])
     with pytest.raises(ConfigError, match="cannot listen on"):
         await Proxy(ProxyConfig(port=0, epp=EppConfig(port=port))).start()
+
+
+async def test_the_proxys_own_port_is_none_for_gateways():
+    with pytest.raises(ConfigError, match="--epp-port is 7: it is the proxy's own --port"):
+        ProxyConfig(port=7, epp=EppConfig(port=7))
+    ProxyConfig(port=0, epp=EppConfig(port=0))
+
+
+async def test_a_certificate_that_cannot_be_used_is_named_and_not_the_port(tmp_path):
+    authority = Authority(tmp_path)
+    one, other = authority.issue("one"), authority.issue("other")
+    for epp, words in (
+        (EppConfig(port=0, certfile=one["certfile"], keyfile=other["keyfile"]), "does not match"),
+        (EppConfig(port=0, certfile=__file__, keyfile=other["keyfile"]), "no certificate in PEM"),
+        (EppConfig(port=0, certfile="/none", keyfile=other["keyfile"]), "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=rf"--epp-ssl-(cert|key)file .* {words}"):
+            await Proxy(ProxyConfig(port=0, epp=epp)).start()
 
 
 async def test_what_is_picked_answers_as_one_engine_does(tmp_path):
