@@ -74,10 +74,10 @@ def numerics(one: RunningEngine, other: RunningEngine) -> Finding | None:
         return None
     names = f"{one.url} and {other.url}"
     if ours == theirs:
-        fields = ", ".join(f"{key} {value}" for key, value in ours.items())
+        fields = ", ".join(f"{key} {value}" for key, value in ours.items() if value)
         return Finding("numerics", Grade.OK, f"{names} round alike: {fields}")
     differences = ", ".join(
-        f"{key} {ours.get(key)} and {theirs.get(key)}"
+        f"{key} {ours.get(key) or 'none'} and {theirs.get(key) or 'none'}"
         for key in sorted({*ours, *theirs})
         if ours.get(key) != theirs.get(key)
     )

@@ -43,13 +43,15 @@ def test_engines_of_one_layout_fit_together() -> None:
 
 
 def test_engines_that_round_differently_are_told_with_both_values() -> None:
-    def rounding(role: str, tp_size: int) -> dict[str, Any]:
-        numerics = {"device": "cuda sm_90", "tp_size": tp_size}
+    def rounding(role: str, tp_size: int, experts: str = "") -> dict[str, Any]:
+        numerics = {"device": "cuda sm_90", "tp_size": tp_size, "experts": experts}
         return {"engine": engine(role)["engine"] | {"numerics": numerics}}
 
-    *_, finding = peers(p=rounding("prefill", 1), d=rounding("decode", 2))
+    *_, finding = peers(p=rounding("prefill", 1), d=rounding("decode", 2, "ep 2"))
     assert (finding.check, finding.verdict) == ("numerics", Grade.WARN)
-    assert finding.text.startswith("p and d round differently: tp_size 1 and 2.")
+    assert finding.text.startswith(
+        "p and d round differently: experts none and ep 2, tp_size 1 and 2."
+    )
     *_, finding = peers(p=rounding("prefill", 2), d=rounding("decode", 2))
     assert (finding.check, finding.verdict) == ("numerics", Grade.OK)
     assert finding.text == "p and d round alike: device cuda sm_90, tp_size 2"
