@@ -51,7 +51,7 @@ from pdserve.wire.core_messages import (
     Shutdown,
     ToEngine,
     TracePiece,
-    id_in_unreadable,
+    ids_in_unreadable,
 )
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.trace import Part
@@ -308,10 +308,10 @@ class EngineProcess:
 
     def _refuse(self, frame: bytes, error: Exception) -> None:
         """Refuse a message that cannot be read, which must not end other requests."""
-        request_id = id_in_unreadable(frame)
-        if request_id is None:
+        request_ids = ids_in_unreadable(frame)
+        if not request_ids:
             _log.error("a message of the server cannot be read: %s", error)
-        else:
+        for request_id in request_ids:
             self._num_taken += 1
             self.core.scheduler.refuse(request_id, f"the request cannot be read: {error}")
 

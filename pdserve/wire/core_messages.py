@@ -141,16 +141,25 @@ class _Named(msgspec.Struct):
     request_id: RequestId
 
 
+class _NamedSibling(msgspec.Struct, array_like=True):
+    request_id: RequestId
+
+
 class _Envelope(msgspec.Struct):
     request: _Named
+    siblings: list[_NamedSibling] = []
 
 
 _envelope = msgspec.msgpack.Decoder(_Envelope)
 
 
-def id_in_unreadable(data: bytes | memoryview) -> RequestId | None:
-    """Return the request id in an `Add` that does not decode, if it can be read, else None."""
+def ids_in_unreadable(data: bytes | memoryview) -> list[RequestId]:
+    """Return the ids of the requests in an `Add` that does not decode, as far as they can be read.
+
+    Whoever sent it waits for the end of each.
+    """
     try:
-        return _envelope.decode(data).request.request_id
+        envelope = _envelope.decode(data)
     except UNREADABLE:
-        return None
+        return []
+    return [envelope.request.request_id, *(each.request_id for each in envelope.siblings)]

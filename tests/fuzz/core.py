@@ -22,7 +22,7 @@ from pdserve.wire.core_messages import (
     KeepLeases,
     ReleaseLease,
     ToEngine,
-    id_in_unreadable,
+    ids_in_unreadable,
 )
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
@@ -82,8 +82,7 @@ class Pair:
         try:
             message = self._decoder.decode(frame)
         except UNREADABLE as error:
-            request_id = id_in_unreadable(frame)
-            if request_id is not None:
+            for request_id in ids_in_unreadable(frame):
                 scheduler.refuse(request_id, str(error))
             return
         match message:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.wire.core_messages import Add, ToEngine, id_in_unreadable
+from pdserve.wire.core_messages import Add, ToEngine, ids_in_unreadable
+from pdserve.wire.ids import RequestId
+from pdserve.wire.request import FinishReason, Sibling
 from pdserve.wire.seal import UNREADABLE
 from tests.fuzz.core import CoreTarget, Pair
 from tests.fuzz.values import bent
@@ -53,4 +55,17 @@ def test_a_frame_of_any_bytes_is_a_message_or_is_told_to_be_none(frame: bytes) -
     try:
         msgspec.msgpack.decode(frame, type=ToEngine)
     except UNREADABLE:
-        id_in_unreadable(frame)
+        ids_in_unreadable(frame)
+
+
+def test_every_choice_of_a_request_that_cannot_be_read_is_refused() -> None:
+    """Its server waits for the end of each."""
+    pair = Pair()
+    request = pair.request()
+    names = [RequestId("second"), RequestId("third")]
+    add = msgspec.to_builtins(Add(request, [Sibling(name, seed=1) for name in names]))
+    add["request"]["prompt_token_ids"] = "text"
+    pair.send(pair.p, msgspec.msgpack.encode(add))
+    told = pair.p.scheduler.drain_outputs()
+    assert [output.request_id for output in told] == [request.request_id, *names]
+    assert all(output.finish_reason is FinishReason.ERROR for output in told)
