@@ -36,8 +36,12 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         if not build.is_built():
             progress("compiling the CPU kernels, once per machine (about 10 s)")
         return from_library(build.library())
-    except (build.BuildError, OSError) as error:
+    except build.BuildError as error:
         raise KernelsUnavailableError(str(error)) from error
+    except OSError as error:
+        raise KernelsUnavailableError(
+            f"{error}: remove it, or set XDG_CACHE_HOME to a folder that is not mounted noexec"
+        ) from error
 
 
 def from_library(path: Path) -> KernelBackend:

@@ -72,7 +72,8 @@ def library(target: str | None = None, cache_dir: Path | None = None) -> Path:
                 _compile(compiler, target, path)
     except OSError as error:
         raise BuildError(
-            f"cannot write {path}: {error}; set XDG_CACHE_HOME to a folder that can be written"
+            f"cannot make {path}: {error}; set XDG_CACHE_HOME to a folder that can be written and "
+            "is not mounted noexec"
         ) from error
     return path
 
@@ -157,7 +158,8 @@ def _run_all(commands: list[list[str]], scratch: Path) -> None:
     outputs = [process.communicate()[0] for process in processes]
     for command, process, output in zip(commands, processes, outputs, strict=True):
         if process.returncode != 0:
-            raise BuildError(f"{' '.join(command)} failed:\n{output[-4000:]}")
+            errors = [line for line in output.splitlines() if "error" in line] or [output.strip()]
+            raise BuildError(f"{errors[0]}\n{' '.join(command)} failed:\n{output[-4000:]}")
 
 
 if __name__ == "__main__":

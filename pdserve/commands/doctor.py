@@ -158,7 +158,7 @@ def compiler() -> Finding:
             "kernels",
             Grade.WARN,
             str(error).splitlines()[0],
-            "models on the CPU run many times slower without them: apt-get install g++",
+            "models on the CPU run many times slower without them",
         )
     return Finding("kernels", Grade.OK, kernels.description)
 

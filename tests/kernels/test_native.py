@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from pdserve.errors import InternalError
+from pdserve.kernels.backend import KernelsUnavailableError
 from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table
 from pdserve.kernels.cpu import build
+from pdserve.kernels.cpu.backend import load
 from pdserve.parallel.mesh import MeshShape
 from tests.kernels.builds import CPU, KERNELS, ZEN_3, needs_native
 from tests.python import run_python
@@ -56,12 +58,24 @@ def test_a_failing_compiler_is_a_build_error_with_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "broken"
-    compiler.write_text("#!/bin/sh\necho out of ideas\nexit 1\n")
+    compiler.write_text("#!/bin/sh\necho in file x\necho error: out of ideas\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
 
-    with pytest.raises(build.BuildError, match="out of ideas"):
+    with pytest.raises(build.BuildError, match=r"^error: out of ideas\n.* failed:\nin file x\n"):
         build.library(cache_dir=tmp_path / "cache")
+
+
+def test_a_library_that_cannot_be_opened_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder that is mounted noexec."""
+    library = tmp_path / "kernels.so"
+    library.write_text("no library")
+    monkeypatch.setattr(build, "library", lambda: library)
+    monkeypatch.setattr(build, "is_built", lambda: True)
+    with pytest.raises(KernelsUnavailableError, match=r"kernels\.so: .*: remove it, or set XDG_"):
+        load(torch.device("cpu"), print)
 
 
 def test_the_compilers_temporary_files_lie_in_the_cache(
