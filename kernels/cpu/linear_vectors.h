@@ -203,7 +203,7 @@ void multiply_part(const Part<W>& p) {
         for (int64_t step = 0; step < p.steps; step++) {
             if constexpr (kStreamed) {
                 const char* ahead = reinterpret_cast<const char*>(w) + kAhead;
-                for (int line = 0; line < kStepBytes; line += 64) prefetch(ahead + line);
+                for (int line = 0; line < kStepBytes; line += 64) prefetch_once(ahead + line);
             }
             prefetch_to_l2(coming);
             coming += p.coming_bytes;

@@ -106,12 +106,17 @@ class EngineCore:
             self.scheduler.update(result)
             if self.waves is not None:
                 self.waves.collected(result)
-            # A handoff's lease is granted before the handoff is published, and tokens do not
-            # wait for the next step's plan. In a wave every step that comes back makes room for
-            # exactly one.
+            # A handoff's lease is granted before the handoff is published. What ends a request is
+            # published at once, tokens when the ranks have the next step. In a wave every step that
+            # comes back makes room for exactly one.
             self.post()
-            self._drain(publish)
+            outputs = self.scheduler.drain_outputs()
+            if any(each.finish_reason for each in outputs):
+                publish(outputs)
+                outputs = []
             self._submit()
+            if outputs:
+                publish(outputs)
         self.post()
         self.scheduler.telemetry.sample(self._clock.monotonic_s())
         self._drain(publish)

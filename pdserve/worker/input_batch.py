@@ -211,23 +211,25 @@ class InputBatch:
         if self._sits_out[rows].any():
             start = np.where(self._sits_out[rows], np.minimum(start, num_tokens - num_new), start)
         end = start + num_new
-        num_drafted = np.zeros(num_requests, dtype=np.int64)
         if drafts:
             num_drafted = self._write_drafts(request_ids, end == num_tokens, drafts)
             end += num_drafted
             num_tokens = num_tokens + num_drafted
         self._check(request_ids, rows, start, end, num_tokens)
         sampling = np.flatnonzero(end == num_tokens)
-        num_wanted = num_drafted[sampling] + 1
-        num_logits, total = int(num_wanted.sum()), int((end - start).sum())
-        does_all_sample = num_logits == total
+        num_outputs = (num_tokens - self._num_prompt[rows])[sampling]
         query_start, width = self._fill(self._buffers, rows, start, end)
         arrays = self._buffers.arrays
         if drafts:
+            num_outputs -= num_drafted[sampling]
+            num_wanted = num_drafted[sampling] + 1
             ends = np.cumsum(num_wanted)
+            num_logits = int(ends[-1]) if len(ends) else 0
             wanted = np.arange(num_logits) + np.repeat(query_start[1:][sampling] - ends, num_wanted)
         else:
-            wanted = query_start[1:][sampling] - 1
+            num_logits, wanted = len(sampling), query_start[1:][sampling] - 1
+        total = int(query_start[-1])
+        does_all_sample = num_logits == total
         if not does_all_sample:
             arrays.logit_rows[:num_logits] = wanted
         fed_from = self._awaited.index_of(rows)
@@ -252,7 +254,7 @@ class InputBatch:
             end=end,
             query_start=query_start,
             sampling=sampling,
-            num_outputs=(num_tokens - num_drafted - self._num_prompt[rows])[sampling],
+            num_outputs=num_outputs,
             drafts=[drafts.get(request_ids[i], []) for i in sampling] if drafts else None,
             logit_rows=None if does_all_sample else self._buffers.logit_rows(num_logits),
             num_fed=len(fed),
@@ -307,14 +309,18 @@ class InputBatch:
     ) -> tuple[NDArray[np.int64], int]:
         """Write tokens and their places; return each request's first one, and the tables' width."""
         num_requests, num_new = len(rows), end - start
-        query_start = np.zeros(num_requests + 1, dtype=np.int64)
-        np.cumsum(num_new, out=query_start[1:])
-        total = int(query_start[-1])
-
         arrays = buffers.begin()
-        token_rows = np.repeat(rows, num_new)
-        positions = arrays.positions[:total]
-        np.subtract(np.arange(total), np.repeat(query_start[:-1] - start, num_new), out=positions)
+        if (num_new == 1).all():
+            total, query_start, token_rows = num_requests, np.arange(num_requests + 1), rows
+            positions = arrays.positions[:total]
+            positions[:] = start
+        else:
+            query_start = np.zeros(num_requests + 1, dtype=np.int64)
+            np.cumsum(num_new, out=query_start[1:])
+            total, token_rows = int(query_start[-1]), np.repeat(rows, num_new)
+            positions = arrays.positions[:total]
+            shifts = np.repeat(query_start[:-1] - start, num_new)
+            np.subtract(np.arange(total), shifts, out=positions)
         arrays.token_ids[:total] = self._token_ids[token_rows, positions]
         block, offset = np.divmod(positions, self._block_size)
         slots = arrays.slot_mapping[:total]

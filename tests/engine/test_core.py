@@ -212,12 +212,17 @@ def test_a_turn_waits_for_nothing(played: Played) -> None:
     assert (played.core.step(outputs.extend), outputs) == (False, [])
 
 
-def test_tokens_are_out_before_the_next_step_is_planned(played: Played) -> None:
+def test_the_ranks_have_the_next_step_before_tokens_are_out_but_ends_do_not_wait(
+    played: Played,
+) -> None:
     played.add("a")
+    played.add("b", max_tokens=2)
     played.turn()
-    played.ranks.finish()
-    played.core.step(lambda outputs: played.ranks.said.append(f"{len(outputs)} out"))
-    assert played.ranks.said == ["1 out", "step a"]
+    for said in (["step a b", "2 out"], ["2 out", "step a"], ["step a", "1 out"]):
+        played.ranks.finish()
+        played.core.step(lambda outputs: played.ranks.said.append(f"{len(outputs)} out"))
+        assert played.ranks.said == said
+        played.ranks.said.clear()
 
 
 def test_the_next_step_is_submitted_in_the_turn_that_takes_a_result(played: Played) -> None:
