@@ -124,7 +124,7 @@ def plan(
     def add(role: str, name: str, port: int, flag: str, arguments: list[str]) -> None:
         claim(name, config.host, port, flag)
         given = _given(role, resolved)
-        tls = _check(role, given)
+        tls = _check(role, given, port)
         hidden = {flag: given[flag].value for flag in _BY_ENVIRONMENT if flag in given}
         spec = ChildSpec(
             name=name,
@@ -181,6 +181,9 @@ def plan(
     if looks:
         engines += ["--tokenizer", model]
     add("proxy", "proxy", config.port, "port", engines)
+    for_gateways = _given("proxy", resolved).get("epp-port")
+    if for_gateways is not None and for_gateways.value:
+        claim("gateways", config.host, int(str(for_gateways.value)), "epp-port")
     other_port = next(port for port in itertools.count(config.port + 1) if port not in ports)
     one_engine = [command_of(BOTH), written, *arguments_of(BOTH, resolved)]
     return DeploymentPlan(
@@ -191,7 +194,7 @@ def plan(
         proxy_log_level=_proxy_log_level(resolved),
         log_format=LogFormat(resolved["log-format"].value),
         logs_requests=_logs_requests(resolved),
-        tls=_check("proxy", _given("proxy", resolved)),
+        tls=_check("proxy", _given("proxy", resolved), config.port),
         heartbeat_timeout_s=float(str(resolved["heartbeat-timeout"].value)),
     )
 
@@ -275,13 +278,13 @@ def _num_ranks(role: str, resolved: Mapping[str, Resolved]) -> int:
     return parallel.num_ranks * parallel.data_parallel_size
 
 
-def _check(role: str, given: Mapping[str, Resolved]) -> TlsConfig:
+def _check(role: str, given: Mapping[str, Resolved], port: int) -> TlsConfig:
     """Refuse here what a child would refuse, before any is started; return its TLS settings.
 
     Raises:
         ConfigError: A setting cannot be used.
     """
-    flags = {flag: item.value for flag, item in given.items()}
+    flags = {flag: item.value for flag, item in given.items()} | {"port": port}
     if role == "proxy":
         table = proxy_table()
         values = resolve(table, command_line=flags, environ={})

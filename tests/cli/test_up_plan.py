@@ -10,6 +10,7 @@ import pytest
 from pdserve.commands.up import Supervisor
 from pdserve.commands.up_plan import DeploymentPlan, plan
 from pdserve.config.boxed import BOXED
+from pdserve.config.http import ProxyConfig
 from pdserve.config.load import build, resolve
 from pdserve.config.settings import up_table
 from pdserve.config.up import UpConfig
@@ -103,6 +104,15 @@ def test_the_secret_that_is_drawn_is_every_members_and_lets_kv_leave_this_host()
     assert len(drawn) == 64
     assert not any(drawn in word for each in deployment.members for word in each.spec.arguments)
     assert drawn not in deployment.one_engine
+
+
+def test_the_port_for_gateways_is_one_that_no_member_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.commands.up_plan.require_free", lambda *_, **__: None)
+    planned({"port": 7, "proxy.epp-port": ProxyConfig().port})
+    for flag in ("port", "decode-port"):
+        with pytest.raises(ConfigError) as refused:
+            planned({flag: 7, "proxy.epp-port": 7})
+        assert refused.value.param == "epp-port"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
