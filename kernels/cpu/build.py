@@ -159,7 +159,8 @@ def _run_all(commands: list[list[str]], scratch: Path) -> None:
     for command, process, output in zip(commands, processes, outputs, strict=True):
         if process.returncode != 0:
             errors = [line for line in output.splitlines() if "error" in line] or [output.strip()]
-            raise BuildError(f"{errors[0]}\n{' '.join(command)} failed:\n{output[-4000:]}")
+            told = f"{errors[0]}\n{' '.join(command)} failed:\n{output[-4000:]}"
+            raise BuildError(told.lstrip())  # a compiler that was killed has said nothing
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -63,6 +64,16 @@ def test_a_failing_compiler_is_a_build_error_with_its_output(
     monkeypatch.setenv("CXX", str(compiler))
 
     with pytest.raises(build.BuildError, match=r"^error: out of ideas\n.* failed:\nin file x\n"):
+        build.library(cache_dir=tmp_path / "cache")
+
+
+def test_a_compiler_that_fails_in_silence_is_named_in_the_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = shutil.which("false")
+    assert compiler is not None
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(build.BuildError, match=rf"^{compiler} .* failed:\n"):
         build.library(cache_dir=tmp_path / "cache")
 
 
