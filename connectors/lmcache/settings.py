@@ -15,7 +15,7 @@ from pdserve.errors import ConfigError
 
 _PREFIX: Final = "kv-transfer-config.lmcache"
 _ADDRESS: Final = re.compile(
-    r"tcp://(\w[\w.-]*|\[[\da-f:.]+\]):\d{1,5}|ipc://.{1,100}", re.IGNORECASE
+    r"tcp://([A-Za-z\d][\w.-]*|\[[\dA-Fa-f:.]+\]):\d{1,5}|ipc://.{1,100}", re.ASCII
 )
 """What ZeroMQ takes; it refuses others only once the model is loaded."""
 _SAVES: Final = ("prompt", "all", "off")

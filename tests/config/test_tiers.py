@@ -65,7 +65,7 @@ def test_engines_look_for_the_store_where_it_listens_if_neither_is_told() -> Non
     [
         *(("url", f"tcp://{each}") for each in ("", "host", "host:", "host:x", "host:1/", "*:1")),
         *(("url", each) for each in ("127.0.0.1:83", "http://host:1", "ipc://", "tcp://a b:1")),
-        *(("url", f"ipc:///{'x' * 200}"), ("http_url", "127.0.0.1:83")),
+        *(("url", f"ipc:///{'x' * 200}"), ("http_url", "127.0.0.1:83"), ("url", "TCP://host:1")),
         *(("http_url", "http://"), ("http_url", "http://[::1"), ("http_url", "tcp://host:1")),
     ],
 )
