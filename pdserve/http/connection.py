@@ -213,11 +213,12 @@ class HttpListener(web.TCPSite):
 
         server.request_factory = request_began
         loop.set_exception_handler(self._spare.on_loop_error)
+        host = None if config.host in ("", "::") else config.host  # of both families, as in vLLM
         try:
             self._server = await loop.create_server(
                 connect,
-                None if config.host == "::" else config.host,  # of both families, as in vLLM
-                config.port,
+                host,
+                config.port or (_free_port() if host is None else 0),
                 backlog=BACKLOG,
                 ssl=tls,
                 ssl_handshake_timeout=None if tls is None else limits.header_timeout_s,
@@ -297,6 +298,12 @@ def _hang_up_on_waiting(listening: TransportSocket) -> int:
             num += 1
     ours.detach()
     return num
+
+
+def _free_port() -> int:
+    """Return a free port for both families: without one, each would take a port of its own."""
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _bind_error(host: str, port: int, error: OSError) -> ConfigError:

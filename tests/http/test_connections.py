@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import socket
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -22,13 +23,14 @@ TCP_CLOSE = 7
 GOOD = b'{"prompt": "The", "max_tokens": 1}'
 
 
-async def test_the_wildcard_of_ipv6_is_for_both_families():
-    (port,) = free_ports(1)
-    proxy = Proxy(ProxyConfig(host="::", port=port, shutdown_timeout_s=1.0))
+@pytest.mark.parametrize(("host", "is_given"), [("::", True), ("::", False), ("", False)])
+async def test_the_wildcard_of_ipv6_is_for_both_families_at_one_port(host, is_given):
+    port = free_ports(1)[0] if is_given else 0
+    proxy = Proxy(ProxyConfig(host=host, port=port, shutdown_timeout_s=1.0))
     try:
-        await proxy.start()
-        for host in ("127.0.0.1", "::1"):
-            _, writer = await asyncio.open_connection(host, port)
+        url = await proxy.start()
+        for address in ("127.0.0.1", "::1"):
+            _, writer = await asyncio.open_connection(address, urlsplit(url).port)
             writer.close()
     finally:
         await proxy.stop()
