@@ -64,7 +64,7 @@ class PromptLogprobs:
         """Describe the prompt tokens that follow the positions of a step.
 
         It works in pieces, so that logits of a long prompt are never all in memory. A prompt is
-        forgotten with its last position, as steps that describe none need fewer final states.
+        forgotten with its last token, as steps that describe none need fewer final states.
 
         Args:
             hidden: `[T, hidden_size]`, final states of the step's tokens.
@@ -77,7 +77,7 @@ class PromptLogprobs:
             if num_top is None:
                 continue
             row, start, end = int(prepared.rows[i]), int(prepared.start[i]), int(prepared.end[i])
-            if end >= num_prompt:
+            if end >= num_prompt - 1:
                 self.remove(request_id)
             targets = torch.from_numpy(
                 self._batch.prompt_targets(row, start, end).astype("int64")

@@ -103,8 +103,9 @@ def test_what_no_logits_need_of_the_last_layer_is_left_out_and_changes_no_bit(
     assert all(torch.equal(a, b) for a, b in zip(logits, wanted, strict=True))
 
 
+@pytest.mark.parametrize("num_first", [59, 60])
 def test_a_described_prompt_needs_all_final_states_only_once(
-    make_driver: Callable[..., Driver],
+    make_driver: Callable[..., Driver], num_first: int
 ) -> None:
     driver, computed = make_driver(), []
     layer = driver.worker._runner._model._layers[-1]  # type: ignore[union-attr, attr-defined]
@@ -117,14 +118,14 @@ def test_a_described_prompt_needs_all_final_states_only_once(
     layer.mlp = count
     prompt, sampling = prompt_of(60, 1), params(prompt_logprobs=0)
     driver.add("described", prompt, sampling)
-    driver.step({"described": 60})
+    driver.step({"described": num_first})
     driver.add("other", prompt_of(90, 2))
     driver.step({"described": 1, "other": 60})
     outputs = driver.outputs["described"]
     driver.drop("described")
     driver.add("described", prompt, sampling, outputs=outputs)  # preempted
-    again = driver.step({"described": 62})
-    assert computed == [60, 1, 1]
+    again = driver.step({"described": num_first + 2})
+    assert computed == [num_first, 1, 1]
     assert again.prompt_logprobs == {}, "it left with the first token"
 
 
