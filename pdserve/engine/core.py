@@ -88,7 +88,7 @@ class EngineCore:
         Must also be called after requests came or went. Never waits.
 
         Args:
-            publish: Called with outputs, as soon as there are some.
+            publish: Called with outputs; tokens alone come once the ranks have the next step.
 
         Returns:
             Whether there was news of the ranks.
