@@ -25,7 +25,7 @@ from pdserve.worker.drafting.model import FirstRanksDrafts
 from tests.ranks import run_ranks
 from tests.worker.draft_models import write_pair
 from tests.worker.driver import TINY, Driver, params, workers
-from tests.worker.spread import Requests, config_of, serve
+from tests.worker.spread import FREE_ROWS, Outcome, Requests, config_of, serve
 from tests.worker.test_drafting import NUM_ROWS, run
 from tests.worker.test_model_runner import prompt_of
 
@@ -322,16 +322,20 @@ def test_engines_put_out_the_same_and_those_whose_drafts_are_right_in_fewer_step
             speculative=speculative,
         )
 
+    def drafted(requests: Requests) -> Outcome:
+        drafting = config(drafting_by(draft, 5), shape)
+        found = run_ranks(shape, serve, drafting, requests, {}, FREE_ROWS)
+        outcome: Outcome = found[(shape.pp - 1) * shape.tp]
+        return outcome
+
     wanted = serve(World.alone(), config(SpeculativeConfig(), MeshShape()), requests)
-    output = (shape.pp - 1) * shape.tp
-    found = run_ranks(shape, serve, config(drafting_by(draft, 5), shape), requests)[output]
+    found = drafted(requests)
     assert found.tokens == wanted.tokens
     if shape.tp == shape.pp == 1:
         assert found.logprobs == wanted.logprobs
     assert found.num_drafted > found.num_accepted > 50
     assert (found.num_preemptions > 0) == (num_blocks == 40)
-    greedy = requests_of(8)
-    told = run_ranks(shape, serve, config(drafting_by(draft, 5), shape), greedy)[output]
+    told = drafted(requests_of(8))
     assert told.num_drafted == told.num_accepted > 100
     assert shape.pp > 1 or told.num_steps < wanted.num_steps
 
