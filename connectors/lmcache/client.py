@@ -263,7 +263,8 @@ class StoreClient:
         answers = [self._answer(future, "prepare_retrieve", deadline_s) for future in asked]
         lost = [unit for unit, each in zip(units, answers, strict=True) if not each.success]
         if lost:
-            self.unlock(chunks, [unit for unit in units if unit not in lost])
+            for unlocking in self.unlock(chunks, [unit for unit in units if unit not in lost]):
+                unlocking.wait(max(0.0, deadline_s - time.monotonic()))
             raise StoreMissError(
                 f"units {lost} of chunks {chunks.first} to {chunks.end} are missing"
             )
