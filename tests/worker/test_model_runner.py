@@ -68,6 +68,20 @@ def test_a_prompt_in_chunks_gives_the_bits_of_a_whole_one(
     assert len(set(whole)) > 3
 
 
+def counts_of_last_layer(driver: Driver) -> list[int]:
+    """The tokens that the last layer's MLP computes from now on, by call."""
+    computed: list[int] = []
+    layer = driver.worker._runner._model._layers[-1]  # type: ignore[union-attr, attr-defined]
+    half = layer.mlp
+
+    def count(x: torch.Tensor, residual: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        computed.append(num_tokens)
+        return half(x, residual, num_tokens)
+
+    layer.mlp = count
+    return computed
+
+
 @pytest.mark.parametrize("arch", [{}, QWEN3, MIXTRAL], ids=["llama", "qwen3 bf16", "experts"])
 def test_what_no_logits_need_of_the_last_layer_is_left_out_and_changes_no_bit(
     make_driver: Callable[..., Driver],
@@ -77,15 +91,8 @@ def test_what_no_logits_need_of_the_last_layer_is_left_out_and_changes_no_bit(
 ) -> None:
     def found(least: int) -> tuple[list[int], list[torch.Tensor]]:
         monkeypatch.setattr("pdserve.worker.step._WORTH_LEAVING_OUT", least)
-        driver, computed = make_driver(arch=arch), []
-        layer = driver.worker._runner._model._layers[-1]  # type: ignore[union-attr, attr-defined]
-        half = layer.mlp
-
-        def count(x: torch.Tensor, residual: torch.Tensor, num_tokens: int) -> torch.Tensor:
-            computed.append(num_tokens)
-            return half(x, residual, num_tokens)
-
-        layer.mlp = count
+        driver = make_driver(arch=arch)
+        computed = counts_of_last_layer(driver)
         driver.add("one", prompt_of(60, 1))
         driver.add("other", prompt_of(90, 2))
         driver.step({"one": 40})
@@ -107,15 +114,8 @@ def test_what_no_logits_need_of_the_last_layer_is_left_out_and_changes_no_bit(
 def test_a_described_prompt_needs_all_final_states_only_once(
     make_driver: Callable[..., Driver], num_first: int
 ) -> None:
-    driver, computed = make_driver(), []
-    layer = driver.worker._runner._model._layers[-1]  # type: ignore[union-attr, attr-defined]
-    half = layer.mlp
-
-    def count(x: torch.Tensor, residual: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        computed.append(num_tokens)
-        return half(x, residual, num_tokens)
-
-    layer.mlp = count
+    driver = make_driver()
+    computed = counts_of_last_layer(driver)
     prompt, sampling = prompt_of(60, 1), params(prompt_logprobs=0)
     driver.add("described", prompt, sampling)
     driver.step({"described": num_first})
