@@ -13,6 +13,7 @@ import pytest
 
 from tests.chaos.stage import Stage, started
 from tests.e2e.conftest import model_of
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,6 +70,8 @@ def stage(stage_of_transport: Stage, mode: str) -> Stage:
 @pytest.fixture
 def slow_stage(stage: Stage) -> Stage:
     """The same, over a link that can be so slow that a transfer takes more than a second."""
-    if stage.network is None:
+    network = stage.network
+    if network is None:
         pytest.skip("a copy through shared memory is over before a fault can fall into it")
+    wait_until(lambda: not network.has_leftovers(), 60.0)  # which would share the slow link
     return stage

@@ -36,7 +36,7 @@ def _ip(*arguments: str) -> str:
 
 
 def _require_tools() -> None:
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "ss", "tc") if shutil.which(tool) is None]
     if missing:
         raise RuntimeError(f"no {' and no '.join(missing)} here: install iproute2")
     if os.geteuid() != 0:
@@ -129,6 +129,12 @@ class Network:
         if self._is_slow:
             self._is_slow = False
             _tc("-n", self.prefill.namespace, "qdisc", "del", "dev", "eth0", "root")
+
+    def has_leftovers(self) -> bool:
+        """Whether connections that P has closed still send what a partition held up."""
+        return bool(
+            _ip("netns", "exec", self.prefill.namespace, "ss", "-Htn", "state", "fin-wait-1")
+        )
 
     def heal(self) -> bool:
         """Undo all; tell whether the two were cut off from one another."""
