@@ -127,7 +127,8 @@ def test_p_loads_from_the_store_and_d_gets_all_of_it_from_p(
     assert loaded(d) == {"nixl": len(LONGER)}
     assert p.scheduler.stats().local_compute_tokens == len(LONGER) - len(PROMPT)
     if store == "lmcache":
-        assert p.stats.num_saved_chunks == NUM_KV_HEADS, "the one whole chunk that it has computed"
+        # The one whole chunk that it has computed; D, which has it too, may be first.
+        assert p.stats.num_saved_chunks + p.stats.num_refused_chunks == NUM_KV_HEADS
     assert p.scheduler.stats().lease_ends["read"] == 1
 
 
