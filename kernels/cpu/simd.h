@@ -430,7 +430,7 @@ inline F16 exp2_for(F16 a) {
 constexpr float kLog2E = 1.4426950408889634f;
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-// Not to L2 either, from which it would push what the next step needs out of L3.
+// For what is read once: past L2, whose evictions would go to L3 on AMD.
 inline void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 inline void prefetch_to_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }

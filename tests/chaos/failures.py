@@ -313,8 +313,8 @@ ROWS = (
     Row(
         "the store's server dies",
         "nothing; TTFT grows",
-        "A lookup of a `pdserve kv-server` ends at once. If a load misses `lmcache.timeout-s`, the "
-        "engine computes that part in the same request. "
+        "If the server is a `pdserve kv-server`, lookups under way end at once. If a load misses "
+        "`lmcache.timeout-s`, the engine computes that part in the same request. "
         "It drops and counts saves, and asks the store for nothing until the server answers a "
         "ping. Engines then register again and find what is on its disk.",
         ("test_the_stores_server_is_killed",),

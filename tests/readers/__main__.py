@@ -128,6 +128,7 @@ def main() -> None:
     if not args.python.exists():
         sys.exit(f"{args.python} is not there: run make readers")
     for name in args.reader:
+        print(f"{name}, --seed {args.seed}", file=sys.stderr)
         reader = READERS[name](args.python)
         try:
             told = play(reader, num_steps=args.steps, seed=args.seed)
