@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -43,7 +44,7 @@ def _pythonic(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[T
     if len(body) > _MAX_CHARS:
         raise MalformedCallError
     try:
-        tree = ast.parse(body.strip(), mode="eval").body
+        tree = _parsed(body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise MalformedCallError from error
     if not isinstance(tree, ast.List) or not tree.elts:
@@ -52,6 +53,12 @@ def _pythonic(opening: str, body: str, tools: Tools, *, is_last: bool) -> list[T
     if not opening and not {call.name for call in calls} <= tools.keys():
         raise MalformedCallError
     return calls
+
+
+def _parsed(text: str) -> ast.expr:
+    # Models write patterns such as "\d"; Python would warn of them on the server's stderr.
+    with warnings.catch_warnings(action="ignore"):
+        return ast.parse(text.strip(), mode="eval").body
 
 
 def _call(node: ast.expr) -> ToolCall:
@@ -153,7 +160,7 @@ class _Follower:
         self._held, self._num_read = self._held[self._num_read :], 0
         self._is_in_call = sign == ","
         try:
-            node = ast.parse(f"f({text.strip()})", mode="eval").body
+            node = _parsed(f"f({text.strip()})")
             values = _values(node) if isinstance(node, ast.Call) else {}
             piece = msgspec.json.encode(values).decode()[1:-1]
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

@@ -227,6 +227,13 @@ def test_a_number_that_json_has_no_value_for_makes_no_call(value):
     assert "null" not in str(pieces)
 
 
+def test_a_pattern_in_a_pythonic_call_makes_python_warn_of_nothing():
+    machine = make_machine("pythonic", reasoning=None)
+    pieces = machine.push(r"[f(x='\d+'), f(x=2)]") + machine.finish(is_cut=False)
+    told = [json.loads(each.call.arguments) for each in told_calls(pieces) if each.is_whole]
+    assert told == [{"x": r"\d+"}, {"x": 2}]
+
+
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_behind_arguments_that_are_no_json_a_stream_tells_of_no_call_of_the_list(is_cut):
     call = '{"name": "f", "parameters": {"x": 1}}'
