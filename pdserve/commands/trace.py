@@ -15,10 +15,12 @@ import msgspec
 from pdserve.bench.files import whole_file
 from pdserve.commands.asking import asked
 from pdserve.commands.exit_codes import EXIT_DONE
+from pdserve.config.checks import require
 from pdserve.config.load import build
 from pdserve.config.trace import TraceConfig
 from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.observe.chrome_trace import ChromeTrace
+from pdserve.observe.trace import HORIZON_S
 from pdserve.wire.seal import UNREADABLE
 from pdserve.wire.trace import Collection
 
@@ -37,8 +39,11 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
 
     Raises:
         PdserveError: There is nothing to write, or the server cannot be reached.
+        ConfigError: The file cannot be written, or no process keeps events for so long.
     """
     config = build("trace", TraceConfig, table, resolved)
+    remedy = f"use at most {HORIZON_S:g}, for which events are kept"
+    require(config.seconds <= HORIZON_S, "seconds", config.seconds, remedy)
     path = Path(config.output)
     if not path.parent.is_dir():
         raise ConfigError(
@@ -51,7 +56,7 @@ def run(table: Table, resolved: Mapping[str, Resolved]) -> int:
         missing = "".join(f"; missing: {each}" for each in trace.summary.missing)
         raise PdserveError(
             f"nothing ran in the last {config.seconds:g} s, so {path} was not written: repeat the "
-            f"command while requests run, or raise --seconds (120 s are kept){missing}"
+            f"command while requests run, or raise --seconds ({HORIZON_S:g} s are kept){missing}"
         )
     num_bytes = _write(trace, path)
     print("\n".join(described(trace.summary, path, num_bytes)))

@@ -115,6 +115,12 @@ def test_an_answer_that_is_no_trace_is_told_as_that(body):
     assert "did not answer with a trace of pdserve" in done.stderr
 
 
+def test_more_seconds_than_are_kept_are_refused_before_anybody_is_asked():
+    done = pdserve_here("trace", "--seconds", "500")
+    assert done.returncode == 3
+    assert "--seconds is 500.0: use at most 120" in done.stderr
+
+
 def test_a_directory_that_is_not_there_is_told_before_anybody_is_asked(tmp_path):
     done = pdserve_here("trace", "-o", str(tmp_path / "none" / "t.json"))
     assert done.returncode == 3
