@@ -16,6 +16,7 @@ from aiohttp import web
 
 import pdserve
 from pdserve.http import replies
+from pdserve.http.access import API_KEY_HEADER
 from pdserve.http.dialect_bodies import CountTokensRequest, MessagesRequest, ResponsesRequest
 from pdserve.http.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from pdserve.http.protocol import (
@@ -217,7 +218,10 @@ def document(
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": API_KEY_HEADER},
+            },
         },
     }
 
@@ -249,7 +253,7 @@ def _described(operation: Operation) -> dict[str, Any]:
         "operationId": f"{operation.method}{operation.path.replace('/', '_').translate(_BRACES)}",
         "tags": ["operators" if operation.is_operators else "clients"],
         "responses": responses,
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
     }
     named = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     parameters = [_parameter(name, "path") for name in named]

@@ -64,6 +64,17 @@ async def test_whatever_clients_send_work_to_needs_their_key(serve):
             assert await ask(url, ("POST", each.path)) == (401, "invalid_api_key"), each.path
 
 
+async def test_a_key_is_taken_in_each_header_that_the_document_names_and_in_no_other(serve):
+    url = await serve({"api_keys": (API,)})
+    schemes = openapi.document("both", openapi.COMMON)["components"]["securitySchemes"]
+    named = {each.get("name", "Authorization") for each in schemes.values()}
+    ways = {"Authorization": f"Bearer {API}", "X-Api-Key": API, "Api-Key": API}
+    taken = {
+        name for name, key in ways.items() if await ask(url, GENERATION, **{name: key}) == (200, "")
+    }
+    assert named == taken
+
+
 async def test_an_operator_key_alone_asks_clients_for_none(serve):
     url = await serve({"operator_keys": (OPERATOR,)})
     assert (await ask(url, GENERATION))[0] == 200
