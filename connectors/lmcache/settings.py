@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import Annotated, Final
 
@@ -14,10 +15,9 @@ from pdserve.config.tiers import KV_PORT, LOOPBACK
 from pdserve.errors import ConfigError
 
 _PREFIX: Final = "kv-transfer-config.lmcache"
-_ADDRESS: Final = re.compile(
-    r"tcp://([A-Za-z\d][\w.-]*|\[[\dA-Fa-f:.]+\]):\d{1,5}|ipc://.{1,100}", re.ASCII
-)
-"""What ZeroMQ takes; it refuses others only once the model is loaded."""
+_ADDRESS: Final = re.compile(rb"tcp://[A-Za-z\d][\w.-]*:\d{1,5}|ipc://.{1,107}")
+"""What ZeroMQ takes; it refuses others only once the model is loaded. LMCache's sockets have IPv6
+off, so that they would never connect to such an address. Linux' paths of sockets have 107 bytes."""
 _SAVES: Final = ("prompt", "all", "off")
 _DEFAULT_URL: Final = f"tcp://{LOOPBACK}:{KV_PORT}"
 
@@ -47,7 +47,7 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 256
 
     def __post_init__(self) -> None:
-        if not _ADDRESS.fullmatch(self.server_url):
+        if not _ADDRESS.fullmatch(os.fsencode(self.server_url)):
             self._refuse("url", f"{self.url!r}: write it as {_DEFAULT_URL}")
         if self.http_url:
             require_url(self.http_url, f"{_PREFIX}.http-url")

@@ -65,7 +65,8 @@ def test_engines_look_for_the_store_where_it_listens_if_neither_is_told() -> Non
     [
         *(("url", f"tcp://{each}") for each in ("", "host", "host:", "host:x", "host:1/", "*:1")),
         *(("url", each) for each in ("127.0.0.1:83", "http://host:1", "ipc://", "tcp://a b:1")),
-        *(("url", f"ipc:///{'x' * 200}"), ("http_url", "127.0.0.1:83"), ("url", "TCP://host:1")),
+        *(("url", f"ipc:///{'x' * 107}"), ("http_url", "127.0.0.1:83"), ("url", "TCP://host:1")),
+        *(("url", f"ipc:///{'é' * 54}"), ("url", "tcp://[::1]:8300"), ("url", "tcp://[::1%lo]:83")),
         *(("http_url", "http://"), ("http_url", "http://[::1"), ("http_url", "tcp://host:1")),
     ],
 )
@@ -75,7 +76,7 @@ def test_what_is_no_address_of_a_store_is_refused(name: str, url: str) -> None:
         LMCacheSettings(**{name: url})
 
 
-@pytest.mark.parametrize("url", ["tcp://kv-0.kv:8300", "tcp://[::1]:8300", "ipc:///run/kv"])
+@pytest.mark.parametrize("url", ["tcp://kv-0.kv:8300", f"ipc:///{'x' * 106}", f"ipc:///{'é' * 53}"])
 def test_addresses_of_stores_are_those_that_zeromq_takes(url: str) -> None:
     assert LMCacheSettings(url=url).server_url == url
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
