@@ -176,7 +176,8 @@ class HeldLocksModule:
                     sessions[message[1:].decode()] = 0
                 elif message.startswith(_PART):
                     chunk, _, name = message[1:].decode().partition(" ")
-                    sessions[name] = int(chunk)
+                    if name in sessions:  # else its load, in another thread, came first
+                        sessions[name] = int(chunk)
                 else:
                     sessions.pop(message[1:].decode(), None)
         if instance_id is None:

@@ -103,6 +103,23 @@ def test_a_lookup_that_the_server_takes_up_after_its_engine_was_killed_is_given_
     module.close()
 
 
+def test_locks_that_a_load_has_taken_over_are_not_given_back_as_those_of_its_lookup(
+    tmp_path: Path,
+) -> None:
+    """The release of chunks that are not loaded is another thread's, and may come behind it."""
+    server, segment = Server(), tmp_path / "pool"
+    server.found["loads"] = SimpleNamespace(lookup_ipc_key=Key(), prefetch_hit_chunks=3)
+    server.found["waits"] = SimpleNamespace(lookup_ipc_key=Key(), prefetch_hit_chunks=3)
+    module = HeldLocksModule(server, server, server, segment)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
+        rank.connect(f"{segment}.locks")
+        for message in (b"rank 7", b"+loads", b"-loads", b"<1 loads", b"+waits"):
+            rank.send(message)
+    wait_until(lambda: "end waits" in server.done)
+    assert server.done == ["unregister 7", "free from token 0", "end waits"]
+    module.close()
+
+
 def test_an_engine_that_ends_in_order_has_given_back_all_itself(tmp_path: Path) -> None:
     server, segment = Server(), tmp_path / "pool"
     module = HeldLocksModule(server, server, server, segment)
