@@ -31,7 +31,7 @@ from pdserve.observe.request_log import StoredKV, kv_path, log_request, moved, w
 from pdserve.observe.stats_log import share
 from pdserve.proxy.backend import Health
 from pdserve.proxy.brain.prompt import hits_in_words
-from pdserve.proxy.story import Mode
+from pdserve.proxy.story import Mode, Stage
 from pdserve.wire.finished import Finished, FinishedRequests, StoryEvent
 from pdserve.wire.transfer import KVMode
 
@@ -218,7 +218,7 @@ def finished(story: Story, outcome: str, *, seq: int) -> Finished:
         num_gaps=len(gaps),
         kv_mode=story.kv_mode.value if story.kv_mode is not None else None,
         kv_bytes=stages.kv_bytes if stages is not None else 0,
-        kv_path=_kv_path(story),
+        kv_path=_kv_path(story, outcome),
         rungs=[rung.value for rung, _ in story.rungs],
         rung_reasons=[reason for _, reason in story.rungs],
         prompt_tokens=story.num_known_prompt_tokens,
@@ -286,13 +286,14 @@ def _parts_of(story: Story, terms: dict[str, float]) -> dict[str, str]:
     return {"kv": f" ({kv})", "handover": step}
 
 
-def _kv_path(story: Story) -> str:
+def _kv_path(story: Story, outcome: str) -> str:
     """Return how the KV was moved; see `Finished`."""
     stages = story.prefill_stages or story.decode_stages
     has_store = stages is not None and stages.store_tokens > 0
-    if story.mode is Mode.DISAGGREGATED:
+    is_whole = outcome == "ok" and story.stage is Stage.PREFILL  # that engine served all of it
+    if story.mode is Mode.DISAGGREGATED and not is_whole:
         return kv_path(story.kv_mode.value if story.kv_mode else "", has_store=has_store)
-    return kv_path("local" if story.decode_url else "", has_store=has_store)
+    return kv_path("local" if story.decode_url or is_whole else "", has_store=has_store)
 
 
 def _sum(

@@ -220,7 +220,7 @@ def _finished(text_request: TextRequest, seq: int, ending: _Ending) -> Finished:
     terms = _terms(text_request) if text_request.ttft_s is not None else {}
     terms_ms = {name: round(seconds * 1e3, 3) for name, seconds in terms.items()}
     ttft_ms = round(sum(terms_ms.values()), 3) if terms_ms else None
-    kv_mode, stages = _kv_mode(text_request), text_request.stages()
+    kv_mode, stages = _kv_mode(text_request, ending.outcome), text_request.stages()
     per_step = text_request.tokens_per_step
     return Finished(
         seq=seq,
@@ -251,11 +251,13 @@ def _finished(text_request: TextRequest, seq: int, ending: _Ending) -> Finished:
     )
 
 
-def _kv_mode(text_request: TextRequest) -> str:
+def _kv_mode(text_request: TextRequest, outcome: str) -> str:
     """Return how its KV moves between engines: push, pull, or empty if it does not."""
     leader = text_request.leader()
     if leader.kv_mode or leader.request is None:
         return leader.kv_mode
+    if leader.request.remote_decode and outcome == "ok":  # it ended here, so no KV had to move
+        return ""
     if leader.request.ticket is not None:
         return KVMode.PUSH.value
     is_split = leader.request.remote_decode or leader.request.handoff is not None

@@ -625,7 +625,7 @@ function slowRow(told) {
   }
   bar.setAttribute("role", "img");
   bar.setAttribute("aria-label", terms.map(([name, value]) => `${name.replace("_", " ")} ${value.toFixed(1)} ms`).join(", ") || "no first token");
-  const what = [told.outcome !== "ok" && told.outcome, `${told.prompt_tokens} → ${told.output_tokens} tok`, told.kv_mode ?? told.mode, told.rungs.length && `${told.rungs.length} rungs`].filter(Boolean).join(" · ");
+  const what = [told.outcome !== "ok" && told.outcome, `${told.prompt_tokens} → ${told.output_tokens} tok`, told.kv_path || told.mode, told.rungs.length && `${told.rungs.length} rungs`].filter(Boolean).join(" · ");
   const who = el("span", "who mono", told.request_id);
   who.title = told.request_id;
   summary.append(el("span", "ms", told.ttft_ms === null ? "no token" : ms(told.ttft_ms / 1e3)), who, bar, el("span", "what", what));

@@ -63,6 +63,21 @@ async def test_a_served_request_tells_its_path_its_model_and_its_sizes(
     assert float(told["total"].removesuffix("ms")) >= float(told["ttft"].removesuffix("ms"))
 
 
+@pytest.mark.parametrize("can_push", [True, False])
+async def test_a_request_that_ends_at_its_prefill_engine_has_a_local_path(
+    make_stack, lines, can_push
+):
+    prefill, decode = pair(can_push=can_push)
+    prefill[0].finish_at_prefill = True
+    stack = await make_stack(prefill, decode)
+    await stack.stream()
+    async with stack.post() as response:
+        assert response.status == 200
+    assert [subset(told, "outcome path") for _, told in lines()] == [
+        {"outcome": "ok", "path": "local"}
+    ] * 2
+
+
 async def test_without_a_pair_the_path_is_local_and_the_model_is_the_one_that_serves(
     make_stack, lines
 ):

@@ -68,3 +68,17 @@ async def test_a_served_request_tells_its_model_its_path_and_its_sizes(text, lin
     [(level, line)] = lines()
     assert level == "INFO"
     assert " ok status=200 endpoint=/v1/completions path=local model=mine in=1 cached=0 " in line
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "how"), [(1, " ok path=local"), (2, " handed_over path=pull")]
+)
+async def test_the_path_of_a_prefill_leg_says_whether_another_engine_goes_on(
+    text, lines, max_tokens, how
+):
+    leg = {"do_remote_decode": True, "pdserve": {"final_length": True}}
+    body = {"prompt": "The", "max_tokens": max_tokens, "kv_transfer_params": leg}
+    async with serving(text, make_engine(text)) as server:
+        await server.ok(COMPLETIONS, body)
+    [(_, line)] = lines()
+    assert how in line.replace(f" status=200 endpoint={COMPLETIONS}", "")
