@@ -110,7 +110,7 @@ class Supervisor:
                         for roles in ((KV_SERVER,), (*ENGINE_ROLES, "proxy")):
                             await self._start(session, roles, started_s)
                 except TimeoutError:
-                    say(f"Not ready after {self._config.start_timeout_s:g} s (--start-timeout).")
+                    say(self._late_words())
                     return 1
                 with contextlib.suppress(
                     aiohttp.ClientError
@@ -164,6 +164,13 @@ class Supervisor:
                     group.create_task(one(member, child))
         except BaseExceptionGroup as error:  # as of an output that nobody reads any more
             raise error.exceptions[0] from None
+
+    def _late_words(self) -> str:
+        pairs = zip(self._members, self._children, strict=True)
+        late = ", ".join(
+            f"{member.spec.name} ({member.url})" for member, child in pairs if not child.was_ready
+        )
+        return f"Not ready after {self._config.start_timeout_s:g} s (--start-timeout): {late}."
 
     async def _require_pairs(self, session: aiohttp.ClientSession) -> None:
         """Check that every decode engine can use the KV of every prefill engine.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import json
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -326,6 +328,9 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _url_host(host: str) -> str:
+    # Sockets take 127.1 and 0 as well, but no client of HTTP does.
+    with contextlib.suppress(OSError):
+        host = socket.inet_ntoa(socket.inet_aton(host))
     if host in WILDCARDS:
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +116,8 @@ def test_the_port_for_gateways_is_one_that_no_member_has(monkeypatch: pytest.Mon
         assert refused.value.param == "epp-port"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
-def test_members_on_every_address_are_asked_on_loopback(host: str) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "0", "127.1", "0x7f.1"])
+def test_members_are_asked_on_loopback_however_their_address_is_written(host: str) -> None:
     for member in planned({"host": host}).members:
         assert member.url.startswith("http://127.0.0.1:")
 
@@ -137,6 +138,27 @@ async def test_an_output_that_nobody_reads_ends_the_start_as_it_ends_any_command
     session: Any = None
     with pytest.raises(BrokenPipeError):
         await supervisor._all_ready(session, chosen, 0.0)
+
+
+async def test_who_is_late_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment = planned({})
+    prefill, decode, proxy = deployment.members
+
+    async def ready(_: object, url: str, **__: object) -> None:
+        await asyncio.sleep(0 if url == prefill.url else 60)
+
+    monkeypatch.setattr("pdserve.commands.up.wait_ready", ready)
+    monkeypatch.setattr("pdserve.commands.children.Child.run", lambda _: asyncio.sleep(60))
+    supervisor = Supervisor(UpConfig(start_timeout_s=0.05), deployment)
+    running = asyncio.create_task(supervisor.run())
+    while "Not ready" not in (out := capsys.readouterr().out):
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait({running})
+    late = f"(--start-timeout): decode ({decode.url}), proxy ({proxy.url}).\n"
+    assert out.endswith(late)
 
 
 class _Told:
