@@ -169,9 +169,9 @@ class BlockPool:
         self._by_hash[name] = block
         return True
 
-    def can_find(self, name: BlockHash) -> bool:
-        """Return whether any block can be found by `name`."""
-        return name in self._by_hash
+    def is_named(self, block: BlockId, name: BlockHash) -> bool:
+        """Return whether this very block is among those that can be found by `name`."""
+        return self._hash[block] == name
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference on each block; at zero it becomes evictable.

@@ -82,14 +82,15 @@ class Holding:
     def publish(self, hashes: Sequence[BlockHash], num_full_blocks: int) -> list[int]:
         """Make the first `num_full_blocks` blocks findable; they are complete in memory.
 
-        Blocks behind one that the cache was made to forget are useless, and stay unfindable.
+        Blocks behind one of its own that the cache was made to forget stay unfindable: another
+        copy of that one might be evicted before them.
 
         Returns:
             The indices of blocks whose contents could not be found before, ascending.
         """
         start, pool, blocks = self.num_published, self._ledger.pool, self._blocks
         self.num_published = max(start, num_full_blocks)
-        if start and not pool.can_find(hashes[start - 1]):
+        if start and not pool.is_named(blocks[start - 1], hashes[start - 1]):
             return []
         indices = range(start, num_full_blocks)
         return [index for index in indices if pool.publish(blocks[index], hashes[index])]

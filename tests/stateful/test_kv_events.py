@@ -246,6 +246,24 @@ TestKVEvents = KVEventsMachine.TestCase
 TestKVEvents.settings = in_ci(75, num_steps=50)
 
 
+def test_behind_a_reset_no_block_hangs_on_another_requests_copy_of_what_it_began_with():
+    """An index that is a tree (Dynamo's) takes no block without its parent, and is not told again
+    of one that it could not take."""
+    machine = KVEventsMachine()
+    machine.restart()
+    machine.begin("ab", "")
+    machine.compute(0, 1)
+    machine.reset_prefix_cache()
+    machine.begin("ab", "")
+    machine.compute(1, 1)
+    machine.compute(0, 2)
+    machine.end(1, False)
+    machine.begin("bbbb", "")
+    machine.begin("b", "")
+    assert machine.findable == set()
+    machine.what_can_be_found_has_its_beginning()
+
+
 def synced(stream: GrainStream, *, now_s: float = 0.0) -> tuple[EventReader, GrainSet]:
     index = GrainSet()
     reader = EventReader(index, now_s=now_s)
