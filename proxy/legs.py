@@ -397,8 +397,11 @@ class Legs:
         num_tokens = sum(not event.is_done for event in events)
         sent_s = self._now_s()
         num_known = self.delivery.num_swallowed
-        if await self.delivery.send(data) and self.story.first_token_s is None:
-            self.story.first_token(sent_s)
+        if await self.delivery.send(data):
+            if self.story.first_token_s is None:
+                self.story.first_token(sent_s)
+            elif num_tokens:
+                self.story.last_chunk_s = sent_s
         self.story.num_output_tokens += num_tokens - (self.delivery.num_swallowed - num_known)
         if events[-1].is_done:
             self._count_tokens(usage_at_end(data))

@@ -154,6 +154,10 @@ async def test_each_token_of_a_prefill_engine_that_hands_nothing_over_is_counted
     assert text_in(await stack.stream({"max_tokens": 3})) == text_of(3, 3)
     (told,) = (await stack.get("/debug/requests?finished=1"))["finished"]
     assert told["output_tokens"] == 3
+    ((_, decode_s),) = (
+        each for each in (await stack.metrics()).items() if "decode_time_seconds_sum" in each[0]
+    )
+    assert decode_s >= 0.03, "or each token behind the first would have taken no time"
 
 
 # --- nobody waits without a limit
