@@ -60,6 +60,9 @@ class StoreWatch(threading.Thread):
     Args:
         block_size: Tokens per block of the engine; a chunk is a whole number of blocks.
         tells: Whether it reports the server's state; true for one rank, which also looks up.
+
+    Attributes:
+        is_refused: Whether the server answers, but can never serve this engine.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class StoreWatch(threading.Thread):
         self._releases: list[Any] = []  # futures of the last ones
         self._ping: Any = None
         self._next_ping_s = 0.0
-        self._is_refused = False
+        self.is_refused = False
         self._warned_stages: set[str] = set()
 
     def post(self, instructions: StoreInstructions) -> None:
@@ -100,6 +103,10 @@ class StoreWatch(threading.Thread):
         link, client = self._link, self._link.client
         try:
             client.connect()
+            self._require_whole_blocks()
+        except ConfigError:
+            self.is_refused = True
+            raise
         except StoreGoneError as error:
             log_event(
                 _log,
@@ -109,18 +116,21 @@ class StoreWatch(threading.Thread):
                 remedy="start `pdserve kv-server`, or look at --kv-transfer-config.lmcache.url",
             )
             return
-        if client.chunk_tokens % self._block_size:
-            raise ConfigError(
-                f"the LMCache server has chunks of {client.chunk_tokens} tokens (--chunk-size), "
-                f"which is not a multiple of --block-size {self._block_size}: change one of them",
-                param="kv-transfer-config.lmcache.url",
-            )
         link.found()
         self._say(client.chunk_tokens)
         log_event(_log, "the KV store is there", chunk_tokens=client.chunk_tokens)
         if self._tells:
             self._name_other_version()
             self._name_other_stages()
+
+    def _require_whole_blocks(self) -> None:
+        chunk_tokens = self._link.client.chunk_tokens
+        if chunk_tokens % self._block_size:
+            raise ConfigError(
+                f"the LMCache server has chunks of {chunk_tokens} tokens (--chunk-size), "
+                f"which is not a multiple of --block-size {self._block_size}: change one of them",
+                param="kv-transfer-config.lmcache.url",
+            )
 
     def close(self) -> None:
         """End the thread, if it runs."""
@@ -194,7 +204,7 @@ class StoreWatch(threading.Thread):
             return
         if self._ping.query():
             self._ping = None
-            if not link.is_up and not self._is_refused:
+            if not link.is_up and not self.is_refused:
                 self._come_back()
         elif now_s > self._next_ping_s:
             self._ping = None
@@ -238,7 +248,6 @@ class StoreWatch(threading.Thread):
         try:
             self.connect()
         except ConfigError as error:
-            self._is_refused = True
             log_event(_log, "the KV store is of no use", level=logging.ERROR, why=str(error))
 
     def _say(self, chunk_tokens: int) -> None:

@@ -70,7 +70,8 @@ class _Threads:
     def close(self) -> None:
         for thread in (self.saving, self.loading, self.watch):
             thread.close()
-        self.link.client.close(is_up=self.link.is_up)
+        # A server that is only of no use answers too, and logs a traceback if nobody is there.
+        self.link.client.close(is_up=self.link.is_up or self.watch.is_refused)
 
 
 class LMCacheWorker(KVConnectorWorker):

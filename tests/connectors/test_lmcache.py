@@ -242,8 +242,16 @@ def _is_connected(client: StoreClient) -> bool:
 
 
 def test_a_worker_that_the_server_cannot_serve_is_refused_and_closed_once(
-    lmcache_server: LMCacheServer,
+    lmcache_server: LMCacheServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waited: list[bool] = []
+    close = StoreClient.close
+
+    def closing(client: StoreClient, *, is_up: bool) -> None:
+        waited.append(is_up)
+        close(client, is_up=is_up)
+
+    monkeypatch.setattr(StoreClient, "close", closing)
     shape = layout(block_size=32)
     connector = LMCacheConnector(settings=LMCacheSettings(url=lmcache_server.url))
     worker = connector.make_worker(context("P", shape=shape), lambda: None)
@@ -251,6 +259,7 @@ def test_a_worker_that_the_server_cannot_serve_is_refused_and_closed_once(
     with pytest.raises(ConfigError, match=r"chunks of 16 tokens .* multiple of --block-size 32"):
         worker.register_kv_caches(kv, shape)
     worker.close(1.0)
+    assert waited == [True], "else the server finds nobody to answer, with a traceback"
 
 
 def test_an_engine_whose_kv_is_not_taken_for_its_stages_is_named_once(
