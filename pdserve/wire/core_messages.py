@@ -6,6 +6,8 @@ test. A peer with a different `MAJOR` is refused when the processes connect.
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from pdserve.wire.ids import RequestId
@@ -145,12 +147,15 @@ class _NamedSibling(msgspec.Struct, array_like=True):
     request_id: RequestId
 
 
-class _Envelope(msgspec.Struct):
+class _First(msgspec.Struct):
     request: _Named
+
+
+class _Envelope(_First):
     siblings: list[_NamedSibling] = []
 
 
-_envelope = msgspec.msgpack.Decoder(_Envelope)
+_first, _envelope = msgspec.msgpack.Decoder(_First), msgspec.msgpack.Decoder(_Envelope)
 
 
 def ids_in_unreadable(data: bytes | memoryview) -> list[RequestId]:
@@ -158,8 +163,9 @@ def ids_in_unreadable(data: bytes | memoryview) -> list[RequestId]:
 
     Whoever sent it waits for the end of each.
     """
-    try:
+    with contextlib.suppress(*UNREADABLE):
         envelope = _envelope.decode(data)
-    except UNREADABLE:
-        return []
-    return [envelope.request.request_id, *(each.request_id for each in envelope.siblings)]
+        return [envelope.request.request_id, *(each.request_id for each in envelope.siblings)]
+    with contextlib.suppress(*UNREADABLE):
+        return [_first.decode(data).request.request_id]
+    return []

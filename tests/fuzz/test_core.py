@@ -69,3 +69,8 @@ def test_every_choice_of_a_request_that_cannot_be_read_is_refused() -> None:
     told = pair.p.scheduler.drain_outputs()
     assert [output.request_id for output in told] == [request.request_id, *names]
     assert all(output.finish_reason is FinishReason.ERROR for output in told)
+    add["siblings"] = "text"
+    pair.send(pair.p, msgspec.msgpack.encode(add))
+    assert [output.request_id for output in pair.p.scheduler.drain_outputs()] == [
+        request.request_id
+    ]
