@@ -108,7 +108,7 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True):
             "them out",
         )
         for each in self.header:
-            require(_is_named(each), "header", each, "write it as NAME=VALUE")
+            require(_is_named(each), "header", each, "write it as NAME=VALUE, in printable letters")
 
 
 class TrafficConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,12 +240,15 @@ class ResultConfig(msgspec.Struct, frozen=True, kw_only=True):
             "it needs --save-result",
         )
         for each in self.metadata:
-            require(_is_named(each), "metadata", each, "write it as NAME=VALUE")
+            require(
+                _is_named(each), "metadata", each, "write it as NAME=VALUE, in printable letters"
+            )
 
 
 def _is_named(text: str) -> bool:
+    """Whether it is NAME=VALUE, which a header's line or a file in UTF-8 can hold."""
     name, sign, _ = text.partition("=")
-    return bool(sign and name.strip())
+    return bool(sign and name.strip()) and text.isprintable()
 
 
 def _named(given: Iterable[str]) -> dict[str, str]:

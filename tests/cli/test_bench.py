@@ -126,6 +126,8 @@ def test_a_model_that_is_not_served_is_named_with_those_that_are(server: Scripte
         (("--endpoint", "/v1/embeddings"), "--endpoint is '/v1/embeddings'"),
         (("--backend", "openai-chat", "--endpoint", "completions"), "--endpoint is 'completions'"),
         (("--header", "X"), "--header is 'X'"),
+        (("--header", "X=a\nY: b"), "in printable letters"),
+        (("--metadata", "X=\udcff"), "in printable letters"),
         (("--metadata", "=1"), "--metadata is '=1'"),
         (("--goodput", "speed:1"), "--goodput is 'speed:1'"),
         (("--cancel-share", "2"), "--cancel-share is 2.0"),
