@@ -119,8 +119,8 @@ class StoreWatch(threading.Thread):
         link.found()
         self._say(client.chunk_tokens)
         log_event(_log, "the KV store is there", chunk_tokens=client.chunk_tokens)
-        if self._tells:
-            self._name_other_version()
+        # An HTTP side that does not say its version is asked for no more: lookups wait meanwhile.
+        if self._tells and self._name_other_version():
             self._name_other_stages()
 
     def _require_whole_blocks(self) -> None:
@@ -216,7 +216,7 @@ class StoreWatch(threading.Thread):
             self._link.lost(StoreGoneError("its process has ended"))
             self._give_up()
 
-    def _name_other_version(self) -> None:
+    def _name_other_version(self) -> str:
         found = self._link.client.http.version()
         if found not in ("", LMCACHE_VERSION):
             log_event(
@@ -227,6 +227,7 @@ class StoreWatch(threading.Thread):
                 here=LMCACHE_VERSION,
                 remedy="start `pdserve kv-server` instead",
             )
+        return found
 
     def _name_other_stages(self) -> None:
         """Warn once of each set of other stages in the store, as a miss does not show its cause."""

@@ -65,6 +65,28 @@ class EndedClient(BrokenClient):
         return Unanswered()
 
 
+class SilentHttpSide(BrokenClient):
+    """Has an HTTP side that answers nothing in time, and counts who asks it."""
+
+    chunk_tokens = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.http = self
+        self.num_asked = 0
+
+    def connect(self) -> None:
+        pass
+
+    def version(self) -> str:
+        self.num_asked += 1
+        return ""
+
+    def other_stages(self) -> list[str]:
+        self.num_asked += 1
+        return []
+
+
 class Bench:
     def __init__(self, client: BrokenClient, timeout_s: float = 0.1) -> None:
         self.client = client
@@ -99,6 +121,12 @@ def test_a_ping_that_cannot_be_sent_is_tried_again_with_the_next_heartbeat(bench
     wait_until(lambda: bench.client.num_pings)
     time.sleep(0.35)
     assert bench.client.num_pings <= 5
+
+
+def test_an_http_side_that_does_not_answer_is_waited_for_once() -> None:
+    client = SilentHttpSide()
+    Bench(client).watch.connect()
+    assert client.num_asked == 1
 
 
 def test_nobody_waits_for_a_server_whose_process_has_ended() -> None:
