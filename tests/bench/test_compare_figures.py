@@ -154,6 +154,15 @@ class TestWords:
         made = msgspec.structs.replace(made, measured=measured)
         assert "missed" in verdict.goal_words(verdict.headline(made, None))
 
+    def test_a_rival_whose_tokens_all_come_at_once_has_no_ratio(self, made):
+        for each in made.runs("2 replicas", None):
+            for one in each.outcomes:
+                one.chunk_s = [one.chunk_s[0]] * len(one.chunk_s)
+        assert row_of(made, "2 replicas").values[Figure.ITL_P99].median == 0.0
+        found = verdict.headline(made, None)
+        assert found.strictest_label == "colocated"
+        assert verdict.strictest_words(found).endswith(" times better.")
+
     def test_equal_deployments_are_not_said_to_differ(self, made):
         measured = [
             msgspec.structs.replace(each, run=made.runs("colocated", None)[each.repeat])

@@ -92,6 +92,7 @@ def headline(comparison: Comparison, rate: float | None) -> Headline | None:
         if not comparison.deployment(row.label).is_disaggregated
         and not comparison.deployment(row.label).is_peer
         and Figure.ITL_P99 in row.values
+        and row.values[Figure.ITL_P99].median > 0  # else its tokens came at once: no ratio
     ]
     strictest, strictest_label = None, ""
     if len(others) > 1:
