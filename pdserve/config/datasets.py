@@ -21,6 +21,9 @@ from pdserve.config.load import Resolved, Source, Table
 from pdserve.config.setting import declare
 from pdserve.errors import ConfigError
 
+_MAX_REQUESTS: Final = 1_000_000
+"""Of a plan, each of whose requests is made before the first is sent."""
+
 
 class DatasetName(enum.Enum):
     """The available data sets."""
@@ -252,6 +255,14 @@ class InterferenceConfig(msgspec.Struct, frozen=True, kw_only=True):
             require_positive(f"interference-{name}", number)
             require_finite(f"interference-{name}", number)
         require_not_negative("interference-burst-size", self.burst_size)
+        for name, num_each, period_s in (
+            ("steady-period", self.steady_streams, self.steady_period_s),
+            ("burst-period", self.burst_size, self.burst_period_s),
+        ):
+            if period_s is not None:
+                num = num_each * self.duration_s / period_s
+                remedy = f"use a longer one, as it makes more than {_MAX_REQUESTS:,} requests"
+                require(num <= _MAX_REQUESTS, f"interference-{name}", period_s, remedy)
 
 
 class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,12 +41,14 @@ MADE_UP = [
     [
         (lambda: InterferenceConfig(duration_s=math.inf), "interference-duration"),
         (lambda: InterferenceConfig(steady_period_s=math.inf), "interference-steady-period"),
+        (lambda: InterferenceConfig(steady_period_s=1e-9), "interference-steady-period"),
+        (lambda: InterferenceConfig(burst_period_s=5e-324), "interference-burst-period"),
         (lambda: MultiTurnConfig(think_time_s=math.inf), "multi-turn-think-time"),
         (lambda: TraceDataConfig(length_scale=math.inf), "trace-length-scale"),
         (lambda: DatasetConfig(seed=-1), "seed"),
     ],
 )
-def test_a_number_without_end_is_refused_by_its_flag(make, flag):
+def test_a_number_without_end_or_that_makes_requests_without_end_is_refused_by_its_flag(make, flag):
     with pytest.raises(ConfigError) as refused:
         make()
     assert refused.value.param == flag
