@@ -86,5 +86,6 @@ def numerics(one: RunningEngine, other: RunningEngine) -> Finding | None:
         Grade.WARN,
         f"{names} round differently: {differences}. A request that they share may get different "
         "text than one of them alone would write",
-        "if that matters, use the same kind of device, release, TP size and expert places for both",
+        "if that matters, use the same kind of device, release, TP size and expert places for "
+        "both, and --enable-eplb for neither",
     )

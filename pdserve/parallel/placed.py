@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pdserve.parallel.dispatch import ExpertParallel, LocalExperts, Routing
     from pdserve.parallel.experts import ExpertPlacement
     from pdserve.parallel.group import World
+    from pdserve.wire.ids import EngineId
     from pdserve.wire.step import ExpertBalance
 
 # Where ranks have about as many tokens, an all-gather of padded ones takes half the time of an
@@ -317,11 +318,16 @@ def make(
     return kind(placements, world, rebalancer)
 
 
-def where_they_lie(parallel: ParallelConfig, world: World) -> str:
-    """Describe how a model's experts are shared, as far as sums depend on it; "" if sliced."""
+def where_they_lie(parallel: ParallelConfig, world: World, engine_id: EngineId) -> str:
+    """Describe how a model's experts are shared, as far as sums depend on it; "" if sliced.
+
+    Balanced experts lie in no two engines alike, as each moves them with its own load.
+    """
     if not parallel.enable_expert_parallel or world.ep.size == 1:
         return ""
     strategy, backend = parallel.expert_placement_strategy, parallel.all2all_backend
     lie = f"{strategy} on {world.ep.size} ranks by {backend}"
     num_redundant = parallel.eplb.num_redundant_experts
-    return f"{lie}, balanced with {num_redundant} redundant" if parallel.enable_eplb else lie
+    if not parallel.enable_eplb:
+        return lie
+    return f"{lie}, balanced with {num_redundant} redundant by the load of {engine_id}"

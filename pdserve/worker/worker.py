@@ -144,7 +144,7 @@ class Worker:
         fields = whole.fields(model=named, weights=loaded.weights_digest)
         shape = _shape(whole, loaded.layers, world)
         digest = hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:32]
-        numerics = _numerics(where, kernels, world, where_they_lie(config.parallel, world))
+        numerics = self._numerics(where, kernels, world)
         context = ConnectorContext(
             config=config,
             engine_id=self._engine_id,
@@ -191,6 +191,15 @@ class Worker:
         if place.rendezvous is None:
             raise InternalError(f"rank {place.mesh.rank} was not told where its world meets")
         return join(place.mesh, place.rendezvous, device, sum_ranks=kernels.sum_ranks)
+
+    def _numerics(self, device: torch.device, kernels: KernelBackend, world: World) -> Numerics:
+        return Numerics(
+            device=f"{device.type} {kernels.arch}".strip(),
+            kernels=f"{kernels.name} {kernels.sources[:12]}".strip(),
+            compiler=kernels.compiler,
+            tp_size=world.tp.size,
+            experts=where_they_lie(self._config.parallel, world, self._engine_id),
+        )
 
     def _plan(
         self,
@@ -390,16 +399,6 @@ def _in_words(layout: KVLayout, draft_bytes: int, max_model_len: int) -> str:
         f"KV cache: {num_tokens:,} tokens in {layout.num_blocks:,} blocks of {layout.block_size} "
         f"({mib:,.0f} MiB), maximum concurrency for {max_model_len:,} tokens per request: "
         f"{num_tokens / max_model_len:.2f}x"
-    )
-
-
-def _numerics(device: torch.device, kernels: KernelBackend, world: World, lie: str) -> Numerics:
-    return Numerics(
-        device=f"{device.type} {kernels.arch}".strip(),
-        kernels=f"{kernels.name} {kernels.sources[:12]}".strip(),
-        compiler=kernels.compiler,
-        tp_size=world.tp.size,
-        experts=lie,
     )
 
 

@@ -117,7 +117,7 @@ def start_rank(world: World, config: EngineConfig) -> tuple[Worker, WorkerInfo, 
         config,
         place=place,
         incarnation=Incarnation("life"),
-        engine_id=EngineId("engine"),
+        engine_id=EngineId(config.engine_id or "engine"),
         wake=lambda: None,
         progress=lambda _: None,
     )

@@ -109,12 +109,12 @@ def test_engines_whose_experts_lie_elsewhere_do_not_say_that_they_round_alike(
         parallel = msgspec.structs.replace(sliced.parallel, enable_expert_parallel=True, **fields)
         return msgspec.structs.replace(sliced, parallel=parallel)
 
-    found = [
-        {str(info.numerics) for info in infos(TP2_PP2, config)}
-        for config in (sliced, whole(), whole(all2all_backend="all_to_all"))
-    ]
-    assert [len(said) for said in found] == [1] * 3, "all ranks say the same"
-    assert len(set.union(*found)) == 3
+    balanced = whole(enable_eplb=True)
+    configs = [sliced, whole(), whole(all2all_backend="all_to_all"), balanced]
+    configs.append(msgspec.structs.replace(balanced, engine_id="another, with a load of its own"))
+    found = [{str(info.numerics) for info in infos(TP2_PP2, config)} for config in configs]
+    assert [len(said) for said in found] == [1] * 5, "all ranks say the same"
+    assert len(set.union(*found)) == 5
 
 
 # ---- memory --------------------------------------------------------------------------
