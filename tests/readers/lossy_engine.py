@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from pdserve.kvcache.lease import Holding
     from pdserve.kvcache.manager import HashChain
 
-RECONNECTED_S = 0.5
-"""ZeroMQ tries again every 0.1 s."""
+CONNECTED_S = 20.0
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
 LETTERS = ("abc", "ab", "ab", "abc")
@@ -48,19 +47,25 @@ class LossyNetwork:
     Attributes:
         endpoint: Where readers subscribe.
         loss: Share of batches that is lost.
-        num_lost: How many were.
+        num_passed, num_lost: How many were passed on since the last connection, and lost in all.
     """
 
     def __init__(self, source: str, rng: random.Random) -> None:
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.loss = 0.0
         self.num_lost = 0
+        self._source = source
         self._rng = rng
         self._context = zmq.Context()
-        self._in, self._out = self._context.socket(zmq.SUB), self._context.socket(zmq.PUB)
-        self._in.subscribe(b"")
-        self._in.connect(source)
+        self._out = self._context.socket(zmq.PUB)
         self._out.bind(self.endpoint)
+        self.connect()
+
+    def connect(self) -> None:
+        self.num_passed = 0
+        self._in = self._context.socket(zmq.SUB)
+        self._in.subscribe(b"")
+        self._in.connect(self._source)
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -73,10 +78,16 @@ class LossyNetwork:
                     self.num_lost += 1
                 else:
                     self._out.send_multipart(frames)
+                    self.num_passed += 1
 
-    def close(self) -> None:
+    def disconnect(self) -> None:
+        """Drop what is on the way: a connection ends with its engine."""
         self._is_ending.set()
         self._thread.join(5.0)
+        self._in.close(linger=0)
+
+    def close(self) -> None:
+        self.disconnect()
         self._context.destroy(linger=0)
 
 
@@ -123,14 +134,22 @@ class LossyEngine:
         )
 
     def restart(self) -> None:
-        """Start over; as by then a model was loaded, readers are connected again.
+        """Start over. Readers hear of it at once, as they are connected before a model is loaded.
 
         vLLM's format has no epochs. To a reader that hears of this life only once it has counted
         further than the former one, the former one goes on.
         """
         self.close_publisher()
+        self.network.disconnect()
         self._start()
-        time.sleep(RECONNECTED_S)
+        self.network.connect()
+        loss, self.network.loss = self.network.loss, 0.0
+        end_s = time.monotonic() + CONNECTED_S
+        while not self.network.num_passed:
+            assert time.monotonic() < end_s, "nothing comes from the engine that was started again"
+            self.beat()
+            time.sleep(0.01)
+        self.network.loss = loss
 
     def step(self) -> None:
         """One random thing happens."""
