@@ -16,9 +16,11 @@ from tests.e2e.conftest import model_of
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
+    from typing import Any
 
 __all__ = ["model_of"]
+LOG_LINES = 30
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,6 +31,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = item.get_closest_marker("short_form")
         if chosen is None or not any(_has_id(item, each) for each in chosen.args):
             item.add_marker(pytest.mark.matrix)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, Any]:
+    """Show with a failure how the logs of all processes end: one of them may have caused it."""
+    report = yield
+    for stage in getattr(item, "funcargs", {}).values() if report.failed else ():
+        if isinstance(stage, Stage):
+            for name, process in stage.deployment.processes.items():
+                end = "\n".join(process.log.splitlines()[-LOG_LINES:])
+                report.sections.append((f"{name}, exit code {process.popen.poll()}", end))
+            break
+    return report
 
 
 def _has_id(item: pytest.Item, parameters: str) -> bool:
