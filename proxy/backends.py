@@ -190,9 +190,9 @@ class Backends:
 
         Raises:
             BadRequestError: A field is out of range.
-            HandshakeError: Its model or KV format differs from that of an engine it would exchange
-                KV with. One with other weights, or of another version, is accepted: it is paired
-                with engines like itself.
+            HandshakeError: Its model or KV format differs from that of another engine, of any
+                role: each may serve a request alone. One with other weights, or of another
+                version, is accepted: it is paired with engines like itself.
         """
         url = _bare(registration.url)
         if not url.startswith(("http://", "https://")):
@@ -203,7 +203,7 @@ class Backends:
                 f"{MAX_LEASE_S:g}",
                 param="lease_s",
             )
-        self._refuse_misfit(url, Role(registration.role), registration.engine)
+        self._refuse_misfit(url, registration.engine)
 
     def register(self, registration: Registration) -> Backend:
         """Accept an engine, or renew its lease.
@@ -267,11 +267,12 @@ class Backends:
             and known.info.layout_digest == engine.layout_digest
         )
 
-    def _refuse_misfit(self, url: str, role: Role, engine: EngineInfo) -> None:
+    def _refuse_misfit(self, url: str, engine: EngineInfo) -> None:
         if self.knows(url, engine):
             return
-        for other in self.counterparts(url, role):
-            assert other.info is not None
+        for other in self:
+            if other.url == url or other.info is None:
+                continue
             if not is_same_model(engine, other.info):
                 raise HandshakeError(cannot_exchange(url, engine, other.url, other.info))
 

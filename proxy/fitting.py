@@ -59,6 +59,12 @@ def misfits(one: Backend, other: Backend) -> Iterator[Misfit]:
                 "generation_config.json or parsers, and an answer may be begun by one and "
                 "continued by the other: give both the same files and flags",
             )
+    elif not is_same_model(ours, theirs):  # both named on the command line
+        yield Misfit(
+            "two engines serve different models",
+            logging.ERROR,
+            cannot_exchange(one.url, ours, other.url, theirs),
+        )
     are_as_long = ours.max_model_len == theirs.max_model_len
     if can_exchange and one.decodes() and other.decodes() and not are_as_long:
         yield Misfit(

@@ -219,10 +219,16 @@ async def test_an_engine_that_is_not_ready_is_looked_at_again_soon(make_stack):
     await until(lambda: is_ready(stack, engine))
 
 
-async def test_engines_of_one_role_need_not_have_one_layout(make_stack, started):
-    stack = await make_stack([ScriptedEngine("prefill", digest="float32")])
-    engine = await started("prefill", digest="bfloat16")
-    assert (await register(stack, engine))[0] == 200
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_engines_of_one_role_serve_one_model(make_stack, logged, started, role):
+    """Either may serve a request alone, and requests need not name a model."""
+    known, engine = ScriptedEngine(role, digest="float32"), await started(role, digest="bfloat16")
+    stack = await make_stack(**{role: [known]})
+    status, body = await register(stack, engine)
+    assert status == 409
+    assert "dtype is bfloat16 here and float32 there" in body["error"]["message"]
+    await make_stack(**{role: [known, engine]})
+    assert sum("two engines serve different models" in line for line in logged) == 1
 
 
 @pytest.mark.parametrize("remote", ["192.0.2.7", "fe80::1%eth0", "2001:db8::1"])
