@@ -17,7 +17,7 @@ from pdserve.commands.children import ChildSpec
 from pdserve.commands.model_directory import model_directory
 from pdserve.commands.running import require_free, require_tls
 from pdserve.config.boxed import BOXED
-from pdserve.config.checks import require
+from pdserve.config.checks import WILDCARDS, require
 from pdserve.config.connectors import check_settings
 from pdserve.config.http import ProxyConfig, ServerConfig, TlsConfig
 from pdserve.config.load import (
@@ -36,7 +36,6 @@ from pdserve.config.tiers import LOOPBACK, store_words
 from pdserve.config.up import ROLES_OF_UP, UpConfig
 from pdserve.config.vllm.translate import ROLE, role_of
 from pdserve.errors import ConfigError
-from pdserve.http.own_address import WILDCARDS
 
 _BY_ENVIRONMENT: Final = ("secret", "api-key", "operator-key")
 """Never on a command line, where every user of the machine can read them."""

@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 from pdserve.errors import ConfigError
 
 POSITIVE: Final = "it must be positive"
+WILDCARDS: Final = ("0.0.0.0", "::", "")
+"""Hosts that stand for every address of this host."""
+_LOCALHOST: Final = "127.0.0.1"
 
 
 def require(condition: bool, flag: str, value: object, remedy: str) -> None:
@@ -44,6 +47,16 @@ def is_url(url: str) -> bool:
 def require_url(url: str, flag: str) -> None:
     """Refuse what is no URL of HTTP."""
     require(is_url(url), flag, url, "write it as http://127.0.0.1:8100")
+
+
+def leads_to(url: str, host: str, port: int) -> bool:
+    """Whether a URL surely leads to a server on this host that binds `host` and `port`."""
+    parts = urlsplit(url)
+    its_port = parts.port or (443 if parts.scheme == "https" else 80)
+    hosts = [parts.hostname or "", host]
+    its_host, host = (_LOCALHOST if each == "localhost" else each for each in hosts)
+    is_ours = its_host == host or (host in WILDCARDS and is_loopback(its_host))
+    return is_ours and its_port == port
 
 
 def require_positive(flag: str, value: float | None) -> None:

@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from pdserve.config.checks import (
+    leads_to,
     require,
     require_keys,
     require_not_negative,
@@ -285,6 +286,13 @@ class ProxyConfig(HttpConfig, frozen=True, kw_only=True):
         for flag, urls in (("prefill", self.prefill), ("decode", self.decode)):
             for url in urls:
                 require_url(url, flag)
+                require(
+                    not leads_to(url, self.host, self.port),
+                    flag,
+                    url,
+                    "that is the proxy itself, and it would send requests to itself without end: "
+                    "give an engine's URL",
+                )
         for flag, number in (
             ("max-concurrent-requests", self.max_concurrent_requests),
             ("queue-timeout-secs", self.queue_timeout_s),

@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 
 from pdserve.config.http import ServerConfig
 
-WILDCARDS: Final = ("0.0.0.0", "::", "")
-"""Hosts that stand for every address of this host."""
 _ELSEWHERE: Final = "192.0.2.1"
 """An address that no host has (RFC 5737): its route is the route out of this host."""
 

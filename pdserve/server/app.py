@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from pdserve.config.checks import WILDCARDS
 from pdserve.dialects import paths
 from pdserve.errors import EngineDeadError
 from pdserve.http import openapi
@@ -25,7 +26,7 @@ from pdserve.http.connection import HttpListener
 from pdserve.http.control import Verifier
 from pdserve.http.cors import let_pages_ask
 from pdserve.http.ignored import tell_ignored
-from pdserve.http.own_address import WILDCARDS, own_address
+from pdserve.http.own_address import own_address
 from pdserve.http.stopping import StopSignals, wait_for
 from pdserve.observe.clock import SystemClock
 from pdserve.observe.heap import keep_flat

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from contextlib import nullcontext
 
 import aiohttp
 import pytest
@@ -384,6 +385,23 @@ async def test_the_engines_may_come_later(make_stack):
 async def test_a_policy_that_does_not_exist_is_named_before_anything_starts():
     with pytest.raises(ConfigError, match="decode-policy"):
         Proxy(ProxyConfig(port=0, decode_policy="best"))
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "is_refused"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1", True),
+        ("http://localhost:8000/", "127.0.0.1", True),
+        ("http://127.0.0.1:8000", "0.0.0.0", True),
+        ("http://127.0.0.2:8000", "127.0.0.1", False),
+        ("http://10.0.0.2:8000", "0.0.0.0", False),
+        ("http://127.0.0.1:8001", "127.0.0.1", False),
+    ],
+)
+def test_a_proxy_is_no_engine_of_its_own(url, host, is_refused):
+    """A request went round and round, until it held every place there is."""
+    with pytest.raises(ConfigError, match="the proxy itself") if is_refused else nullcontext():
+        ProxyConfig(host=host, port=8000, decode=(url,))
 
 
 async def test_a_port_in_use_is_named_with_its_flag():
