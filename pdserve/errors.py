@@ -65,7 +65,10 @@ def refused_process(error: BaseException) -> str:
 
 def story_of(error: BaseException) -> str:
     """Return why a process ends: what to do about it in a line, or where it came from."""
-    return refused_process(error) or "".join(traceback.format_exception(error))
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return refused_process(cause) or "".join(traceback.format_exception(error))
 
 
 class PdserveError(Exception):

@@ -205,7 +205,8 @@ class Lanes(OneSided):
                 lane.rouse()
         ends_s = self._clock.monotonic_s() + timeout_s
         for lane in self._lanes:
-            lane.thread.join(max(0.0, ends_s - self._clock.monotonic_s()))
+            if lane.thread.ident is not None:  # the system refuses threads beyond its limit
+                lane.thread.join(max(0.0, ends_s - self._clock.monotonic_s()))
         return not any(lane.thread.is_alive() for lane in self._lanes)
 
     # ---- what the lanes call -------------------------------------------------------------

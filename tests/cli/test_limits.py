@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import main
-from pdserve.errors import story_of
+from pdserve.errors import InternalError, story_of
 from tests.cli.process import ROOT, environment
 
 pytestmark = pytest.mark.slow
@@ -125,6 +125,9 @@ def test_a_process_without_threads_or_children_tells_in_a_line_how_to_get_them(
 ) -> None:
     assert "\n" not in story_of(refusal)
     assert story_of(refusal).endswith("docker run --pids-limit")
+    dead = InternalError("the KV transfer thread died")
+    dead.__cause__ = refusal
+    assert story_of(dead) == story_of(refusal)
     assert story_of(KeyError("x")).endswith("KeyError: 'x'\n")
 
 

@@ -343,6 +343,24 @@ def test_lanes_that_nobody_needs_are_no_threads() -> None:
     assert bench.lanes.close(1.0)
 
 
+def test_lanes_that_the_system_refuses_a_thread_tell_that_and_can_be_closed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(lambda lane: Agent(world, lane))
+    start, places = threading._start_new_thread, [True]  # type: ignore[attr-defined]
+
+    def refused(*arguments: object) -> int:
+        if not places:
+            raise RuntimeError("can't start new thread")  # CPython's words, where clone() fails
+        places.pop()
+        return int(start(*arguments))
+
+    monkeypatch.setattr("threading._start_new_thread", refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        bench.meet("p")
+    assert bench.lanes.close(10.0)
+
+
 # ---- the real thing ------------------------------------------------------------------------------
 
 
