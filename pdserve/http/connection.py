@@ -15,7 +15,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 
 from pdserve.errors import (
@@ -103,6 +103,9 @@ class ClientConnection(web.RequestHandler):
         if isinstance(resp, web.HTTPException):
             resp = error_answer(refusal_of(resp, request))
         finished = await super().finish_response(request, resp, start_time)
+        sent = finished[0]
+        if request.version < HttpVersion11 and sent.content_length is None:
+            sent.force_close()  # such a body has no other end, and aiohttp would keep it open
         self._is_serving = False
         return finished
 

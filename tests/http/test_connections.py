@@ -219,6 +219,17 @@ async def test_a_client_that_expects_to_be_told_to_go_on_is(serve):
         assert (await wire.answer())[0] == 200
 
 
+async def test_a_stream_to_a_client_of_http_1_0_ends_with_its_connection(serve):
+    """It knows no chunks, so nothing else says where the answer ends."""
+    body = b'{"prompt": "The", "max_tokens": 2, "stream": true}'
+    async with connected(await serve()) as wire:
+        head = HEAD.replace(b"1.1", b"1.0") + b"Connection: keep-alive\r\n"
+        wire.send(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = await asyncio.wait_for(wire.reader.read(), 10.0)
+        assert answer.startswith(b"HTTP/1.0 200")
+        assert answer.endswith(b"data: [DONE]\n\n")
+
+
 async def test_without_a_free_descriptor_clients_are_hung_up_on_and_the_log_stays_short(
     serve, caplog, monkeypatch
 ):
