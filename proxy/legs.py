@@ -286,7 +286,7 @@ class Legs:
                 if relay.handoff is not None:
                     self.story.moved_from(stages)
                     raise MovedError(backend.url, relay.handoff)
-                self._count_tokens(usage_at_end(passing.last))
+                self._count_tokens(usage_at_end(passing.last), stages)
                 return stages
             if relay.error is not None:
                 raise failure_in_stream(backend.url, relay.error)
@@ -404,7 +404,7 @@ class Legs:
                 self.story.last_chunk_s = sent_s
         self.story.num_output_tokens += num_tokens - (self.delivery.num_swallowed - num_known)
         if events[-1].is_done:
-            self._count_tokens(usage_at_end(data))
+            self._count_tokens(usage_at_end(data), self.story.prefill_stages)
 
     def _note_handoff(self, handoff: Handoff) -> None:
         self.body.note_cached(handoff.cached_tokens)
@@ -432,9 +432,14 @@ class Legs:
     def _now_s(self) -> float:
         return self.story.clock.monotonic_s()
 
-    def _count_tokens(self, usage: tuple[int, int] | None) -> None:
+    def _count_tokens(
+        self, usage: tuple[int, int] | None, stages: EngineStages | None = None
+    ) -> None:
+        """Take an engine's counts, as an event of a stream may have several tokens."""
         if usage is not None:
             self.story.num_prompt_tokens, self.story.num_output_tokens = usage
+        elif stages is not None and stages.output_tokens:
+            self.story.num_output_tokens = stages.output_tokens
 
     def _whole(self, body: bytes) -> web.Response:
         """Return the answer in one piece."""

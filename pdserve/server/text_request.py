@@ -353,6 +353,7 @@ class TextRequest:
             finish_reasons=tuple(each.finish_reason.value for each in served if each.finish_reason),
             num_choices=len(self.choices) // len(self.prompts),
             max_tokens=max(each.request.sampling.max_tokens for each in served if each.request),
+            output_tokens=self.num_output_tokens,
             num_preemptions=sum(choice.num_preemptions for choice in served),
         )
 

@@ -175,6 +175,7 @@ class EngineStages(RequestStages, frozen=True, kw_only=True, omit_defaults=False
         finish_reasons: `FinishReason` values of the choices that were served there.
         num_choices: For each prompt, as the client asked.
         max_tokens: Of a choice, as it applies; 0 if the engine does not say.
+        output_tokens: Over all choices, wherever they were sampled; 0 if the engine does not say.
         num_preemptions: Over all choices.
     """
 
@@ -188,6 +189,7 @@ class EngineStages(RequestStages, frozen=True, kw_only=True, omit_defaults=False
     finish_reasons: tuple[str, ...] = ()
     num_choices: int = 1
     max_tokens: int = 0
+    output_tokens: int = 0
     num_preemptions: int = 0
 
 

@@ -78,6 +78,21 @@ async def test_a_request_that_ends_at_its_prefill_engine_has_a_local_path(
     ] * 2
 
 
+@pytest.mark.parametrize("server", ["prefill", "decode", "both"])
+async def test_the_engine_that_ends_a_stream_says_how_many_tokens_its_events_have(
+    make_stack, lines, server
+):
+    prefill, decode = pair()
+    if server == "both":
+        prefill = decode = [ScriptedEngine("both")]
+    prefill[0].finish_at_prefill = server == "prefill"
+    (prefill if server == "prefill" else decode)[0].stages = {"output_tokens": 9}
+    stack = await make_stack(prefill, decode)
+    await stack.stream()
+    [(_, told)] = lines()
+    assert told["out"] == "9"
+
+
 async def test_without_a_pair_the_path_is_local_and_the_model_is_the_one_that_serves(
     make_stack, lines
 ):

@@ -317,6 +317,7 @@ async def test_stages_come_only_when_asked_for_and_sum_to_the_time(text):
         parts = sum(v for k, v in stages.items() if k.endswith("_s") and k != "ttft_s")
         assert parts == pytest.approx(stages["ttft_s"])
         assert stages["load_failures"] == []
+        assert stages["output_tokens"] == 3
 
 
 async def test_stages_of_a_decode_engine_tell_what_was_moved(text):
@@ -330,6 +331,7 @@ async def test_stages_of_a_decode_engine_tell_what_was_moved(text):
     token_bytes = shape.num_layers * shape.num_planes * shape.num_kv_heads * shape.dtype_bytes
     assert answer["pdserve_stages"]["kv_bytes"] == 2 * shape.block_size * token_bytes
     assert answer["pdserve_stages"]["kv_transfer_s"] > 0.0
+    assert answer["pdserve_stages"]["output_tokens"] == answer["usage"]["completion_tokens"] == 4
 
 
 async def test_a_released_lease_is_gone(server):
