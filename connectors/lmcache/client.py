@@ -247,10 +247,11 @@ class StoreClient:
             futures.append(self._client.end_session(session))
         return futures
 
-    def locked(self, chunks: ChunkRange, units: Sequence[int]) -> Slots:
+    def locked(self, chunks: ChunkRange, units: Sequence[int], *, waits: bool) -> Slots:
         """Return the slots of chunks that a lookup has locked.
 
-        They stay valid until `unlock`, and for some minutes at most.
+        They stay valid until `unlock`, and for some minutes at most. If no answer comes, or nobody
+        `waits` for it, the server unlocks them when this rank registers again.
 
         Raises:
             StoreGoneError: The server does not answer.
@@ -259,7 +260,7 @@ class StoreClient:
         keys = PromptKeys(self, chunks, self._session(chunks))
         self._held_locks.over(keys.session)
         asked = [self._client.prepare_retrieve(keys.of(u), self._instance_id) for u in units]
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + (self._timeout_s if waits else 0.0)
         answers = [self._answer(future, "prepare_retrieve", deadline_s) for future in asked]
         lost = [unit for unit, each in zip(units, answers, strict=True) if not each.success]
         if lost:

@@ -265,8 +265,9 @@ class LoadingThread(threading.Thread):
         chunks, client, units = job.load.chunks, self._link.client, self._layout.units
         slots = None
         try:
-            if self._link.is_up:  # or each load of a step would wait for a store that is gone
-                slots = client.locked(chunks, units)
+            # A store that is gone is asked, too, as it may go on and has the locks then; but no
+            # other load of the step waits for it.
+            slots = client.locked(chunks, units, waits=self._link.is_up)
         except StoreGoneError as error:
             self._link.lost(error)
         except StoreMissError:

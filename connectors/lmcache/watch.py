@@ -277,8 +277,8 @@ class StoreWatch(threading.Thread):
             return
         if taken.is_last:
             self._locked.pop(taken.chunks.session, None)
-        if self._link.is_up:
-            self._releases = self._link.client.release(taken.chunks, is_last=taken.is_last)
+        # Also while the server does not answer: one that was only stopped has the locks still.
+        self._releases = self._link.client.release(taken.chunks, is_last=taken.is_last)
 
     def _poll(self, now_s: float) -> None:
         if self._lookups:

@@ -70,7 +70,9 @@ def test_what_a_server_has_of_a_chunk_is_unlocked_before_its_rest_is_told_to_be_
     with monkeypatch.context() as patch:
         patch.setattr(client, "_client", calls)
         with pytest.raises(StoreMissError, match=r"units \[0\]"):
-            client.locked(ChunkRange(7, RequestId("r"), bytes(4 * 16), "", 0, 1), [0, 1])
+            client.locked(
+                ChunkRange(7, RequestId("r"), bytes(4 * 16), "", 0, 1), [0, 1], waits=True
+            )
     assert [each.was_awaited for each in unlocking] == [True]
     client.close(is_up=False)
 

@@ -187,6 +187,27 @@ def test_a_server_that_is_stopped_is_late_once_and_its_locks_are_given_back(
     assert engine.num_external == before + NUM_CHUNKS * CHUNK
 
 
+def test_a_server_that_is_stopped_behind_lookups_is_told_that_what_they_found_is_not_read(
+    make: Callable[..., StoreEngine], server: LMCacheServer, expected: list[list[int]]
+) -> None:
+    """One load hears nothing, another one then waits for nothing, and a third finds no room."""
+    engine, order = make(heartbeat_s=0.3, num_blocks=17), (0, 2, 1)
+    engine.run(*PROMPTS)
+    ids = [engine.add(PROMPTS[each]) for each in order]
+    engine.turn()
+    server.until(lambda status: status["read_locked_count"] == 2 * NUM_CHUNKS)
+    time.sleep(0.5)  # until the engine's thread has heard of it
+    server.signal(signal.SIGSTOP)
+    try:
+        engine.finish()
+    finally:
+        server.signal(signal.SIGCONT)
+    assert [engine.tokens_of(each) for each in ids] == [expected[each] for each in order]
+    assert (engine.stats.num_failed_loads, engine.stats.num_late_lookups) == (2, 0)
+    engine.until(lambda: engine.stats.is_up)
+    server.until(lambda status: not status["read_locked_count"])
+
+
 def test_what_two_ranks_saved_one_loads_and_the_other_way_round(
     make: Callable[..., StoreEngine], expected: list[list[int]]
 ) -> None:
