@@ -13,7 +13,6 @@ from __future__ import annotations
 import array
 import functools
 import hashlib
-import importlib.metadata
 import mmap
 import os
 import time
@@ -24,9 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import zmq
 
-from pdserve.config.tiers import LMCACHE_SILENT, LMCACHE_VERSION
+from pdserve.config.tiers import LMCACHE_SILENT
 from pdserve.connectors.lmcache.held_locks import HeldLocks
 from pdserve.connectors.lmcache.http_side import StoreHttpSide
+from pdserve.connectors.lmcache.settings import require_lmcache
 from pdserve.connectors.lmcache.slots import Slots
 from pdserve.errors import ConfigError, PdserveError
 
@@ -47,28 +47,6 @@ class StoreGoneError(PdserveError):
 
 class StoreMissError(PdserveError):
     """The server no longer has what a lookup found."""
-
-
-def require_lmcache() -> None:
-    """Check that the one version of LMCache that this module supports is installed.
-
-    Raises:
-        ConfigError: It is not installed, or another version is.
-    """
-    flag = "kv-transfer-config.kv-connector"
-    try:
-        found = importlib.metadata.version("lmcache")
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            f"--{flag} is 'lmcache', which is not installed: pip install 'pdserve[lmcache]'",
-            param=flag,
-        ) from None
-    if found != LMCACHE_VERSION:
-        raise ConfigError(
-            f"--{flag} is 'lmcache', but lmcache {found} is installed and pdserve needs "
-            f"{LMCACHE_VERSION}: pip install 'pdserve[lmcache]'",
-            param=flag,
-        )
 
 
 class StoreClient:
@@ -424,6 +402,13 @@ class PendingLookup:
         self._asked = self._calls.lookup(keys.of(None), 1)
         self._is_asking_how_far = False
         self._ask_at_s = 0.0
+
+    def wait(self, now_s: float, timeout_s: float) -> None:
+        """Wait until the server answers, or it is time to ask again."""
+        if self._asked is not None:
+            self._asked.wait(timeout_s)
+        else:
+            time.sleep(max(0.0, min(timeout_s, self._ask_at_s - now_s)))
 
     def poll(self, now_s: float) -> bool:
         """Process the server's answers so far. Return whether the lookup is over.

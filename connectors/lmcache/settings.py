@@ -1,7 +1,8 @@
-"""LMCache's own settings, `--kv-transfer-config.lmcache.*`."""
+"""LMCache's own settings, `--kv-transfer-config.lmcache.*`, and the check that it is installed."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import os
 import re
@@ -11,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.config.checks import require_url
-from pdserve.config.tiers import KV_PORT, LOOPBACK
+from pdserve.config.tiers import KV_PORT, LMCACHE_VERSION, LOOPBACK
 from pdserve.errors import ConfigError
 
 _PREFIX: Final = "kv-transfer-config.lmcache"
@@ -67,3 +68,25 @@ class LMCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
     def _refuse(name: str, why: str) -> None:
         flag = f"{_PREFIX}.{name}"
         raise ConfigError(f"--{flag} is {why}", param=flag)
+
+
+def require_lmcache() -> None:
+    """Check that the one version of LMCache that pdserve supports is installed.
+
+    Raises:
+        ConfigError: It is not installed, or another version is.
+    """
+    flag = "kv-transfer-config.kv-connector"
+    try:
+        found = importlib.metadata.version("lmcache")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"--{flag} is 'lmcache', which is not installed: pip install 'pdserve[lmcache]'",
+            param=flag,
+        ) from None
+    if found != LMCACHE_VERSION:
+        raise ConfigError(
+            f"--{flag} is 'lmcache', but lmcache {found} is installed and pdserve needs "
+            f"{LMCACHE_VERSION}: pip install 'pdserve[lmcache]'",
+            param=flag,
+        )

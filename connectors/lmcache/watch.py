@@ -155,12 +155,15 @@ class StoreWatch(threading.Thread):
         """Process at most one instruction, and the server's answers; False: the end."""
         now_s = time.monotonic()
         wait_s = max(0.0, self._next_ping_s - now_s)
-        if any(each.is_wanted for each in self._lookups.values()):
-            wait_s = min(wait_s, _POLL_S)
+        wanted = next((each for each in self._lookups.values() if each.is_wanted), None)
+        if wanted is not None:
+            if self._inbox.empty():
+                wanted.pending.wait(now_s, min(wait_s, _POLL_S))
+            wait_s = 0.0
         elif self._lookups or self._ping is not None:
             wait_s = min(wait_s, _POLL_UNWANTED_S)
         try:
-            taken = self._inbox.get(timeout=wait_s)
+            taken = self._inbox.get(wait_s > 0.0, wait_s)
         except queue.Empty:
             pass
         else:
