@@ -4,10 +4,11 @@ UCX emulates a READ over TCP: one side asks, the other answers. UCX aborts the w
 process ("unexpected error: Endpoint timeout") if the connection is reset within an answer, or
 before later questions. A peer that is stopped (SIGSTOP) when its reader gives up would find exactly
 that when it continues. If the stream ends after the last question, only the connection is lost; but
-an end amid the answers can still crash UCX. So the connections of an agent that is destroyed while
-it reads outlive it for a while (`close_gently`), and their data is discarded. They are half closed
-once the peer has woken and sent all its answers (or has slept for very long), and closed once it
-has closed its side, has died, or cannot be reached. None of this touches the agent's memory.
+an end amid the answers can still crash UCX (`ucp_get_req_handler` leaves a field unset that the
+cancelled answer's cleanup reads). So the connections of an agent that is destroyed while it reads
+outlive it for a while (`close_gently`), and their data is discarded. Each is half closed once its
+peer has woken and sent all its answers (or has slept for very long), and closed once the peer has
+closed its side or has died. None of this touches the agent's memory.
 
 UCX accepts every connection in its own thread, but notices the end of one only while its agent is
 driven, and idle agents are not; and it keeps silent connections for good. If descriptors run out,
@@ -29,20 +30,21 @@ import socket
 import stat
 import struct
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
 
     from pdserve.observe.clock import Clock
 
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 16
-_MAX_QUIET = 60
+_MAX_QUIET = 300
 # Two at once would take each other's copies for connections that are still in use.
 _one_at_a_time = threading.Lock()
 
@@ -107,35 +109,49 @@ def _copies_of_connections() -> dict[int, socket.socket]:
 def _see_off(connections: list[socket.socket], quiet_s: float) -> None:
     """Discard incoming data until the peers have closed their sides."""
     scratch = bytearray(_CHUNK_BYTES)
-    left = {connection.fileno(): connection for connection in connections}
+    left = {connection.fileno(): _Leaving(connection, quiet_s) for connection in connections}
     poller = select.poll()
     for descriptor in left:
         poller.register(descriptor, select.POLLIN)
-    num_quiet, has_woken = 0, False
     while left:
-        ready = poller.poll(quiet_s * 1000)
-        if ready:
-            has_woken |= num_quiet > 0
-        else:
-            num_quiet += 1
-            if has_woken or num_quiet == _MAX_QUIET:
-                _half_close(left.values())
-        for descriptor, _ in ready:
-            try:
-                is_open = left[descriptor].recv_into(scratch, flags=socket.MSG_DONTWAIT) > 0
-            except BlockingIOError:
-                continue
-            except OSError:
-                is_open = False
-            if not is_open:
+        for descriptor, _ in poller.poll(quiet_s * 1000):
+            if not left[descriptor].discard(scratch):
                 poller.unregister(descriptor)
-                left.pop(descriptor).close()
+                left.pop(descriptor).connection.close()
+        for leaving in left.values():
+            leaving.half_close_if_due()
 
 
-def _half_close(connections: Iterable[socket.socket]) -> None:
-    for connection in connections:
-        with contextlib.suppress(OSError):  # the peer has died
-            connection.shutdown(socket.SHUT_WR)
+class _Leaving:
+    """A connection that is closed once its peer has said all it had to say."""
+
+    def __init__(self, connection: socket.socket, quiet_s: float) -> None:
+        # What keeps a connection alive would end it in a partition, and reset it afterwards.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
+        self.connection = connection
+        self._heard_s = time.monotonic()
+        self._has_slept = False
+        self._quiet_s = quiet_s
+
+    def discard(self, scratch: bytearray) -> bool:
+        """Receive into `scratch`; return whether the peer's side is open."""
+        try:
+            is_open = self.connection.recv_into(scratch, flags=socket.MSG_DONTWAIT) > 0
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        now_s = time.monotonic()
+        self._has_slept |= now_s - self._heard_s >= self._quiet_s
+        self._heard_s = now_s
+        return is_open
+
+    def half_close_if_due(self) -> None:
+        """End this side if the peer has slept and then said its last, or sleeps for very long."""
+        num_quiet = (time.monotonic() - self._heard_s) / self._quiet_s
+        if num_quiet >= (1 if self._has_slept else _MAX_QUIET):
+            with contextlib.suppress(OSError):  # the peer has died
+                self.connection.shutdown(socket.SHUT_WR)
 
 
 class DescriptorWatch:

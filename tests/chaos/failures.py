@@ -476,7 +476,7 @@ _LIMITS = (
     "all one that is stopped or busy just then: UCX aborts a process that finds a reset while it",
     "answers a READ. Requests continue elsewhere, as after the death of any P; a push has no such",
     "limit. A D that lives and gives up the read closes its connections, so that this does not",
-    "happen.",
+    "happen, not even behind a partition if it ends within five minutes.",
     "",
     "**Engines of the role `both`.** Engines that prefill for one another, beside decode engines",
     "and without a prefill engine, can deadlock: each holds blocks that a request of the other",

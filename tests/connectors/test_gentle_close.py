@@ -6,11 +6,12 @@ import contextlib
 import os
 import resource
 import socket
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.connectors.nixl.descriptors import close_gently
+from pdserve.connectors.nixl.descriptors import close_gently, open_sockets
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -69,6 +70,35 @@ def test_a_peer_that_sleeps_finds_no_end_before_it_has_woken_and_answered() -> N
         there.settimeout(10.0)
         there.sendall(b"the last one")
         assert there.recv(100) == b""
+
+
+@pytest.mark.slow
+def test_a_peer_whose_answers_are_still_under_way_finds_no_end_because_another_has_woken() -> None:
+    """As after a partition: TCP tries again sooner on one connection than on the other."""
+
+    def destroy() -> None:
+        here.close()
+        late.close()
+
+    with connection() as (here, there), connection() as (late, there_too):
+        close_gently(destroy, quiet_s=0.1)
+        time.sleep(0.3)
+        there.sendall(b"the last one")
+        assert there.recv(100) == b""
+        there_too.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            there_too.recv(100)
+
+
+def test_a_partition_does_not_end_a_connection_whose_peer_may_have_answers() -> None:
+    with connection() as (here, there):
+        inode = inode_of(here)
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        close_gently(here.close)
+        wait_until_held_once(inode)
+        with socket.socket(fileno=os.dup(open_sockets()[inode])) as copy:
+            wait_until(lambda: not copy.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        there.close()
 
 
 def test_nothing_is_left_once_the_peer_has_closed_its_side() -> None:
