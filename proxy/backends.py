@@ -276,6 +276,15 @@ class Backends:
             if not is_same_model(engine, other.info):
                 raise HandshakeError(cannot_exchange(url, engine, other.url, other.info))
 
+    def why_misfit(self, backend: Backend) -> str:
+        """Return why an engine that is named on the command line cannot serve beside ready ones."""
+        for other in self:
+            if other is backend or other.health is not Health.READY:
+                continue
+            if backend.info and other.info and not is_same_model(backend.info, other.info):
+                return cannot_exchange(backend.url, backend.info, other.url, other.info)
+        return ""
+
     def counterparts(self, url: str, role: Role) -> Iterator[Backend]:
         """Yield the engines with which one of this role, at `url`, would exchange KV."""
         for other in self:
@@ -294,8 +303,8 @@ class Backends:
         if former is None or former.incarnation != engine.incarnation:
             others = (other for other in self if other is not backend)
             found = [each for other in others for each in misfits(backend, other)]
-            for each in {each[:2]: each for each in found}.values():  # one pair says enough
-                log_event(log, each.event, level=each.level, reason=each.reason)
+            for each in {each.event: each for each in found}.values():  # one pair says enough
+                log_event(log, each.event, level=logging.WARNING, reason=each.reason)
         if former is not None and former.incarnation != engine.incarnation:
             log_event(log, "engine restarted", url=backend.url, engine=engine.engine_id)
             self._breakers.renew(backend)

@@ -158,7 +158,7 @@ class HealthChecks:
     async def check(self, backend: Backend) -> None:
         """Check an engine's health; a ready engine of ours says so in its report."""
         timeout_s = self._config.health_check_timeout_s
-        before = backend.health
+        before, level = backend.health, logging.INFO
         reads = {leg: leg.num_reads for leg in backend.legs}
         asked_s = self._clock.wall_s()
         try:
@@ -174,16 +174,19 @@ class HealthChecks:
             self._note_failed_check(backend, failure, reads)
         else:
             backend.num_late_checks = 0
-            if status == 200:
+            if status == 200 and (why := self._backends.why_misfit(backend)):
+                backend.health, backend.reason, backend.models = Health.NOT_READY, why, []
+                level = logging.ERROR
+            elif status == 200:
                 backend.health, backend.reason = Health.READY, ""
             else:
                 backend.health = Health.NOT_READY
                 backend.reason = (
                     f"/readyz answers {status}: {body[:200].decode(errors='replace').strip()}"
                 )
-        self._tell(backend, before)
+        self._tell(backend, before, level)
 
-    def _tell(self, backend: Backend, before: Health) -> None:
+    def _tell(self, backend: Backend, before: Health, level: int) -> None:
         """Log a change of health, and at intervals that an engine is still away.
 
         At first, an engine never seen may be away without fault, as any start order works. A
@@ -191,7 +194,6 @@ class HealthChecks:
         """
         now_s = self._clock.monotonic_s()
         is_ready = backend.health is Health.READY
-        level = logging.INFO
         if backend.health is not before:
             backend.logged_s = now_s
             if before is Health.READY:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ class Misfit(NamedTuple):
     """What is wrong with two engines together: a line of the log."""
 
     event: str
-    level: int
     reason: str
 
 
@@ -31,45 +29,30 @@ def misfits(one: Backend, other: Backend) -> Iterator[Misfit]:
     if (ours.engine_id, ours.incarnation) == (theirs.engine_id, theirs.incarnation):
         yield Misfit(
             "two URLs lead to one engine",
-            logging.WARNING,
             f"{one.url} and {other.url} are {ours.engine_id}, which gets requests as if it were "
             "two engines: leave one of them out",
         )
+        return
+    if not is_same_model(ours, theirs):  # both named on the command line: only one is taken in
         return
     can_exchange = ours.layout_digest == theirs.layout_digest
     if (one.prefills() and other.decodes()) or (other.prefills() and one.decodes()):
         if not can_exchange:
             yield Misfit(
                 "requests will not be split between two engines",
-                logging.WARNING if is_same_model(ours, theirs) else logging.ERROR,
                 cannot_exchange(one.url, ours, other.url, theirs),
-            )
-        elif theirs.model != ours.model:  # both named on the command line
-            yield Misfit(
-                "two engines have different names for one model",
-                logging.ERROR,
-                f"{one.url} serves {ours.model}, {other.url} serves {theirs.model}, and a request "
-                "for either name may reach the other: give both the same --served-model-name",
             )
         elif differ_in_text(one, other):
             yield Misfit(
                 "two engines read requests differently",
-                logging.WARNING,
                 f"{one.url} and {other.url} differ in tokenizer, chat template, "
                 "generation_config.json or parsers, and an answer may be begun by one and "
                 "continued by the other: give both the same files and flags",
             )
-    elif not is_same_model(ours, theirs):  # both named on the command line
-        yield Misfit(
-            "two engines serve different models",
-            logging.ERROR,
-            cannot_exchange(one.url, ours, other.url, theirs),
-        )
     are_as_long = ours.max_model_len == theirs.max_model_len
     if can_exchange and one.decodes() and other.decodes() and not are_as_long:
         yield Misfit(
             "two engines end answers at different lengths",
-            logging.WARNING,
             f"{one.url} has --max-model-len {ours.max_model_len}, {other.url} has "
             f"{theirs.max_model_len}, and an answer without max_tokens that moves from one to the "
             "other ends where the shorter one does: give both the same",

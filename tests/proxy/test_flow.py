@@ -269,7 +269,9 @@ async def test_without_any_engine_the_message_names_a_role_and_a_command(make_st
 
 
 async def test_engines_with_different_layouts_are_not_paired(make_stack):
-    prefill, decode = ScriptedEngine("prefill"), ScriptedEngine("decode", digest="d2")
+    """They differ in what may differ in a rolling update."""
+    prefill, decode = ScriptedEngine("prefill"), ScriptedEngine("decode")
+    decode.weights = "w2"
     stack = await make_stack([prefill], [decode])
     assert text_in(await stack.stream()) == text_of(3, 4)
     assert legs([prefill, decode]) == ["local"]

@@ -202,9 +202,11 @@ async def test_an_engine_that_is_refused_again_and_again_is_one_line_in_the_log(
 async def test_engines_of_the_command_line_that_do_not_fit_are_logged_with_both_values(
     make_stack, logged
 ):
-    await make_stack(
-        [ScriptedEngine("prefill", digest="float32")], [ScriptedEngine("decode", digest="bfloat16")]
+    stack = await make_stack(
+        [ScriptedEngine("prefill", digest="float32")],
+        [decode := ScriptedEngine("decode", digest="bfloat16")],
     )
+    assert not is_ready(stack, decode)
     (line,) = (line for line in logged if "cannot exchange KV" in line)
     assert "float32" in line
     assert "bfloat16" in line
@@ -227,8 +229,12 @@ async def test_engines_of_one_role_serve_one_model(make_stack, logged, started, 
     status, body = await register(stack, engine)
     assert status == 409
     assert "dtype is bfloat16 here and float32 there" in body["error"]["message"]
-    await make_stack(**{role: [known, engine]})
-    assert sum("two engines serve different models" in line for line in logged) == 1
+    stack = await make_stack(**{role: [known, engine]})
+    assert [is_ready(stack, each) for each in (known, engine)] == [True, False]
+    assert sum("engine not ready" in line and "bfloat16" in line for line in logged) == 1
+    known.ready = False
+    await until(lambda: is_ready(stack, engine))
+    assert not is_ready(stack, known)
 
 
 @pytest.mark.parametrize("remote", ["192.0.2.7", "fe80::1%eth0", "2001:db8::1"])

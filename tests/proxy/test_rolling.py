@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -149,13 +150,16 @@ async def test_another_model_is_refused_with_both_names(make_stack, weights):
     await engine.stop()
 
 
-async def test_engines_given_to_the_proxy_under_two_names_are_named(make_stack, caplog):
-    (prefill,), (decode,) = engines = revision("w1")
+async def test_of_engines_given_to_the_proxy_under_two_names_one_serves(make_stack, caplog):
+    _, (decode,) = engines = revision("w1")
     decode.model = "other"
-    await make_stack(*engines)
-    [told] = [each.getMessage() for each in caplog.records if "different names" in each.message]
-    assert f"{decode.url} serves other" in told
-    assert f"{prefill.url} serves tiny" in told
+    stack = await make_stack(*engines)
+    [told] = [each for each in caplog.records if "served model name" in each.message]
+    assert told.levelno == logging.ERROR
+    assert "other here and tiny there" in told.getMessage()
+    assert not is_ready(stack, decode)
+    models = await stack.get("/v1/models")
+    assert [each["id"] for each in models["data"]] == ["tiny"]
 
 
 @pytest.mark.parametrize(
