@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 # UCX reads from GPUs of a machine without NVLink, one GPU alone included, over TCP: 0.4 GB/s on an
 # H100, and 1,100 with this. Where it has not loaded its CUDA part, it warns of the variable.
 _UCX_GPU_DEFAULTS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+# After a partition, questions of a peer that TCP still repeats arrive on one connection, and UCX
+# aborts the process if the one for the answers has timed out meanwhile. TCP gives up repeating
+# after a quarter of an hour; what hangs here is noticed by the protocol above (see `transfer`).
+_UCX_KEEPALIVE = {"UCX_TCP_KEEPIDLE": "1200s"}
 _NET_DEVICES = "UCX_NET_DEVICES"
 _OF_STORAGE = frozenset({"BLK_SEG", "FILE_SEG", "OBJ_SEG"})
 _OTHER_COPY = "ucxx"
@@ -87,7 +91,8 @@ class NixlAgent:
         net_devices: str | None = None,
         is_on_gpu: bool = False,
     ) -> None:
-        for variable, value in (UCX_DEFAULTS | (_UCX_GPU_DEFAULTS if is_on_gpu else {})).items():
+        defaults = UCX_DEFAULTS | _UCX_KEEPALIVE | (_UCX_GPU_DEFAULTS if is_on_gpu else {})
+        for variable, value in defaults.items():
             os.environ.setdefault(variable, value)
         if net_devices is not None:
             os.environ.setdefault(_NET_DEVICES, net_devices)

@@ -126,8 +126,6 @@ class _Leaving:
     """A connection that is closed once its peer has said all it had to say."""
 
     def __init__(self, connection: socket.socket, quiet_s: float) -> None:
-        # What keeps a connection alive would end it in a partition, and reset it afterwards.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
         self.connection = connection
         self._heard_s = time.monotonic()
         self._has_slept = False

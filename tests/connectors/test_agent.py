@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from pdserve.connectors.nixl.agent import AgentError, NixlAgent, TransferState
+from pdserve.connectors.nixl.descriptors import is_connection, open_sockets
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.transfer.seams import Direction
 from pdserve.errors import ConfigError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _UNIT_BYTES = 4096
 _NUM_UNITS = 16
+_TCP_REPEATS_S = 924.6  # with 15 tries, Linux's default (ip-sysctl: tcp_retries2)
 
 
 @pytest.mark.slow
@@ -89,6 +91,28 @@ def _read_from_nobody(answer: Connection) -> None:
         answer.send(state)
 
 
+def _idle_times(answer: Connection) -> None:
+    """Read over TCP; send after how many idle seconds the kernel asks whether a peer is there."""
+    os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    os.environ.pop("UCX_TCP_KEEPIDLE", None)
+    memory = np.zeros(_UNIT_BYTES * _NUM_UNITS, dtype=np.uint8)
+    agent, target = (NixlAgent(os.urandom(8).hex(), ["UCX"]) for _ in range(2))
+    for each in (agent, target):
+        each.register(_region(memory))
+    transfer, state = agent.read_once(
+        _region(memory), agent.add_peer(target.metadata()), _region(memory), _UNIT_BYTES
+    )
+    while state is TransferState.IN_PROGRESS:
+        target.progress()
+        state = agent.poll(transfer)
+    found = []
+    for descriptor in open_sockets().values():
+        with socket.socket(fileno=os.dup(descriptor)) as copy:
+            if is_connection(copy) and copy.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+                found.append(copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE))
+    answer.send(found)
+
+
 def _ports() -> set[int]:
     listening = psutil.Process().net_connections()
     return {each.laddr.port for each in listening if each.status == psutil.CONN_LISTEN}
@@ -96,6 +120,13 @@ def _ports() -> set[int]:
 
 def _region(memory: npt.NDArray[np.uint8]) -> Region:
     return Region(memory.ctypes.data, _UNIT_BYTES, memory.nbytes // _UNIT_BYTES, "DRAM", 0)
+
+
+@pytest.mark.slow
+def test_a_connection_outlives_all_that_tcp_still_repeats_on_another() -> None:
+    found = _said_by(_idle_times)
+    assert isinstance(found, list)
+    assert min(found) > _TCP_REPEATS_S
 
 
 def test_a_peer_whose_agent_has_no_readable_name_is_refused_as_a_value() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.connectors.nixl.descriptors import close_gently, open_sockets
+from pdserve.connectors.nixl.descriptors import close_gently
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -88,17 +88,6 @@ def test_a_peer_whose_answers_are_still_under_way_finds_no_end_because_another_h
         there_too.settimeout(0.5)
         with pytest.raises(TimeoutError):
             there_too.recv(100)
-
-
-def test_a_partition_does_not_end_a_connection_whose_peer_may_have_answers() -> None:
-    with connection() as (here, there):
-        inode = inode_of(here)
-        here.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        close_gently(here.close)
-        wait_until_held_once(inode)
-        with socket.socket(fileno=os.dup(open_sockets()[inode])) as copy:
-            wait_until(lambda: not copy.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
-        there.close()
 
 
 def test_nothing_is_left_once_the_peer_has_closed_its_side() -> None:
