@@ -82,7 +82,7 @@ def test_a_peer_whose_answers_are_still_under_way_finds_no_end_because_another_h
 
     with connection() as (here, there), connection() as (late, there_too):
         close_gently(destroy, quiet_s=0.1)
-        time.sleep(0.3)
+        time.sleep(0.3)  # for longer than `quiet_s`: both peers are asleep
         there.sendall(b"the last one")
         assert there.recv(100) == b""
         there_too.settimeout(0.5)
