@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NewType
 import numpy as np
 
 from pdserve.connectors.nixl.descriptors import close_gently
+from pdserve.connectors.nixl.ucx_pool import zero_requests
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.transfer.seams import Direction
 from pdserve.connectors.transfer_thread.host import UCX_DEFAULTS
@@ -263,6 +264,7 @@ class NixlAgent:
                 _, segments = self._agent.getPluginParams(backend)
                 if not _OF_STORAGE.isdisjoint(segments):
                     raise _wrong(backend, "which reaches storage, not other engines: leave it out")
+                zero_requests()
                 handle: int = self._agent.createBackend(backend, {})
             except self._nixl.nixlNotFoundError:  # its plugin is there, and cannot be loaded
                 why = "which NIXL cannot load here: install what its plugin needs, or leave it out"

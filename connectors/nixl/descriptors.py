@@ -1,14 +1,13 @@
 """UCX's TCP connections in this process: how they are closed, and how their number is limited.
 
 UCX emulates a READ over TCP: one side asks, the other answers. UCX aborts the whole answering
-process ("unexpected error: Endpoint timeout") if the connection is reset within an answer, or
-before later questions. A peer that is stopped (SIGSTOP) when its reader gives up would find exactly
-that when it continues. If the stream ends after the last question, only the connection is lost; but
-an end amid the answers can still crash UCX (`ucp_get_req_handler` leaves a field unset that the
-cancelled answer's cleanup reads). So the connections of an agent that is destroyed while it reads
-outlive it for a while (`close_gently`), and their data is discarded. Each is half closed once its
-peer has woken and sent all its answers (or has slept for very long), and closed once the peer has
-closed its side or has died. None of this touches the agent's memory.
+process ("unexpected error: Endpoint timeout") if it finds the connection for an answer lost before
+it has seen the question. A peer that is stopped (SIGSTOP) when its reader gives up would find
+exactly that when it continues. If the connections end after the last answer, only they are lost. So
+those of an agent that is destroyed while it reads outlive it for a while (`close_gently`), and
+their data is discarded. Each is half closed once its peer has woken and sent all its answers (or
+has slept for very long), and closed once the peer has closed its side or has died. None of this
+touches the agent's memory.
 
 UCX accepts every connection in its own thread, but notices the end of one only while its agent is
 driven, and idle agents are not; and it keeps silent connections for good. If descriptors run out,

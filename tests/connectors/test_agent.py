@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import socket
+import time
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,14 +22,17 @@ from pdserve.errors import ConfigError
 from tests.connectors.engines import PRELOADED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
     from pathlib import Path
 
     import numpy.typing as npt
 
 _UNIT_BYTES = 4096
 _NUM_UNITS = 16
+_MANY_UNITS = 8192
+_M_PERTURB = -6  # of mallopt(3)
 _TCP_REPEATS_S = 924.6  # with 15 tries, Linux's default (ip-sysctl: tcp_retries2)
 
 
@@ -38,7 +44,17 @@ def test_a_peer_that_never_answers_a_connect_holds_nobody_up() -> None:
 
 
 def _said_by(target: Callable[..., None], *args: object) -> object:
-    """What a process of its own sends; it is a fork of one that has imported NIXL."""
+    """What a process of its own sends first."""
+    with _apart(target, *args) as (_, here):
+        assert here.poll(60.0), "it waits inside NIXL"
+        return here.recv()
+
+
+@contextmanager
+def _apart(
+    target: Callable[..., None], *args: object
+) -> Iterator[tuple[BaseProcess, Connection[object, object]]]:
+    """A process of its own, a fork of one that has imported NIXL, and the pipe that leads to it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     here, there = context.Pipe()
@@ -46,8 +62,7 @@ def _said_by(target: Callable[..., None], *args: object) -> object:
     process.start()
     there.close()
     try:
-        assert here.poll(60.0), "it waits inside NIXL"
-        return here.recv()
+        yield process, here
     finally:
         process.kill()
         process.join()
@@ -113,6 +128,38 @@ def _idle_times(answer: Connection) -> None:
     answer.send(found)
 
 
+def _answer_reads(pipe: Connection) -> None:
+    """Answer over TCP, with memory from malloc that is full of what others left, until told."""
+    os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    assert ctypes.CDLL(None).mallopt(_M_PERTURB, 0xFD)
+    memory = np.zeros(_MANY_UNITS * _UNIT_BYTES, dtype=np.uint8)
+    agent = NixlAgent(f"target-{os.urandom(8).hex()}", ["UCX"])
+    agent.register(_region(memory))
+    pipe.send((agent.metadata(), _region(memory)))
+    while not pipe.poll():
+        with suppress(AgentError):
+            agent.progress()
+        time.sleep(0.0005)
+    pipe.send("alive")
+
+
+def _ask_for_much(pipe: Connection, metadata: bytes, remote: Region) -> None:
+    """Post a READ of far more than sockets hold, every unit by itself, and stand still."""
+    os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    memory = np.zeros(_MANY_UNITS * _UNIT_BYTES, dtype=np.uint8)
+    agent = NixlAgent(f"reader-{os.urandom(8).hex()}", ["UCX"])
+    agent.register(_region(memory))
+    peer = agent.add_peer(metadata)
+    transfer, state = agent.read_once(_region(memory), peer, remote, _UNIT_BYTES)
+    while state is TransferState.IN_PROGRESS:
+        state = agent.poll(transfer)
+    units = np.arange(_MANY_UNITS, dtype=np.int32)
+    prepared = agent.prepare(_region(memory)), agent.prepare(remote, peer)
+    agent.post(Direction.READ, prepared[0], units, prepared[1], units[::-1].copy())
+    pipe.send("posted")
+    time.sleep(60.0)
+
+
 def _ports() -> set[int]:
     listening = psutil.Process().net_connections()
     return {each.laddr.port for each in listening if each.status == psutil.CONN_LISTEN}
@@ -127,6 +174,23 @@ def test_a_connection_outlives_all_that_tcp_still_repeats_on_another() -> None:
     found = _said_by(_idle_times)
     assert isinstance(found, list)
     assert min(found) > _TCP_REPEATS_S
+
+
+@pytest.mark.slow
+def test_who_answers_a_read_over_tcp_outlives_a_reader_that_is_killed() -> None:
+    with _apart(_answer_reads) as (_, answers):
+        metadata_and_region = answers.recv()
+        assert isinstance(metadata_and_region, tuple)
+        for _ in range(2):
+            with _apart(_ask_for_much, *metadata_and_region) as (reader, says):
+                assert says.poll(60.0)
+                assert says.recv() == "posted"
+                time.sleep(0.2)  # until answers wait for room
+                reader.kill()
+                reader.join()
+        time.sleep(0.2)
+        answers.send("enough")
+        assert answers.recv() == "alive"
 
 
 def test_a_peer_whose_agent_has_no_readable_name_is_refused_as_a_value() -> None:
