@@ -17,7 +17,7 @@ from pdserve.config.schema import Role
 from pdserve.errors import BadRequestError, HandshakeError
 from pdserve.observe.log import log_event
 from pdserve.proxy.backend import Backend, BreakerState, Health
-from pdserve.proxy.fitting import cannot_exchange, is_same_model, misfits
+from pdserve.proxy.fitting import misfits, why_misfit
 from pdserve.proxy.policies import BackendView
 from pdserve.wire.seal import PROTOCOL
 
@@ -203,7 +203,9 @@ class Backends:
                 f"{MAX_LEASE_S:g}",
                 param="lease_s",
             )
-        self._refuse_misfit(url, registration.engine)
+        engine = registration.engine
+        if not self.knows(url, engine) and (why := why_misfit(url, engine, self)):
+            raise HandshakeError(why)
 
     def register(self, registration: Registration) -> Backend:
         """Accept an engine, or renew its lease.
@@ -267,23 +269,10 @@ class Backends:
             and known.info.layout_digest == engine.layout_digest
         )
 
-    def _refuse_misfit(self, url: str, engine: EngineInfo) -> None:
-        if self.knows(url, engine):
-            return
-        for other in self:
-            if other.url == url or other.info is None:
-                continue
-            if not is_same_model(engine, other.info):
-                raise HandshakeError(cannot_exchange(url, engine, other.url, other.info))
-
     def why_misfit(self, backend: Backend) -> str:
         """Return why an engine that is named on the command line cannot serve beside ready ones."""
-        for other in self:
-            if other is backend or other.health is not Health.READY:
-                continue
-            if backend.info and other.info and not is_same_model(backend.info, other.info):
-                return cannot_exchange(backend.url, backend.info, other.url, other.info)
-        return ""
+        ready = (other for other in self if other.health is Health.READY)
+        return why_misfit(backend.url, backend.info, ready) if backend.info else ""
 
     def counterparts(self, url: str, role: Role) -> Iterator[Backend]:
         """Yield the engines with which one of this role, at `url`, would exchange KV."""

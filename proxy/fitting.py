@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from pdserve.proxy.backend import Backend
     from pdserve.wire.request import EngineInfo
@@ -71,6 +71,14 @@ def is_same_model(ours: EngineInfo, theirs: EngineInfo) -> bool:
         ours.layout_digest == theirs.layout_digest
         or all(ours.layout[name] == theirs.layout[name] for name in known_to_both)
     )
+
+
+def why_misfit(url: str, engine: EngineInfo, others: Iterable[Backend]) -> str:
+    """Return how the engine at `url` differs from the first other it may not serve beside."""
+    for other in others:
+        if other.url != url and other.info and not is_same_model(engine, other.info):
+            return cannot_exchange(url, engine, other.url, other.info)
+    return ""
 
 
 def cannot_exchange(url: str, engine: EngineInfo, other_url: str, other: EngineInfo) -> str:

@@ -374,6 +374,7 @@ def test_a_server_ends_whatever_lmcache_does_with_exceptions_while_it_starts(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hears_hang_ups")
 def test_a_server_ends_when_its_terminal_closes_as_lmcache_ends_it(tmp_path: Path) -> None:
     with serving(ENDS_ITSELF, tmp_path) as process:
         process.send_signal(signal.SIGHUP)

@@ -45,14 +45,6 @@ def started(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]
         process.wait()
 
 
-@pytest.fixture
-def hears_hang_ups() -> Iterator[None]:
-    """Commands started here hear SIGHUP even where these tests run under nohup."""
-    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, former)
-
-
 def read_until(process: subprocess.Popen[str], word: str) -> str:
     """What the process writes, up to the line with `word`."""
     assert process.stdout is not None
