@@ -203,11 +203,14 @@ class PairMachine(RuleBasedStateMachine):
             self.reached["left while KV was on its way"] += 1
 
     @precondition(lambda self: self.by_decode)
-    @rule(data=st.data())
-    def move(self, data: st.DataObject) -> None:
+    @rule(num_steps=st.integers(0, 6), data=st.data())
+    def move(self, num_steps: int, data: st.DataObject) -> None:
         """What is decoded is to go on at the prefill engine, wherever it stands; perhaps twice."""
-        request_id = data.draw(st.sampled_from(sorted(self.by_decode)))
-        self.decode.scheduler.hand_over([request_id, RequestId("unknown"), request_id])
+        self.step_decode(num_steps)
+        decoding = [each for each, life in self.by_decode.items() if len(life.out) > 1]
+        if self.by_decode:
+            request_id = data.draw(st.sampled_from(sorted(decoding or self.by_decode)))
+            self.decode.scheduler.hand_over([request_id, RequestId("unknown"), request_id])
 
     def _go_on(self, life: Life, handoff: KVHandoff) -> None:
         copy = Life(life.prompt, life.params)
