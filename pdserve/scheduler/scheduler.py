@@ -27,7 +27,7 @@ from pdserve.wire.request import ErrorCode, FinishReason
 from pdserve.wire.transfer import ConnectorReport, LoadFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator
 
     from pdserve.config.schema import CacheConfig, SchedulerConfig
     from pdserve.connectors.base import KVConnectorScheduler
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pdserve.wire.events import KVEvent
     from pdserve.wire.ids import RequestId
     from pdserve.wire.request import EngineOutput, EngineStats, GenerateRequest
-    from pdserve.wire.sampling import TokenLogprobs
     from pdserve.wire.step import ModelRunnerOutput, SchedulerOutput
     from pdserve.wire.transfer import ConnectorMetadata, Failed
 
@@ -227,56 +226,22 @@ class Scheduler:
         """Take a step's results. `drain_outputs` then returns its outputs."""
         now_s = self._clock.monotonic_s()
         step = self.state.steps.retire(result.step_id, now_s)
-        num_tokens = step.num_prefill_tokens + step.num_decode_tokens
-        num_tokens += sum(result.num_drafted.values())
+        num_drafted = sum(result.num_drafted.values())
+        num_tokens = step.num_prefill_tokens + step.num_decode_tokens + num_drafted
         self._counters.step(num_tokens, result.forward_s)
         self.telemetry.step(step, result, now_s)
         self._take_loads(step, result.failed_loads, now_s)
-        running: Mapping[RequestId, Request] = self.state.running
-        for request_id in result.non_finite_ids:
-            request = running.get(request_id)
-            if request is not None and request_id not in step.void:
-                self._lose(request, now_s)
-        if step.void:
-            running = {each: request for each, request in running.items() if each not in step.void}
-        for request_id, entries in result.prompt_logprobs.items():
-            request = running.get(request_id)
-            if request is not None:
-                request.add_prompt_logprobs(entries)
-        for request_id in result.ids_without_token:
-            step.num_computed_after[request_id] -= 1  # nobody may find the KV of its last token
-        for request_id, num_computed in step.num_computed_after.items():
-            request = running.get(request_id)
-            if request is not None:
-                if request.times.first_step_end_s is None:
-                    request.times.end_step(now_s)
-                if request.holding is not None:
-                    self.state.publish_prefix(request, num_computed)
+        for request in self._running(step, result.non_finite_ids):
+            self._lose(request, now_s)
+        for request in self._running(step, result.prompt_logprobs):
+            request.add_prompt_logprobs(result.prompt_logprobs[request.request_id])
+        self._publish(step, result.ids_without_token, now_s)
         if step.num_draft_rows:
             self._count_drafts(step, result)
-        for request_id, token_ids in zip(result.request_ids, result.sampled_token_ids, strict=True):
-            request = running.get(request_id)
-            if request is not None:
-                logprobs, pooled = result.logprobs.get(request_id), result.pooled.get(request_id)
-                self._take_tokens(request, token_ids, logprobs, now_s, pooled)
-        for request_id in (*result.unready_ids, *result.spoiled_ids):
-            request = running.get(request_id)
-            if request is not None:
-                self.state.steps.take_back(request)
-                if request_id in result.unready_ids:
-                    self._counters.num_sat_out += 1
-                elif request.drafts is not None:
-                    request.drafts.spoil(request.num_tokens)
-        for request_id, why in result.dead_ends.items():
-            request = running.get(request_id)
-            if request is not None:
-                num = len(request.output_token_ids)
-                why = f"the grammar allows nothing behind {num} tokens of output: {why}"
-                self._fail(request, why, ErrorCode.GRAMMAR_DEAD_END, now_s)
-        for request_id in result.rejected_ids:
-            request = running.get(request_id)
-            if request is not None:
-                self._reject(request, now_s)
+        sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
+        for request in self._running(step, sampled):
+            self._take_tokens(request, sampled[request.request_id], result, now_s)
+        self._take_no_tokens(step, result, now_s)
         for request in step.closing:
             self.state.stop_waiting(request, Wait.STEP, now_s)
 
@@ -342,6 +307,13 @@ class Scheduler:
 
     # ---- taking results ------------------------------------------------------------
 
+    def _running(self, step: Step, request_ids: Iterable[RequestId]) -> Iterator[Request]:
+        """Yield those whose results in a step count: they run when their turn comes."""
+        for request_id in request_ids:
+            request = self.state.running.get(request_id)
+            if request is not None and request_id not in step.void:
+                yield request
+
     def _take_loads(self, step: Step, failed_loads: list[Failed], now_s: float) -> None:
         """Take the outcome of loads inside a step; results from a failed load are discarded."""
         if not step.loading:
@@ -353,6 +325,16 @@ class Scheduler:
             request = self.state.running.get(request_id)
             if request is not None:
                 self._transfers.load_in_step(request, failed.get(request_id), now_s)
+
+    def _publish(self, step: Step, ids_without_token: Iterable[RequestId], now_s: float) -> None:
+        """Let others find the KV that a step has computed."""
+        for request_id in ids_without_token:
+            step.num_computed_after[request_id] -= 1  # nobody may find the KV of its last token
+        for request in self._running(step, step.num_computed_after):
+            if request.times.first_step_end_s is None:
+                request.times.end_step(now_s)
+            if request.holding is not None:
+                self.state.publish_prefix(request, step.num_computed_after[request.request_id])
 
     def _count_drafts(self, step: Step, result: ModelRunnerOutput) -> None:
         """Note the success of the step's drafts."""
@@ -375,10 +357,10 @@ class Scheduler:
         self,
         request: Request,
         token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None,
+        result: ModelRunnerOutput,
         now_s: float,
-        pooled: bytes | None,
     ) -> None:
+        logprobs = result.logprobs.get(request.request_id)
         num_tokens, finish, stop_reason = request.sample(
             token_ids, logprobs, now_s, max_model_len=self._max_model_len
         )
@@ -398,12 +380,28 @@ class Scheduler:
             num_tokens,
             logprobs,
             prompt_logprobs=prompt_logprobs,
-            pooled=pooled,
+            pooled=result.pooled.get(request.request_id),
             finish=finish,
             stop_reason=stop_reason,
         )
         if finish is not None and finish is not FinishReason.HANDOFF:
             self._transfers.end(request, now_s, finish.value, finish)
+
+    def _take_no_tokens(self, step: Step, result: ModelRunnerOutput, now_s: float) -> None:
+        """Take what a step says of requests for which it sampled nothing."""
+        for request in self._running(step, result.unready_ids):
+            self.state.steps.take_back(request)
+            self._counters.num_sat_out += 1
+        for request in self._running(step, result.spoiled_ids):
+            self.state.steps.take_back(request)
+            if request.drafts is not None:
+                request.drafts.spoil(request.num_tokens)
+        for request in self._running(step, result.dead_ends):
+            num, why = len(request.output_token_ids), result.dead_ends[request.request_id]
+            why = f"the grammar allows nothing behind {num} tokens of output: {why}"
+            self._fail(request, why, ErrorCode.GRAMMAR_DEAD_END, now_s)
+        for request in self._running(step, result.rejected_ids):
+            self._reject(request, now_s)
 
     # ---- endings -------------------------------------------------------------------
 
