@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md: vLLM's series, and what each is here.
+"""Writes docs/metrics.md: vLLM's series, and what each is here; and pdserve's own.
 
 python -m tools.metric_table           # writes it
 python -m tools.metric_table --check   # exit code 1 if it is not what would be written
@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+from prometheus_client import CollectorRegistry
+
+from pdserve.config.schema import CacheConfig
 from pdserve.observe.vllm_series import VLLM_SERIES, SeriesScope
+from pdserve.proxy.epp.exchange import EppMetrics
+from pdserve.proxy.metrics import Metrics
+from pdserve.server.metrics import ServerMetrics
+from pdserve.wire.request import EngineStats
 from tools.written import write_or_check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client.metrics_core import Metric
 
 DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "metrics.md"
 _HEAD: Final = """\
@@ -19,9 +31,9 @@ _HEAD: Final = """\
 
 Use this page to build dashboards, alerts and autoscaling. `/metrics` of an engine and of a proxy is
 in Prometheus' text format. A series that means the same as one of vLLM's V1 engine has vLLM's name,
-so vLLM's boards, alerts and gateways keep working. All other series are `pdserve_*`. Every process
-exports all its series at 0 from its start (a proxy from its first engine on), without `_created`.
-`python -m tools.metric_table` writes this page.
+so vLLM's boards, alerts and gateways keep working. All other series are `pdserve_*`. A counter's
+samples end in `_total`. Every process exports all its series at 0 from its start (a proxy from its
+first engine on), without `_created`. `python -m tools.metric_table` writes this page.
 
 ## Engines
 
@@ -88,7 +100,41 @@ def document() -> str:
             if series.scope is scope
         ]
         parts.append(f"\n### {title}\n| series | type | {second} |\n|---|---|---|\n{''.join(rows)}")
+    parts.append("\n## pdserve's series\n")
+    for title, registry in _registries():
+        rows = [_row(each) for each in registry.collect() if each.name.startswith("pdserve_")]
+        parts.append(f"\n### {title}\n{_COLUMNS}{''.join(rows)}")
     return "".join(parts)
+
+
+_COLUMNS: Final = "| series | type | what it says |\n|---|---|---|\n"
+
+
+def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
+    """Yield the processes that have series of pdserve's own, and those series with all labels."""
+    engine: Any = _SeenClient()
+    yield "Of an engine", ServerMetrics("", engine, CacheConfig()).registry
+    proxy = Metrics()
+    proxy.backends.labels("prefill", "ready")
+    proxy.route.set_homes({"URL": "prefill"})
+    yield "Of the proxy", proxy.registry
+    for_gateways = CollectorRegistry()
+    EppMetrics(for_gateways)
+    yield "Of a proxy with `--epp-port`", for_gateways
+
+
+class _SeenClient:
+    """An engine's client, as far as its series look at it."""
+
+    core_stats = (None,)
+    stats = EngineStats(kv_source_tokens={"nixl": 0})
+    info = None
+
+
+def _row(family: Metric) -> str:
+    labels = dict.fromkeys(name for each in family.samples for name in each.labels if name != "le")
+    names = f"{{{','.join(labels)}}}" if labels else ""
+    return f"| `{family.name}{names}` | {family.type} | {family.documentation} |\n"
 
 
 if __name__ == "__main__":
