@@ -149,12 +149,7 @@ def _notes(table: Table, resolved: Mapping[str, Resolved]) -> list[str]:
     """Return a sentence for whatever somebody set without effect."""
     others = [each.table() for each in COMMANDS]
     ours = unknown_variables(table, others, os.environ)
-    idle = []
-    if "dataset-name" in resolved:
-        from pdserve.config.datasets import idle_notes
-
-        idle = idle_notes(table, resolved)
-    return [*ours, *table.notes(resolved), *idle, *(unread(os.environ) if table.absent else ())]
+    return [*ours, *table.notes(resolved), *(unread(os.environ) if table.absent else ())]
 
 
 def _require_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 from pdserve.config.compare import PLOT_SETTINGS
 from pdserve.config.doctor import DOCTOR_SETTINGS
 from pdserve.config.drain import DRAIN_SETTINGS
+from pdserve.config.idle import DOCTOR_ROWS, DRAIN_ROWS
 from pdserve.config.kv_events import KV_EVENTS_READER_SETTINGS
 from pdserve.config.load import Table
 from pdserve.config.log import LOG_FORM_SETTINGS
@@ -117,7 +118,7 @@ COMMANDS: Final = (
     Command(
         "drain",
         "drain engines within a deadline: their requests finish or move to other engines",
-        functools.partial(Table, DRAIN_SETTINGS),
+        functools.partial(Table, DRAIN_SETTINGS, idle=DRAIN_ROWS),
         "pdserve.commands.drain:run",
         "pdserve drain http://127.0.0.1:8200 --deadline 60",
         positional="URL... ",
@@ -166,7 +167,7 @@ COMMANDS: Final = (
     Command(
         "doctor",
         "check this machine, and whether running engines match",
-        functools.partial(Table, DOCTOR_SETTINGS),
+        functools.partial(Table, DOCTOR_SETTINGS, idle=DOCTOR_ROWS),
         "pdserve.commands.doctor:run",
         "pdserve doctor --peer http://127.0.0.1:8100 http://127.0.0.1:8200",
         positional="",

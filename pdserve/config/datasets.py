@@ -6,7 +6,6 @@ Names are vLLM's (`vllm bench serve`) wherever it has one. Knows no tokens and r
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -17,7 +16,6 @@ from pdserve.config.checks import (
     require_not_negative,
     require_positive,
 )
-from pdserve.config.load import Resolved, Source, Table
 from pdserve.config.setting import declare
 from pdserve.errors import ConfigError
 
@@ -307,25 +305,6 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
             f"--dataset-name {self.name.value} reads no file: use sharegpt, custom or trace, or "
             "leave the path out",
         )
-
-
-_OF_FILES: Final = ("dataset.disable_shuffle", "dataset.no_oversample")
-
-
-def idle_notes(table: Table, resolved: Mapping[str, Resolved]) -> list[str]:
-    """Return a line for each setting that somebody gave for another data set than the chosen."""
-    name = resolved["dataset-name"].value if "dataset-name" in resolved else None
-    if not isinstance(name, DatasetName):
-        return []
-    lines = []
-    for setting in table.settings:
-        parts, given = setting.path.split("."), resolved[setting.flag]
-        is_others = parts[0] == "dataset" and len(parts) > 2 and parts[1] != name.field
-        is_idle = is_others or (setting.path in _OF_FILES and not name.reads_a_file)
-        if is_idle and given.source is not Source.DEFAULT:
-            where = f"{setting.flag} in " if given.source is Source.FILE else ""
-            lines.append(f"{where}{given.origin} changes nothing: --dataset-name is {name.value}")
-    return lines
 
 
 # fmt: off

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from pdserve.config.setting import Required, Setting, Shorthand, canonical, parse
+from pdserve.config.setting import IdleRow, Required, Setting, Shorthand, canonical, parse
 from pdserve.config.yaml_file import read_yaml
 from pdserve.errors import ConfigError
 
@@ -64,6 +64,7 @@ class Table:
         other_variables: Variables of another program, and how each becomes raw values by flag; of
             two for one flag the first wins, and ours over all of them.
         absent: Flags of another program that are not supported, and a sentence that says why.
+        idle: What changes nothing beside certain values of other settings.
     """
 
     settings: tuple[Setting, ...]
@@ -73,6 +74,7 @@ class Table:
         default_factory=dict
     )
     absent: Mapping[str, str] = field(default_factory=dict)
+    idle: tuple[IdleRow, ...] = ()
 
     @property
     def variables(self) -> dict[str, str]:
@@ -104,14 +106,30 @@ class Table:
         )
 
     def notes(self, resolved: Mapping[str, Resolved]) -> list[str]:
-        """Return a line for each setting that somebody gave and that changes nothing."""
-        given = [(each, resolved[each.flag]) for each in self.settings if each.note]
-        return [
-            f"{setting.flag + ' in ' if item.source is Source.FILE else ''}{item.origin} changes "
-            f"nothing: {setting.note}"
-            for setting, item in given
-            if item.source is not Source.DEFAULT
+        """Return a line for each setting that somebody gave and that changes nothing.
+
+        A variable may be for another command than this one, so of what is idle only beside other
+        settings it is not told.
+        """
+        lines = [
+            _note(setting.flag, resolved[setting.flag], setting.note)
+            for setting in self.settings
+            if setting.note and resolved[setting.flag].source is not Source.DEFAULT
         ]
+        for row in self.idle:
+            given = [
+                (flag, resolved[flag])
+                for flag in row.flags
+                if resolved[flag].source in (Source.COMMAND_LINE, Source.FILE)
+            ]
+            if given and row.is_idle(*(resolved[flag].value for flag in row.beside)):
+                lines += [_note(flag, item, row.why) for flag, item in given]
+        return lines
+
+
+def _note(flag: str, item: Resolved, why: str) -> str:
+    where = f"{flag} in " if item.source is Source.FILE else ""
+    return f"{where}{item.origin} changes nothing: {why}"
 
 
 def variable(flag: str) -> str:

@@ -14,6 +14,7 @@ from pdserve.config.checks import (
     require_url,
 )
 from pdserve.config.datasets import DATASET_SETTINGS
+from pdserve.config.idle import PLAN_ROWS
 from pdserve.config.load import Table
 from pdserve.config.policies import PREDICTED, SPLIT_POLICIES, require_policy
 from pdserve.config.setting import declare
@@ -200,4 +201,5 @@ def plan_table() -> Table:
             *(each for each in RESULT_SETTINGS if each.flag == "progress"),
         ),
         defaults={"num-prompts": 400},
+        idle=PLAN_ROWS,
     )

@@ -86,6 +86,23 @@ class Shorthand:
     is_switch: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class IdleRow:
+    """Settings that change nothing beside certain values of others.
+
+    Attributes:
+        flags: Of these settings.
+        beside: Flags of the others.
+        is_idle: Whether it is so, given their values.
+        why: Said at the start if somebody gives such a setting.
+    """
+
+    flags: tuple[str, ...]
+    beside: tuple[str, ...]
+    is_idle: Callable[..., object]
+    why: str
+
+
 def canonical(name: str) -> str:
     """The one spelling of a name that may be written with `_` or `-`."""
     return name.replace("_", "-")

@@ -17,6 +17,7 @@ from pdserve.config.compare import COMPARE_SETTINGS
 from pdserve.config.connectors import connector_settings
 from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
 from pdserve.config.http import ProxyConfig, ServerConfig
+from pdserve.config.idle import BENCH_ROWS, COMPARE_ROWS, PROXY_ROWS, UP_ROWS, engine_rows
 from pdserve.config.load import Table
 from pdserve.config.log import LOG_SETTINGS
 from pdserve.config.policies import POLICIES, PREDICTED, SHADOW, SPLIT_POLICIES
@@ -352,6 +353,7 @@ def engine_table(role: Role) -> Table:
         translate.variable_readers(),
         _elsewhere({_POLICY.flag, *(each.flag for each in _PROXY)} - known, "`pdserve proxy`")
         | absent_flags(),
+        engine_rows(),
     )
 
 
@@ -361,7 +363,7 @@ def proxy_table() -> Table:
     readers = translate.variable_readers({setting.flag for setting in settings})
     known = {each.flag for each in settings}
     absent = _elsewhere(engine_flags() - known, "engines")
-    return Table(settings, (_POLICY,), other_variables=readers, absent=absent)
+    return Table(settings, (_POLICY,), other_variables=readers, absent=absent, idle=PROXY_ROWS)
 
 
 SHORT: Final = {"output": "-o"} | {flag: f"-{short}" for short, flag in SHORT_FORMS.items()}
@@ -396,6 +398,7 @@ def up_table() -> Table:
         {"model": BOXED, "kv-transfer-config.kv-connector": "nixl", "drain-delay": 0.0},
         translate.variable_readers(),
         absent_flags(),
+        UP_ROWS,
     )
 
 
@@ -406,6 +409,7 @@ def bench_serve_table() -> Table:
         (*own, *translate.bench_settings("endpoint")),
         translate.bench_shorthands("endpoint"),
         absent=absent_bench_flags(),
+        idle=BENCH_ROWS,
     )
 
 
@@ -423,4 +427,5 @@ def bench_compare_table() -> Table:
             "temperature": 0.0,
             "dataset-name": DatasetName.PD_INTERFERENCE,
         },
+        idle=COMPARE_ROWS,
     )

@@ -10,6 +10,7 @@ import msgspec
 
 from pdserve.config.bench import RESULT_SETTINGS, TARGET_SETTINGS, TRAFFIC_SETTINGS
 from pdserve.config.datasets import DATASET_SETTINGS
+from pdserve.config.idle import SWEEP_ROWS
 from pdserve.config.load import Table
 from pdserve.config.setting import declare
 from pdserve.errors import ConfigError
@@ -217,4 +218,5 @@ def sweep_table() -> Table:
             *(setting for setting in RESULT_SETTINGS if setting.flag in _KEPT_RESULTS),
         ),
         defaults={"num-prompts": 100},
+        idle=SWEEP_ROWS,
     )

@@ -22,9 +22,7 @@ from pdserve.config.datasets import (
     PrefixRepetitionConfig,
     RandomConfig,
     TraceDataConfig,
-    idle_notes,
 )
-from pdserve.config.load import Table, resolve
 from pdserve.errors import ConfigError, InternalError
 from pdserve.text.tokenizer import Tokenizer
 
@@ -52,18 +50,6 @@ def test_a_number_without_end_or_that_makes_requests_without_end_is_refused_by_i
     with pytest.raises(ConfigError) as refused:
         make()
     assert refused.value.param == flag
-
-
-def test_a_setting_of_another_data_set_is_said_to_change_nothing():
-    table = Table(DATASET_SETTINGS)
-    given = {"dataset-name": "multi-turn", "random-input-len": 9, "multi-turn-input-len": 9}
-    values = resolve(table, command_line=given | {"disable-shuffle": True}, environ={})
-    assert idle_notes(table, values) == [
-        f"--{flag} changes nothing: --dataset-name is multi-turn"
-        for flag in ("disable-shuffle", "random-input-len")
-    ]
-    for name in DatasetName:
-        assert name.field in DatasetConfig.__struct_fields__
 
 
 @pytest.fixture(scope="module")
