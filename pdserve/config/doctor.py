@@ -31,6 +31,8 @@ class DoctorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require_positive("block-size", self.block_size)
+        for url in self.peer:
+            require_url(url, "peer")
         if self.kv_server:
             require_url(self.kv_server, "kv-server")
         if self.kv_tiers:

@@ -6,13 +6,18 @@ struct. Each command's table has the rows for its settings.
 
 from __future__ import annotations
 
-from typing import Final
+import itertools
+from typing import TYPE_CHECKING, Final
 
 from pdserve.config.bench import split_words
 from pdserve.config.connectors import chosen, connector_settings
 from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
 from pdserve.config.policies import PREDICTED, SHADOW, looks_at_prefixes
-from pdserve.config.setting import IdleRow
+from pdserve.config.setting import IdleRow, canonical
+from pdserve.config.vllm.commands import BENCH_RENAMED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 _KV: Final = "kv-transfer-config"
 _CONNECTOR: Final = f"{_KV}.kv-connector"
@@ -113,23 +118,29 @@ PROXY_ROWS: Final = (
     ),
 )
 
-UP_ROWS: Final = (
-    IdleRow(
-        ("kv-port", "kv-http-port", "kv-chunk-size"),
-        ("kv-tiers",),
-        lambda tiers: not tiers,
-        "there is no store without --kv-tiers",
-    ),
-    *(
-        IdleRow(
-            (f"{role}-port",),
-            (f"{role}-replicas",),
-            lambda number: not number,
-            f"--{role}-replicas is 0",
-        )
-        for role in ("prefill", "decode", "both")
-    ),
+_NO_STORE: Final = IdleRow(
+    ("kv-port", "kv-http-port", "kv-chunk-size"),
+    ("kv-tiers",),
+    lambda tiers: not tiers,
+    "there is no store without --kv-tiers",
 )
+
+
+def up_rows(flags: Sequence[str]) -> tuple[IdleRow, ...]:
+    """Return the rows of `pdserve up`.
+
+    Args:
+        flags: Those of one role alone. Engines for both need not be there: the printed command of
+            one engine to compare with has what is for them.
+    """
+
+    def row(role: str) -> IdleRow:
+        own = tuple(each for each in flags if role != "both" and each.startswith(f"{role}."))
+        number = f"{role}-replicas"
+        return IdleRow((f"{role}-port", *own), (number,), lambda num: not num, f"--{number} is 0")
+
+    return (_NO_STORE, *map(row, ("prefill", "decode", "both")))
+
 
 DOCTOR_ROWS: Final = (
     IdleRow(("block-size",), ("kv-server",), lambda url: not url, "it needs --kv-server"),
@@ -140,15 +151,23 @@ DRAIN_ROWS: Final = (IdleRow(("deadline",), ("resume",), bool, "--resume ends a 
 _TARGET: Final = IdleRow(("host", "port"), ("base-url",), bool, "--base-url names the server")
 
 
-def _of_another(kind: DatasetName) -> IdleRow:
-    """Return the row of the settings that one data set alone has."""
-    prefix = f"dataset.{kind.field}."
-    return IdleRow(
-        tuple(each.flag for each in DATASET_SETTINGS if each.path.startswith(prefix)),
-        ("dataset-name",),
-        lambda name: name is not kind,
-        f"it is for --dataset-name {kind.value}",
-    )
+_OUTPUT_LENS: Final = tuple(BENCH_RENAMED["output-len"].split())
+"""Flags that vLLM's --output-len sets all at once, whatever the data set."""
+
+
+def _of_another(kind: DatasetName) -> Iterator[IdleRow]:
+    """Yield the rows of the settings that one data set alone has."""
+    prefix, why = f"dataset.{kind.field}.", f"it is for --dataset-name {kind.value}"
+    own = [each.flag for each in DATASET_SETTINGS if each.path.startswith(prefix)]
+    lens = [flag for flag in own if flag in _OUTPUT_LENS]
+
+    def is_idle(name: DatasetName, *values: int | None) -> bool:
+        is_for_any = len(set(values)) == 1 and f"{canonical(name.value)}-output-len" in _OUTPUT_LENS
+        return name is not kind and not is_for_any
+
+    others = tuple(flag for flag in own if flag not in lens)
+    yield IdleRow(others, ("dataset-name",), lambda name: name is not kind, why)
+    yield IdleRow(tuple(lens), ("dataset-name", *_OUTPUT_LENS), is_idle, why)
 
 
 _DATASETS: Final = (
@@ -158,7 +177,7 @@ _DATASETS: Final = (
         lambda name: not name.reads_a_file,
         "it is for data sets that read a file",
     ),
-    *map(_of_another, DatasetName),
+    *itertools.chain.from_iterable(map(_of_another, DatasetName)),
     IdleRow(
         ("num-prompts",),
         ("dataset-name",),

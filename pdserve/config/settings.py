@@ -17,7 +17,7 @@ from pdserve.config.compare import COMPARE_SETTINGS
 from pdserve.config.connectors import connector_settings
 from pdserve.config.datasets import DATASET_SETTINGS, DatasetName
 from pdserve.config.http import ProxyConfig, ServerConfig
-from pdserve.config.idle import BENCH_ROWS, COMPARE_ROWS, PROXY_ROWS, UP_ROWS, engine_rows
+from pdserve.config.idle import BENCH_ROWS, COMPARE_ROWS, PROXY_ROWS, engine_rows, up_rows
 from pdserve.config.load import Table
 from pdserve.config.log import LOG_SETTINGS
 from pdserve.config.policies import POLICIES, PREDICTED, SHADOW, SPLIT_POLICIES
@@ -165,7 +165,7 @@ _HTTP: Final = (
     ("host", "host", "ADDRESS", "address to bind"),
     ("port", "port", "PORT", "0 takes a free one"),
     ("api-key", "api_keys", "KEY", "API keys; clients must send one of them (prefer PDSERVE_API_KEY)"),
-    ("operator-key", "operator_keys", "KEY", "keys for /debug, /dashboard and /reset_prefix_cache (prefer PDSERVE_OPERATOR_KEY); without any, only this host has access"),
+    ("operator-key", "operator_keys", "KEY", "keys for /debug, /dashboard, /drain and /reset_prefix_cache (prefer PDSERVE_OPERATOR_KEY); without any, only this host has access"),
     ("root-path", "root_path", "PATH", "path prefix that a reverse proxy does not strip, such as /llm"),
     ("ssl-keyfile", "tls.keyfile", "FILE", "private key, if it is not in --ssl-certfile"),
     ("ssl-certfile", "tls.certfile", "FILE", "certificate for HTTPS, also used as the client certificate"),
@@ -398,7 +398,7 @@ def up_table() -> Table:
         {"model": BOXED, "kv-transfer-config.kv-connector": "nixl", "drain-delay": 0.0},
         translate.variable_readers(),
         absent_flags(),
-        UP_ROWS,
+        up_rows([setting.flag for setting in per_role]),
     )
 
 

@@ -185,6 +185,12 @@ class KvServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for flag, port in (("port", self.port), ("http-port", self.http_port)):
             require_port(port, flag)
             require(port > 0, flag, port, "choose a port, because engines need to know it")
+        require(
+            self.http_port != self.port,
+            "http-port",
+            self.http_port,
+            "it is --port as well: choose another one",
+        )
         require_chunk_size("chunk-size", self.chunk_size)
 
 

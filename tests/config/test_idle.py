@@ -79,6 +79,11 @@ def test_rows_are_of_the_commands_own_settings_and_defaults_are_not_told(name: s
         ("proxy", {"policy": "prefix_sticky", "chat-template": "f"}, "chat-template"),
         ("up", {"kv-chunk-size": "64"}, "kv-chunk-size"),
         ("up", {"both-port": "9000"}, "both-port"),
+        (
+            "up",
+            {"decode-replicas": "0", "both-replicas": "2", "decode": '{"max-num-seqs": 9}'},
+            "decode.max-num-seqs",
+        ),
         ("doctor", {"block-size": "64"}, "block-size"),
         ("drain", {"resume": True, "deadline": "9"}, "deadline"),
         ("bench serve", {"base-url": "http://a:1", "port": "9"}, "port"),
@@ -137,6 +142,12 @@ def test_settings_of_another_data_set_are_told() -> None:
     assert told(TABLES["bench serve"], given | {"disable-shuffle": True}) == idle
     for name in DatasetName:
         assert name.field in DatasetConfig.__struct_fields__
+
+
+def test_a_length_for_any_data_set_is_told_only_of_those_that_have_none() -> None:
+    table, given = TABLES["bench serve"], {"output-len": 9}
+    assert told(table, given) == told(table, given | {"dataset-name": "prefix_repetition"}) == set()
+    assert len(told(table, given | {"dataset-name": "multi-turn"})) == 4
 
 
 def test_a_variable_may_be_for_another_command() -> None:

@@ -182,6 +182,11 @@ class Shelf(KVConnectorBase, frozen=True):
 """
 
 
+def test_what_is_no_engines_url_is_refused_before_the_doctor_begins() -> None:
+    with pytest.raises(ConfigError, match="--peer is 'localhost:8100'"):
+        DoctorConfig(peer=("http://127.0.0.1:8100", "localhost:8100"))
+
+
 def test_one_policy_sets_both_and_either_may_differ() -> None:
     table = proxy_table()
     raw = {"policy": "round_robin", "decode-policy": "least_loaded"}

@@ -98,3 +98,5 @@ def test_settings_of_commands_are_checked_when_they_are_made() -> None:
         KvServerConfig(chunk_size=0)
     with pytest.raises(ConfigError, match="--kv-chunk-size is -1"):
         UpConfig(kv_chunk_size=-1)
+    with pytest.raises(ConfigError, match="--http-port is 8300: it is --port as well"):
+        KvServerConfig(http_port=8300)
