@@ -26,6 +26,9 @@ CLASSES = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
 }
 """Of transformers: a family's configuration and its model."""
 
@@ -73,6 +76,15 @@ FIELDS_OF: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.0,
     },
     "deepseek_v3": {**_LATENT, "n_shared_experts": 1},
+    "glm4_moe": {
+        "head_dim": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "glm4_moe_lite": {**_LATENT, "n_group": 1, "topk_group": 1},
 }
 """What a family has beyond the shape of all."""
 

@@ -11,8 +11,8 @@ from pdserve.config.checks import POSITIVE, require, require_not_negative, requi
 DRAFT_MODEL: Final = "draft_model"
 MEDUSA: Final = "medusa"
 EAGLE: Final = ("eagle", "eagle3")
-MTP: Final = ("mtp", "deepseek_mtp")
-"""Two names of the same."""
+MTP: Final = ("mtp", "deepseek_mtp", "glm4_moe_mtp")
+"""Names of the same."""
 METHODS: Final = ("ngram", "suffix", DRAFT_MODEL, MEDUSA, *EAGLE, *MTP)
 WITH_MODEL: Final = (DRAFT_MODEL, MEDUSA, *EAGLE)
 """Methods that need a model beside the one that is served."""
@@ -29,8 +29,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
             answers of the same salt), draft_model (what a smaller model puts out; until it has
             computed what there is of a request, what ngram finds), medusa (what heads guess, each
             a place further on, from the state of the last token), eagle and eagle3 (what a head
-            guesses that goes on from the model's states), mtp or deepseek_mtp (the same by a
-            layer that the model's checkpoint has for that); empty drafts nothing.
+            guesses that goes on from the model's states), mtp, deepseek_mtp or glm4_moe_mtp (the
+            same by a layer that the model's checkpoint has for that); empty drafts nothing.
         model: Of draft_model, medusa, eagle and eagle3: the directory of the model or heads.
         num_speculative_tokens: Tokens of a draft, at most; a request gets fewer where they do not
             pay (`scheduler.drafts`).

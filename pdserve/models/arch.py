@@ -122,6 +122,8 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
         architecture: Class name in `config.json`; the key of the model registry.
         head_dim: May differ from `hidden_size / num_heads`.
         tie_embeddings: Whether the output head is the embedding.
+        partial_rotary_factor: Share of each head that is rotated, its first elements; `mla` says
+            for itself.
         qk_norm: Whether each head of q and k has an RMS norm before rotation.
         qkv_bias, o_bias, mlp_bias: Which linear layers have a bias.
         windows: Per layer: the sliding window in tokens (a token sees itself and the
@@ -148,6 +150,7 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     tie_embeddings: bool
     rope: RopeArch
+    partial_rotary_factor: float
     qk_norm: bool
     qkv_bias: bool
     o_bias: bool
@@ -165,7 +168,9 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are rotated."""
-        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+        if self.mla is not None:
+            return self.mla.qk_rope_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def max_context_len(self) -> int:

@@ -1,4 +1,4 @@
-"""Llama and Mistral: the shared decoder as it is, biases and windows by configuration."""
+"""Llama, Mistral, Seed-OSS: the shared decoder as it is, biases and windows by configuration."""
 
 from __future__ import annotations
 
@@ -11,3 +11,7 @@ class LlamaForCausalLM(Decoder):
 
 class MistralForCausalLM(Decoder):
     """Jiang et al. 2023: every layer may have a sliding window."""
+
+
+class SeedOssForCausalLM(Decoder):
+    """ByteDance Seed 2025: Llama's form with biases on q, k and v."""

@@ -45,6 +45,9 @@ _MODELS = {
     "Qwen3MoeForCausalLM": "pdserve.models.qwen",
     "DeepseekV2ForCausalLM": "pdserve.models.deepseek",
     "DeepseekV3ForCausalLM": "pdserve.models.deepseek",
+    "Glm4MoeForCausalLM": "pdserve.models.glm",
+    "Glm4MoeLiteForCausalLM": "pdserve.models.glm",
+    "SeedOssForCausalLM": "pdserve.models.llama",
 }
 
 _DTYPES = {

@@ -201,6 +201,83 @@ V3: dict[str, Any] = {
 }
 
 
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "first_k_dense_replace": 3,
+    "head_dim": 128,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+    "use_qk_norm": True,
+}
+"""GLM-4.5's, as transformers 4 writes it, but for the sizes that `LLAMA` has."""
+
+GLM_LITE: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "num_key_value_heads": 4,
+}
+
+
+def test_a_half_of_each_head_of_glm_is_rotated_unless_it_says_another_part() -> None:
+    arch = parse_arch(config(**GLM))
+    assert (arch.head_dim, arch.rotary_dim, arch.rope.theta) == (128, 64, 1e6)
+    assert (arch.qkv_bias, arch.o_bias, arch.qk_norm, arch.num_extra_layers) == (
+        True,
+        False,
+        True,
+        1,
+    )
+    plain = {name: value for name, value in GLM.items() if name != "partial_rotary_factor"}
+    assert parse_arch(config(**plain)) == arch
+    section = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    assert parse_arch(config(**GLM, rope_parameters=section)).rotary_dim == 32
+
+
+def test_the_routers_of_glm_are_read() -> None:
+    rule: dict[str, Any] = {
+        "scoring": Scoring.SIGMOID,
+        "group_score": GroupScore.SUM_OF_TOP_2,
+        "has_correction_bias": True,
+    }
+    assert moe_of(**GLM) == MoeArch(
+        layers=(False, False, False, True),
+        num_experts=160,
+        top_k=8,
+        intermediate_size=1536,
+        shared_intermediate_size=1536,
+        routed_scaling_factor=2.5,
+        **rule,
+    )
+    assert moe_of(**GLM_LITE) == MoeArch(
+        layers=(False, True, True, True),
+        num_experts=64,
+        top_k=4,
+        intermediate_size=1536,
+        shared_intermediate_size=1536,
+        routed_scaling_factor=1.8,
+        **rule,
+    )
+
+
+def test_heads_of_glm_lite_have_sizes_of_their_own() -> None:
+    arch, mla = mla_of(**GLM_LITE)
+    assert (mla.q_lora_rank, mla.qk_nope_head_dim, mla.v_head_dim) == (768, 192, 256)
+    assert arch.rms_norm_eps == 1e-5
+
+
 def test_what_is_cached_of_a_token_is_its_latent_and_one_rotated_key() -> None:
     arch, mla = mla_of(**V2_LITE)
     assert (arch.num_kv_heads, arch.head_dim, arch.num_heads) == (1, 576, 4)
@@ -372,6 +449,13 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], named:
         ({**V3, "topk_group": 9}, "topk_group is 9"),
         ({**V3, "n_group": 256}, "n_group is 256: groups of at least two"),
         ({**V3, "n_group": 64, "topk_group": 1}, "num_experts_per_tok is 8: only 4 experts"),
+        ({**GLM, "partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it must be at most"),
+        ({**GLM, "partial_rotary_factor": 0}, "partial_rotary_factor is 0.0: a number above 0"),
+        ({**GLM, "head_dim": 30}, "head_dim is 30: 15 of its elements are rotated"),
+        ({**GLM, "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ({**GLM_LITE, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only 1"),
+        ({**GLM_LITE, "mlp_layer_types": ["dense"] * 3}, "4 of dense or sparse are needed"),
+        ({**GLM_LITE, "first_k_dense_replace": 2}, "first_k_dense_replace is 2: only 1"),
     ],
 )
 def test_routers_that_are_not_built_or_cannot_choose_are_refused(

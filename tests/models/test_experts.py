@@ -84,6 +84,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2},
     ),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe, a quarter rotates, no norms of q and k, groups": (
+        "glm4_moe",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e5,
+                "partial_rotary_factor": 0.25,
+            },
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "head_dim": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 2,
+        },
+    ),
+    "glm4_moe, yarn": (
+        "glm4_moe",
+        {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "glm4_moe_lite, experts alternate": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True},
+    ),
 }
 ON_RANKS = (
     "mixtral",
@@ -91,8 +119,10 @@ ON_RANKS = (
     "deepseek_v2, lite",
     "deepseek_v3",
     "deepseek_v3, no groups, plain scores, biases",
+    "glm4_moe",
+    "glm4_moe_lite, experts alternate",
 )
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 MESHES: dict[str, tuple[MeshShape, dict[str, Any]]] = {
     "tp 2": (MeshShape(tp=2), {}),

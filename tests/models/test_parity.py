@@ -83,6 +83,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "seed_oss": ("seed_oss", {}),
+    "seed_oss, other biases": (
+        "seed_oss",
+        {
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "head_dim": 16,
+            "num_key_value_heads": 4,
+        },
+    ),
 }
 
 

@@ -67,6 +67,12 @@ CASES = {
         "DeepseekV3TopkRouter",
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
+    "glm4_moe": Case("Glm4Moe", "Glm4MoeTopkRouter", {**DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "glm4_moe_lite": Case(
+        "Glm4MoeLite",
+        "Glm4MoeLiteTopkRouter",
+        {**DEEPSEEK, "first_k_dense_replace": 1, "routed_scaling_factor": 3.0},
+    ),
 }
 
 
@@ -76,9 +82,13 @@ def make(case: Case) -> tuple[Any, ExpertRouter]:
 
     torch.manual_seed(7)
     config = getattr(transformers, f"{case.family}Config")(**case.fields)
-    name = {"Qwen3Moe": "qwen3_moe", "Mixtral": "mixtral"}.get(
-        case.family, case.family.lower().replace("seekv", "seek_v")
-    )
+    name = {
+        "Qwen3Moe": "qwen3_moe",
+        "DeepseekV2": "deepseek_v2",
+        "DeepseekV3": "deepseek_v3",
+        "Glm4Moe": "glm4_moe",
+        "Glm4MoeLite": "glm4_moe_lite",
+    }.get(case.family, case.family.lower())
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     theirs = getattr(module, case.router)(config)
     torch.nn.init.normal_(theirs.weight, std=0.3)

@@ -13,7 +13,7 @@ from pdserve.models.mtp import MtpHead
 from pdserve.models.weights import DummyWeights
 from pdserve.parallel.group import World
 from tests.models.decoding import CPU, load
-from tests.tiny_models import FIELDS_OF
+from tests.tiny_models import CLASSES, FIELDS_OF
 from tests.worker.driver import TINY
 
 if TYPE_CHECKING:
@@ -112,7 +112,9 @@ def write_eagle(
     return layer | beside | {"to_target": to_target}
 
 
-def write_mtp(directory: Path, *, is_silent: bool, num_extra_layers: int = 1) -> None:
+def write_mtp(
+    directory: Path, family: str = "deepseek_v3", *, is_silent: bool, num_extra_layers: int = 1
+) -> None:
     """Write a model with a layer that predicts further tokens.
 
     Args:
@@ -121,8 +123,8 @@ def write_mtp(directory: Path, *, is_silent: bool, num_extra_layers: int = 1) ->
     """
     shape = {
         **TINY,
-        **FIELDS_OF["deepseek_v3"],
-        "architectures": ["DeepseekV3ForCausalLM"],
+        **FIELDS_OF[family],
+        "architectures": [CLASSES[family][1]],
         "num_nextn_predict_layers": num_extra_layers,
     }
     (directory / "config.json").write_text(json.dumps(shape))

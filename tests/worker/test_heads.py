@@ -248,11 +248,14 @@ def test_states_of_requests_that_have_no_rows_are_computed_many_at_a_time(
     assert passes == [64, 100 - 64]
 
 
-@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp"])
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [("mtp", "deepseek_v3"), ("deepseek_mtp", "deepseek_v3"), ("glm4_moe_mtp", "glm4_moe")],
+)
 def test_a_layer_that_predicts_further_tokens_and_knows_them_is_always_right(
-    make_driver: Callable[..., Driver], tmp_path: Path, method: str
+    make_driver: Callable[..., Driver], tmp_path: Path, method: str, family: str
 ) -> None:
-    write_mtp(tmp_path, is_silent=True)
+    write_mtp(tmp_path, family, is_silent=True)
     driver = make_driver(directory=tmp_path, speculative=drafting_by(None, method))
     driver.add("r", prompt_of(20, 1))
     driver.step({"r": 20})

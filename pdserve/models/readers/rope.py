@@ -64,7 +64,6 @@ def read_rope(fields: Fields, max_positions: int, default_theta: float) -> RopeA
     for name in scaling.names() - _ROPE_FIELDS:
         raise scaling.error(name, scaling.get(name), "this is not supported")
     theta = scaling.above(1, "rope_theta", theta)
-    scaling.only("partial_rotary_factor", 1, 1.0)
     label = scaling.get("rope_type") or scaling.get("type") or "default"
     try:
         kind = RopeKind(label)
@@ -98,6 +97,27 @@ def read_rope(fields: Fields, max_positions: int, default_theta: float) -> RopeA
                 attention_factor=_yarn_attention_factor(scaling, factor),
                 truncate=scaling.flag("truncate", default=True),
             )
+
+
+def read_partial_rotary(fields: Fields, default: float | None) -> float:
+    """Read which share of a head is rotated.
+
+    Args:
+        default: The family's; None: it rotates whole heads.
+
+    Raises:
+        ConfigError: It is not a share, or a part of what is rotated whole.
+    """
+    name = "partial_rotary_factor"
+    told = [each for each in (rope_section(fields), fields) if each is not None and name in each]
+    if default is None:
+        for each in told:
+            each.only(name, 1, 1.0)
+        return 1.0
+    factor = told[0].above(0, name, default) if told else default
+    if factor > 1:
+        raise told[0].error(name, factor, "it must be at most 1")
+    return factor
 
 
 def _original(fields: Fields, scaling: Fields, max_positions: int) -> int:

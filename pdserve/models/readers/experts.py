@@ -1,0 +1,152 @@
+"""Models with experts and grouped queries, and what all models with experts share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdserve.models.arch import GroupScore, MoeArch, Scoring
+from pdserve.models.readers.decoder import (
+    Biases,
+    Defaults,
+    no_windows,
+    num_extra_layers,
+    read_decoder,
+    window_of,
+)
+
+if TYPE_CHECKING:
+    from pdserve.models.arch import ModelArch
+    from pdserve.models.config_json import Fields
+
+
+def mixtral(fields: Fields) -> ModelArch:
+    """Mixtral: experts in every layer, whose scores are normalised."""
+    num_layers = fields.count("num_hidden_layers")
+    window = None if fields.get("sliding_window") is None else fields.count("sliding_window")
+    return read_decoder(
+        fields,
+        windows=(window,) * num_layers,
+        defaults=Defaults(8, eps=1e-5, theta=1e6),
+        moe=read_moe(
+            fields,
+            (True,) * num_layers,
+            num_experts=fields.count("num_local_experts", 8),
+            top_k=fields.count("num_experts_per_tok", 2),
+            intermediate_size=fields.count("intermediate_size"),
+            normalize_weights=True,
+        ),
+    )
+
+
+def qwen3_moe(fields: Fields) -> ModelArch:
+    """Qwen3-MoE: experts in every n-th layer but those named as dense."""
+    bias = fields.flag("attention_bias", default=False)
+    num_layers = fields.count("num_hidden_layers")
+    slides = fields.flag("use_sliding_window", default=False)
+    step = fields.count("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise fields.error("mlp_only_layers", dense, "a list of layers is needed")
+    # transformers 5 writes the second of these names.
+    name = "num_experts" if "num_experts" in fields else "num_local_experts"
+    return read_decoder(
+        fields,
+        windows=(window_of(fields) if slides else None,) * num_layers,
+        defaults=Defaults(4),
+        biases=Biases(qkv=bias, o=bias),
+        qk_norm=True,
+        moe=read_moe(
+            fields,
+            tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+            num_experts=fields.count(name, 128),
+            top_k=fields.count("num_experts_per_tok", 8),
+            intermediate_size=fields.count("moe_intermediate_size", 768),
+            normalize_weights=fields.flag("norm_topk_prob", default=False),
+        ),
+    )
+
+
+def glm4_moe(fields: Fields) -> ModelArch:
+    """GLM-4.5 to 4.7: DeepSeek-V3's experts; a half of each head is rotated."""
+    moe = deepseek_moe(
+        fields,
+        num_experts=128,
+        num_shared=1,
+        first_dense=1,
+        intermediate_size=1408,
+        **glm_rule(fields, top_k=8, scale=1.0),
+    )
+    arch = read_decoder(
+        fields,
+        windows=no_windows(fields),
+        defaults=Defaults(8, eps=1e-5, partial_rotary=0.5),
+        biases=Biases(qkv=fields.flag("attention_bias", default=False)),
+        qk_norm=fields.flag("use_qk_norm", default=False),
+        moe=moe,
+    )
+    return msgspec.structs.replace(arch, num_extra_layers=num_extra_layers(fields))
+
+
+def glm_rule(fields: Fields, *, top_k: int, scale: float) -> dict[str, Any]:
+    """How GLM-4.5's routers and their successors' choose: as those of DeepSeek-V3."""
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    return {
+        "top_k": fields.count("num_experts_per_tok", top_k),
+        "scoring": Scoring.SIGMOID,
+        "normalize_weights": fields.flag("norm_topk_prob", default=True),
+        "routed_scaling_factor": fields.number("routed_scaling_factor", scale),
+        "num_groups": fields.count("n_group", 1),
+        "top_k_groups": fields.count("topk_group", 1),
+        "group_score": GroupScore.SUM_OF_TOP_2,
+        "has_correction_bias": True,
+    }
+
+
+def deepseek_moe(
+    fields: Fields,
+    *,
+    num_experts: int,
+    num_shared: int,
+    first_dense: int,
+    intermediate_size: int,
+    **rule: Any,
+) -> MoeArch | None:
+    """Read the fields that both families name alike; the numbers are defaults."""
+    num_layers = fields.count("num_hidden_layers")
+    first = int(fields.number("first_k_dense_replace", first_dense))
+    frequency = fields.count("moe_layer_freq", 1)
+    inner = fields.count("moe_intermediate_size", intermediate_size)
+    is_null = "n_shared_experts" in fields and fields.get("n_shared_experts") is None
+    shared = 0 if is_null else int(fields.number("n_shared_experts", num_shared))
+    return read_moe(
+        fields,
+        tuple(layer >= first and layer % frequency == 0 for layer in range(num_layers)),
+        num_experts=fields.count("n_routed_experts", num_experts),
+        intermediate_size=inner,
+        shared_intermediate_size=shared * inner,
+        **rule,
+    )
+
+
+def read_moe(fields: Fields, layers: tuple[bool, ...], **rule: Any) -> MoeArch | None:
+    """Check that a choice is possible. None if no layer has experts."""
+    if not any(layers):
+        return None
+    moe = MoeArch(layers=layers, **rule)
+    if moe.num_experts % moe.num_groups:
+        raise fields.error("n_group", moe.num_groups, f"it must divide {moe.num_experts} experts")
+    size = moe.num_experts // moe.num_groups
+    if moe.top_k_groups > moe.num_groups:
+        raise fields.error("topk_group", moe.top_k_groups, f"n_group is only {moe.num_groups}")
+    if moe.num_groups > 1 and moe.group_score is GroupScore.SUM_OF_TOP_2 and size < 2:
+        raise fields.error("n_group", moe.num_groups, "groups of at least two experts are needed")
+    if moe.top_k > moe.top_k_groups * size:
+        raise fields.error(
+            "num_experts_per_tok",
+            moe.top_k,
+            f"only {moe.top_k_groups * size} experts can be chosen from",
+        )
+    return moe
