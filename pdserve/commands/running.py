@@ -69,7 +69,7 @@ async def _signalled(
             raise
         return received[0]
     finally:
-        for number in heeded:
+        for number in heeded if not received else ():  # one more would raise amid the loop's end
             loop.remove_signal_handler(number)
 
 

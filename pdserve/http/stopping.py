@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StopSignals:
-    """Counts stop signals while the block runs; the second one insists."""
+    """Counts stop signals while the block runs, and from the first one on; the second insists."""
 
     def __init__(self) -> None:
         self._heeded = heeded_signals()
@@ -33,6 +33,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.first is not None:  # one more would raise amid the end of the loop
+            return
         loop = asyncio.get_running_loop()
         for number in self._heeded:
             loop.remove_signal_handler(number)
