@@ -47,7 +47,7 @@ BUILDS = {
     ZEN_3: Build("avx2"),
 }
 
-_INSTEAD = Path(__file__).with_name("emulated.h")
+INSTEAD = Path(__file__).with_name("emulated.h")
 
 
 def marks_of(target: str) -> list[pytest.MarkDecorator]:
@@ -65,10 +65,10 @@ def kernels_for(target: str) -> KernelBackend:
     if not _has(built.feature):
         if built.emulated is None or not _has("avx2"):
             pytest.skip(f"this CPU has no {built.feature}")
-        version = hashlib.sha256(_INSTEAD.read_bytes()).hexdigest()[:8]
+        version = hashlib.sha256(INSTEAD.read_bytes()).hexdigest()[:8]
         # Else GCC tells that vectors of 64 bytes are passed in memory.
         flags = ["-march=x86-64-v3", "-O1", "-Wno-psabi", f"-DEMULATED={version}", *built.emulated]
-        target = shlex.join([*flags, "-include", str(_INSTEAD)])
+        target = shlex.join([*flags, "-include", str(INSTEAD)])
     try:
         return from_library(build.library(target))
     except build.NoCompilerError as error:

@@ -245,6 +245,8 @@ inline __m512i words(int32_t x) { return bits_as<__m512i>(Ints{} + x); }
                       emulated::bits_as<emulated::Ints>(b), [](int x, int y) { return x <= y; })
 #define _mm512_mask_or_epi32(from, mask, a, b) emulated::join_masked(from, mask, a, b)
 #define _mm512_mask_blend_ps(mask, a, b) emulated::blend(mask, a, b)
+#define _mm512_mask_broadcastss_ps(from, mask, x) \
+    emulated::blend(mask, from, emulated::splat(_mm_cvtss_f32(x)))
 #define _mm512_maskz_scalef_ps(mask, a, n) emulated::scale(mask, a, n)
 #define _mm512_roundscale_ps(a, how) emulated::round<how>(a)
 #define _mm512_reduce_max_ps(a) emulated::max_lane(a)

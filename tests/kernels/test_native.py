@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_tab
 from pdserve.kernels.cpu import build
 from pdserve.kernels.cpu.backend import load
 from pdserve.parallel.mesh import MeshShape
-from tests.kernels.builds import CPU, KERNELS, ZEN_3, needs_native
+from tests.kernels.builds import CPU, INSTEAD, KERNELS, ZEN_3, needs_native
 from tests.python import run_python
 from tests.ranks import run_ranks
 
@@ -131,6 +132,17 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
 
 
 @needs_native
+def test_the_night_can_stand_in_for_every_wide_instruction_that_kernels_use() -> None:
+    """It compiles them for a minute; the quick loop at least looks at their names."""
+    sources = [
+        path.read_text() for path in build.SOURCE_DIR.iterdir() if path.suffix in (".h", ".cpp")
+    ]
+    used = {name for text in sources for name in re.findall(r"\b_mm512_\w+", text)}
+    there = set(re.findall(r"^#define (_mm512_\w+)", INSTEAD.read_text(), re.MULTILINE))
+    assert used
+    assert used <= there, "tests/kernels/emulated.h lacks some"
+
+
 def test_the_unit_that_multiplies_bf16_is_the_fastest_of_this_cpus() -> None:
     library = ctypes.CDLL(str(build.library()))
     library.pd_peak_gflops.restype = ctypes.c_double
