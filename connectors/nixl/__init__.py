@@ -6,13 +6,13 @@ are moved by `mover` through `lanes`, each a thread with its own `agent`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from pdserve.config.checks import require
 from pdserve.connectors.transfer_thread import TransferConnector
-from pdserve.errors import ConfigError
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import ConnectorContext, KVLayout
     from pdserve.connectors.nixl.mover import NixlMover
     from pdserve.connectors.side_channel.reactor import Reactor
+
+
+_MAX_LANES: Final = 64
 
 
 class NixlSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,9 +35,8 @@ class NixlSettings(msgspec.Struct, frozen=True, kw_only=True):
     backends: Annotated[tuple[str, ...], Meta(description="NIXL backends, in order")] = ("UCX",)
 
     def __post_init__(self) -> None:
-        if self.lanes < 1:
-            flag = "kv-transfer-config.nixl.lanes"
-            raise ConfigError(f"--{flag} is {self.lanes}: it must be at least 1", param=flag)
+        flag = "kv-transfer-config.nixl.lanes"
+        require(1 <= self.lanes <= _MAX_LANES, flag, self.lanes, f"use 1 to {_MAX_LANES}")
 
 
 class NixlConnector(TransferConnector, frozen=True, kw_only=True):

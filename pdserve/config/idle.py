@@ -60,6 +60,12 @@ _ENGINE: Final = (
         "there are no readers of vLLM's events",
     ),
     IdleRow(
+        _flags(f"{_EVENTS}.", "endpoint"),
+        _flags(f"{_EVENTS}.", "enable-kv-cache-events publisher"),
+        lambda is_on, publisher: is_on and publisher == "null",
+        f"--{_EVENTS}.publisher is null",
+    ),
+    IdleRow(
         _flags("eplb-config.", "window-size step-interval"),
         ("enable-eplb",),
         lambda is_on: not is_on,

@@ -11,10 +11,12 @@ from pdserve.config.checks import (
     require,
     require_not_negative,
     require_port,
-    require_positive,
     require_url,
 )
 from pdserve.config.setting import declare
+
+_MAX_QUEUED: Final = 1_000_000_000
+"""ZeroMQ's limits have 32 bits."""
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +83,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("hwm", self.hwm),
             ("max-queue-size", self.max_queue_size),
         ):
-            require_positive(f"{prefix}.{key}", number)
+            require(0 < number <= _MAX_QUEUED, f"{prefix}.{key}", number, f"use 1 to {_MAX_QUEUED}")
         require_port(self.port, f"{prefix}.port")
 
     def require_prefix_caching(self, *, is_on: bool) -> None:

@@ -8,7 +8,7 @@ value came from (`load` does).
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -25,6 +25,12 @@ from pdserve.config.kv_events import KVEventsConfig
 from pdserve.config.numerics import NumericsMode
 from pdserve.config.speculative import SpeculativeConfig
 from pdserve.wire.transfer import MAX_LEASE_S, MIN_LEASE_S
+
+_MAX_RANKS: Final = 1024
+"""Of each axis, and threads of a rank: a host would run out of processes or threads first."""
+_MAX_ROWS: Final = 1 << 20
+_MAX_STEP_TOKENS: Final = 1 << 24
+"""Steps have buffers of these sizes."""
 
 
 class Role(enum.Enum):
@@ -167,14 +173,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         require_not_negative("max-waiting", self.max_waiting)
         require_not_negative("max-waiting-tokens", self.max_waiting_tokens)
         require_not_negative("max-request-tokens", self.max_request_tokens)
-        require_positive("max-num-seqs", self.max_num_seqs)
+        for flag, number, most in (
+            ("max-num-seqs", self.max_num_seqs, _MAX_ROWS),
+            ("max-num-batched-tokens", self.max_num_batched_tokens, _MAX_STEP_TOKENS),
+        ):
+            require(0 < number <= most, flag, number, f"use 1 to {most}")
         require(
             self.max_num_batched_tokens >= self.max_num_seqs or self.enable_chunked_prefill,
             "max-num-batched-tokens",
             self.max_num_batched_tokens,
             f"it must be at least --max-num-seqs ({self.max_num_seqs})",
         )
-        require_positive("max-num-batched-tokens", self.max_num_batched_tokens)
         require_not_negative("long-prefill-token-threshold", self.long_prefill_token_threshold)
         require(
             self.long_prefill_token_threshold == 0 or self.enable_chunked_prefill,
@@ -253,10 +262,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.distributed_executor_backend
 
     def __post_init__(self) -> None:
-        require_positive("tensor-parallel-size", self.tensor_parallel_size)
-        require_positive("pipeline-parallel-size", self.pipeline_parallel_size)
-        require_positive("data-parallel-size", self.data_parallel_size)
-        require_positive("num-threads", self.num_threads)
+        for flag, number in (
+            ("tensor-parallel-size", self.tensor_parallel_size),
+            ("pipeline-parallel-size", self.pipeline_parallel_size),
+            ("data-parallel-size", self.data_parallel_size),
+            ("num-threads", self.num_threads),
+        ):
+            is_possible = number is None or 0 < number <= _MAX_RANKS
+            require(is_possible, flag, number, f"use 1 to {_MAX_RANKS}")
         stages = self.pipeline_layers
         require(
             not stages or (len(stages) == self.pipeline_parallel_size and min(stages) > 0),

@@ -23,7 +23,7 @@ import msgspec
 from pdserve.engine.coordinator import Counts
 from pdserve.engine.coordinator_process import CoordinatorProcess
 from pdserve.engine.core_client import launch_engine
-from pdserve.engine.launch import shares_experts
+from pdserve.engine.launch import require_ranks, shares_experts
 from pdserve.engine.open_requests import MergedOutputs
 from pdserve.errors import (
     ConfigError,
@@ -58,8 +58,10 @@ async def launch(config: EngineConfig, *, progress: Callable[[str], None]) -> La
     """Start an engine: one core, or several with a coordinator. They load in the background.
 
     Raises:
-        ConfigError: The settings share experts, but the model or the executor cannot.
+        ConfigError: The settings share experts, but the model or the executor cannot; or there are
+            more ranks than the model has parts for.
     """
+    require_ranks(config)
     is_shared = shares_experts(config)
     if config.parallel.data_parallel_size == 1:
         return await launch_engine(config, progress=progress)

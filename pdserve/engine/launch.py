@@ -32,6 +32,19 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: Addresses | None = None
 
 
+def require_ranks(config: EngineConfig) -> None:
+    """Refuse ranks that have no part of the model, before as many processes start.
+
+    Raises:
+        ConfigError: There are such, or the model cannot be read.
+    """
+    parallel = config.parallel
+    if parallel.num_ranks > 1:
+        read_arch(Path(config.model.model)).require_ranks(
+            tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size
+        )
+
+
 def shares_experts(config: EngineConfig) -> bool:
     """Return whether the ranks of all engine cores form one world because they share experts.
 

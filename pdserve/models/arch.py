@@ -10,6 +10,8 @@ import hashlib
 
 import msgspec
 
+from pdserve.errors import ConfigError
+
 
 class RopeKind(enum.Enum):
     """How rotary frequencies are stretched beyond the length that a model was trained on."""
@@ -181,6 +183,23 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
             extended = int(self.rope.original_max_positions * self.rope.factor)
             return max(self.max_position_embeddings, extended)
         return self.max_position_embeddings
+
+    def require_ranks(self, *, tp: int, pp: int) -> None:
+        """Refuse more ranks than there are heads, or more stages than layers, for them.
+
+        Raises:
+            ConfigError: There are more.
+        """
+        for flag, num_ranks, num_parts, parts, rank in (
+            ("pipeline-parallel-size", pp, self.num_layers, "layers", "stage"),
+            ("tensor-parallel-size", tp, self.num_heads, "attention heads", "rank"),
+        ):
+            if num_parts < num_ranks:
+                raise ConfigError(
+                    f"--{flag} is {num_ranks}, but the model has only {num_parts} {parts} and "
+                    f"every {rank} needs one: use a smaller size",
+                    param=flag,
+                )
 
     @property
     def digest(self) -> str:

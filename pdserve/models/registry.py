@@ -254,15 +254,10 @@ def _stage(arch: ModelArch, parallel: ParallelConfig, world: World) -> range:
     """Layers of this rank's pipeline stage.
 
     Raises:
-        ConfigError: There are fewer layers than stages, or --pipeline-layers has the wrong sum.
+        ConfigError: See `ModelArch.require_ranks`; or --pipeline-layers has the wrong sum.
     """
     explicit, num_stages = parallel.pipeline_layers, world.pp.size
-    if arch.num_layers < num_stages:
-        raise ConfigError(
-            f"--pipeline-parallel-size is {num_stages}, but the model has only {arch.num_layers} "
-            "layers and every stage needs one: use a smaller size",
-            param="pipeline-parallel-size",
-        )
+    arch.require_ranks(tp=world.tp.size, pp=num_stages)
     if explicit and sum(explicit) != arch.num_layers:
         raise ConfigError(
             f"--pipeline-layers is {list(explicit)}, a total of {sum(explicit)}: it must be "

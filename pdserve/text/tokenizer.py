@@ -62,7 +62,9 @@ def read_template(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(
-            f"the chat template {path} cannot be read: {why}", param="chat-template"
+            f"the chat template {path} cannot be read: {why}; name one that can with "
+            "--chat-template",
+            param="chat-template",
         ) from error
 
 

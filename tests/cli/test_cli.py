@@ -267,6 +267,19 @@ def test_an_impossible_setting_names_its_flag_and_the_remedy() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("-pp", "--pipeline-parallel-size is 6, but the model has only 4 layers"),
+        ("-tp", "--tensor-parallel-size is 6, but the model has only 4 attention heads"),
+    ],
+)
+def test_ranks_without_a_part_of_the_model_are_refused_before_any_starts(
+    flag: str, said: str
+) -> None:
+    assert said in _refused("serve", "boxed", "--port", "0", flag, "6")
+
+
 def test_an_unknown_key_of_the_file_names_the_nearest_flag(tmp_path: Path) -> None:
     (tmp_path / "proxy.yaml").write_text("prefil: http://127.0.0.1:8100")
     message = _refused("proxy", "--config", f"{tmp_path}/proxy.yaml")

@@ -36,6 +36,15 @@ def test_rows_are_of_the_commands_own_settings_and_defaults_are_not_told(name: s
             {"kv-events-config.enable-kv-cache-events": "1", "kv-events-config.topic": "t"},
             "kv-events-config.topic",
         ),
+        (
+            "serve",
+            {
+                "kv-events-config.enable-kv-cache-events": "1",
+                "kv-events-config.endpoint": "tcp://*:5557",
+                "kv-events-config.publisher": "null",
+            },
+            "kv-events-config.endpoint",
+        ),
         ("serve", {"eplb-config.window-size": "9"}, "eplb-config.window-size"),
         (
             "serve",

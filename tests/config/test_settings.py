@@ -127,8 +127,11 @@ def test_what_one_connector_alone_is_told_reaches_it(given: dict[str, object]) -
 
 
 def test_a_connector_names_the_flag_the_value_and_the_remedy_of_what_it_refuses() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-transfer-config\.nixl\.lanes is 0: it must be"):
-        find("nixl", {"nixl.lanes": 0})
+    for lanes in (0, 65):
+        with pytest.raises(
+            ConfigError, match=rf"--kv-transfer-config\.nixl\.lanes is {lanes}: use"
+        ):
+            find("nixl", {"nixl.lanes": lanes})
 
 
 def test_a_connector_that_reaches_no_other_process_is_refused_by_name() -> None:
@@ -224,6 +227,12 @@ def test_a_server_setting_that_cannot_be_names_its_flag(flag: str, value: object
     [
         ("generation-config", "mine.json"),
         ("kv-cache-memory-bytes", 0),
+        ("max-num-seqs", 1 << 64 - 1),
+        ("max-num-batched-tokens", 10**12),
+        ("num-threads", 10**6),
+        ("data-parallel-size", 10**6),
+        ("kv-events-config.hwm", 1 << 31),
+        ("kv-events-config.buffer-steps", 1 << 31),
         ("max-waiting", -1),
         ("max-waiting-tokens", -1),
         ("max-request-tokens", -1),
