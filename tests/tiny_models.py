@@ -28,6 +28,7 @@ CLASSES = {
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
 }
 """Of transformers: a family's configuration and its model."""
@@ -85,6 +86,7 @@ FIELDS_OF: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
     "glm4_moe_lite": {**_LATENT, "n_group": 1, "topk_group": 1},
+    "phi3": {"pad_token_id": 0},
 }
 """What a family has beyond the shape of all."""
 

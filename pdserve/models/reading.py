@@ -75,6 +75,7 @@ _FAMILIES: dict[str, tuple[Callable[[Fields], ModelArch], tuple[str, ...]]] = {
     "DeepseekV3ForCausalLM": (latent.deepseek_v3, ("deepseek_v3", "kimi_k2")),
     "Glm4MoeForCausalLM": (experts.glm4_moe, ("glm4_moe",)),
     "Glm4MoeLiteForCausalLM": (latent.glm4_moe_lite, ("glm4_moe_lite",)),
+    "Phi3ForCausalLM": (dense.phi3, ("phi3",)),
     "SeedOssForCausalLM": (dense.seed_oss, ("seed_oss",)),
 }
 """Reader of each architecture, and the values of `model_type`, by which transformers chooses the

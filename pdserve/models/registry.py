@@ -47,6 +47,7 @@ _MODELS = {
     "DeepseekV3ForCausalLM": "pdserve.models.deepseek",
     "Glm4MoeForCausalLM": "pdserve.models.glm",
     "Glm4MoeLiteForCausalLM": "pdserve.models.glm",
+    "Phi3ForCausalLM": "pdserve.models.phi",
     "SeedOssForCausalLM": "pdserve.models.llama",
 }
 

@@ -83,6 +83,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "phi3, window, three quarters rotate": (
+        "phi3",
+        {
+            "pad_token_id": 0,
+            "sliding_window": 23,
+            "num_key_value_heads": 4,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 25e4,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
     "seed_oss": ("seed_oss", {}),
     "seed_oss, other biases": (
         "seed_oss",

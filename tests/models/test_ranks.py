@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("qwen2", {"vocab_size": 211}),
     "qwen3": ("qwen3", {"vocab_size": 211, "head_dim": 32, "num_hidden_layers": 4}),
+    "phi3": ("phi3", {"vocab_size": 211}),
 }
 
 MESHES: dict[str, tuple[MeshShape, dict[str, Any]]] = {

@@ -63,6 +63,16 @@ def seed_oss(fields: Fields) -> ModelArch:
     )
 
 
+def phi3(fields: Fields) -> ModelArch:
+    """Phi-3 and Phi-4: a sliding window in every layer, or in none; a part of a head may rotate."""
+    window = None if fields.get("sliding_window") is None else fields.count("sliding_window")
+    return read_decoder(
+        fields,
+        windows=(window,) * fields.count("num_hidden_layers"),
+        defaults=Defaults(fields.count("num_attention_heads"), eps=1e-5, partial_rotary=1.0),
+    )
+
+
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """If any layers slide, those from `max_window_layers` on do; `layer_types` overrides this."""
     num_layers = fields.count("num_hidden_layers")
