@@ -99,6 +99,16 @@ class GrammarCompiler:
                 raise BadRequestError(in_short(said))
         return matcher
 
+    def spelled(self, matcher: LLMatcher, token_id: int) -> int:
+        """Return the only token that may come next: `token_id`, which llguidance takes for it.
+
+        Where the text that must come spells a special token, it takes that one, which is no text.
+        """
+        if not self._tokenizer.is_special_token(token_id) or matcher.validate_tokens([token_id]):
+            return token_id
+        text = matcher.compute_ff_bytes().decode(errors="ignore")
+        return self._tokenizer.greedy_tokenize(text)[0]
+
 
 def in_short(said: str) -> str:
     """Return llguidance's error message without the grammar that it repeats.

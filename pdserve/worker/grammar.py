@@ -187,10 +187,18 @@ class GrammarPool:
         if matcher.is_error():
             return Allowed(bits[:0], error=in_short(matcher.get_error()), cpu_s=cpu_s)
         is_over = matcher.is_stopped()
+        allowed = bits.nonzero()[0]
+        may_end = matcher.is_accepting()
+        if not may_end and len(allowed) == 1 and int(bits[allowed[0]]).bit_count() == 1:
+            token_id = 8 * int(allowed[0]) + int(bits[allowed[0]]).bit_length() - 1
+            spelled = self._compiler.result().spelled(matcher, token_id)
+            bits = np.zeros_like(bits)
+            bits[spelled // 8] = 1 << spelled % 8
         # Where they take long to find, nobody else has the interpreter as long.
         finds_forced = self.finds_forced and not is_over and cpu_s <= self.slow_s
-        forced = matcher.compute_ff_tokens() if finds_forced else ()
-        return Allowed(bits, matcher.is_accepting(), is_over, forced, cpu_s=cpu_s)
+        forced = matcher.compute_ff_tokens() if finds_forced else []
+        forced = forced[: matcher.validate_tokens(forced)]  # see `GrammarCompiler.spelled`
+        return Allowed(bits, may_end, is_over, forced, cpu_s=cpu_s)
 
     def close(self) -> None:
         """End the threads, and wait a second for each kind. May be called twice."""

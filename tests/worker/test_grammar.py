@@ -168,6 +168,8 @@ def test_a_mask_is_what_brute_force_finds(
 
 def test_compiled_grammars_are_kept_within_bytes(compiler: GrammarCompiler) -> None:
     class Counting:
+        spelled = staticmethod(compiler.spelled)
+
         def __init__(self) -> None:
             self.texts: list[str] = []
 
@@ -231,6 +233,25 @@ def test_a_token_that_ends_outputs_is_no_text(pool: GrammarPool, letters: dict[s
         constraint = constrained(pool, grammar, [], ends=ends)
     assert letters["a"] not in allowed(constraint)
     assert letters["b"] in allowed(constraint)
+
+
+@pytest.mark.parametrize("written", ["<|assistant|>b", "a<|eos|>", "a<|eos|>b<|user|>\u00e9"])
+def test_text_that_spells_a_special_token_is_written_without_it(
+    written: str, compiler: GrammarCompiler, text: Text
+) -> None:
+    """llguidance would force that token, and then take it for no text."""
+    source = f"start: {json.dumps(written)}"
+    pool = GrammarPool(lambda: compiler, finds_forced=True)
+    constraint = constrained(pool, Grammar(text=source), [])
+    tokens: list[int] = []
+    while not tokens or tokens[-1] != EOS:
+        (token_id,) = allowed(constraint)
+        assert constraint.forced()[:1] in ([], [token_id])
+        constraint.note(token_id)
+        tokens.append(token_id)
+    pool.close()
+    assert not text.tokenizer.special_ids.intersection(tokens[:-1])
+    assert text.tokenizer.decode(tokens[:-1], skip_special_tokens=False) == written
 
 
 def rules_of(pool: GrammarPool, outputs: list[int], **fields: Any) -> LogitRules:
