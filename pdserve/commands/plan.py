@@ -70,7 +70,6 @@ _ITL_SLO_S: Final = 0.05
 """The default objective of a proxy."""
 _SIZES: Final = ("max-model-len", "max-num-batched-tokens", "max-num-seqs")
 """Settings that engines have, too."""
-_MAX_REQUESTS: Final = 1_000_000
 _MAX_KV_TOKENS: Final = 5_000_000_000
 """Of all engines of a layout; they take about 2 bytes each."""
 _MAX_SPAN_S: Final = 86_400.0
@@ -170,12 +169,6 @@ def _asked(
     dataset = build("dataset", DatasetConfig, table, resolved)
     traffic = build("traffic", TrafficConfig, table, resolved)
     law = arrivals_of(traffic)
-    require(
-        dataset.num_prompts <= _MAX_REQUESTS,
-        "num-prompts",
-        dataset.num_prompts,
-        f"use up to {_MAX_REQUESTS}",
-    )
     if calibration.is_needed(dataset):
         raise ConfigError(
             "--dataset-name pd-interference measures its pace at an endpoint, and pdserve plan "

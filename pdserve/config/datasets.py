@@ -291,7 +291,8 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True):
     interference: InterferenceConfig = InterferenceConfig()
 
     def __post_init__(self) -> None:
-        require_positive("num-prompts", self.num_prompts)
+        is_number = 0 < self.num_prompts <= _MAX_REQUESTS
+        require(is_number, "num-prompts", self.num_prompts, f"use 1 to {_MAX_REQUESTS}")
         require_not_negative("seed", self.seed)
         if self.name.reads_a_file and not self.path:
             raise ConfigError(

@@ -44,6 +44,7 @@ MADE_UP = [
         (lambda: MultiTurnConfig(think_time_s=math.inf), "multi-turn-think-time"),
         (lambda: TraceDataConfig(length_scale=math.inf), "trace-length-scale"),
         (lambda: DatasetConfig(seed=-1), "seed"),
+        (lambda: DatasetConfig(num_prompts=10**12), "num-prompts"),
     ],
 )
 def test_a_number_without_end_or_that_makes_requests_without_end_is_refused_by_its_flag(make, flag):

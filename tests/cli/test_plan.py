@@ -147,7 +147,7 @@ def test_what_cannot_be_planned_is_refused_with_flag_value_and_remedy(arguments,
 
 def test_more_requests_than_can_be_simulated_are_refused():
     found = plan("--num-engines", "2", *TIMES, *SLO, "--num-prompts", "100000000")
-    assert "--num-prompts is 100000000: use up to 1000000" in found.stderr
+    assert "--num-prompts is 100000000: use 1 to 1000000" in found.stderr
 
 
 def test_a_trace_that_takes_longer_than_can_be_simulated_is_refused(tmp_path):

@@ -116,7 +116,7 @@ RENAMED: Final = {
 
 NO_EFFECT: Final = {
     "aggregate-engine-logging": "the engine cores of one server are always counted together",
-    "async-scheduling": "there are as many steps in flight as pipeline stages",
+    "async-scheduling": "steps of CUDA devices and of pipeline stages overlap by themselves",
     "disable-access-log-for-endpoints": "there is no access log; each request has a log line",
     "disable-cascade-attn": "there is no cascade attention",
     "disable-chunked-mm-input": "only text is served",
