@@ -279,7 +279,7 @@ def _by_id(names: TokenNames, entry: TokenLogprobs) -> dict[str, dict[str, Any]]
         str(token_id): {
             "logprob": logprob,
             "rank": rank,
-            "decoded_token": names.text(token_id),
+            "decoded_token": names.bytes(token_id).decode(errors="replace"),
         }
         for token_id, logprob, rank in ranked
     }

@@ -233,12 +233,15 @@ async def test_echo_alone_scores_the_prompt_and_generates_nothing(server):
     assert answer["usage"]["completion_tokens"] == 0
 
 
-async def test_prompt_logprobs_are_given_by_token_id(server):
-    answer = await server.ok(PATH, {"prompt": [60, 61, 62], "prompt_logprobs": 1})
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_prompt_logprobs_are_given_by_token_id_and_say_the_text(server, text, as_ids):
+    body = {"prompt": [60, 61, 62], "prompt_logprobs": 1, "return_tokens_as_token_ids": as_ids}
+    answer = await server.ok(PATH, body)
     first, second, third = answer["choices"][0]["prompt_logprobs"]
     assert first is None
     assert second["61"]["rank"] == 1
     assert set(third["62"]) == {"logprob", "rank", "decoded_token"}
+    assert third["62"]["decoded_token"] == text.tokenizer.token_text(62)
 
 
 async def test_usage_comes_in_a_stream_only_when_asked_for(server):
