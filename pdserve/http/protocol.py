@@ -384,10 +384,11 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         said: dict[str, Any] = {}
         if self.documents is not None:
             said["documents"] = self.documents
-        if self.reasoning_effort is not None:
+        if self.reasoning_effort is not None:  # as templates of several families call it
             said["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none":  # as templates of several families call it
-            said |= {"enable_thinking": False, "thinking": False}
+            said["enable_thinking"] = self.reasoning_effort != "none"
+        if self.reasoning_effort == "none":
+            said["thinking"] = False
         return said | (self.chat_template_kwargs or {})
 
 

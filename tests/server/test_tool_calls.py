@@ -430,17 +430,17 @@ async def test_a_template_for_tools_is_taken_where_some_are_offered(calling):
     assert shown == ["with 2", "plain", "plain"]
 
 
-async def test_effort_none_asks_the_template_not_to_think(calling):
-    templated = replace(calling, chat_template=ChatTemplate("{{ enable_thinking }}", {}))
+async def test_an_effort_asks_the_template_to_think_and_none_not_to(calling):
+    source = "{{ enable_thinking }}{{ thinking }}"
+    templated = replace(calling, chat_template=ChatTemplate(source, {}))
     engine = scripted(calling, "a dog")
+    said = {"chat_template_kwargs": {"enable_thinking": 1}}
     async with serving(templated, engine) as server:
         await server.ok(PATH, BODY | {"reasoning_effort": "none"})
-        await server.ok(
-            PATH,
-            BODY | {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": 1}},
-        )
+        await server.ok(PATH, BODY | {"reasoning_effort": "none"} | said)
+        await server.ok(PATH, BODY | {"reasoning_effort": "low"})
     shown = [calling.tokenizer.decode(request.prompt_token_ids) for request in engine.requests]
-    assert shown == ["False", "1"]
+    assert shown == ["FalseFalse", "1False", "True"]
 
 
 async def test_an_answer_that_begins_in_the_reasoning_needs_no_opening(calling):
