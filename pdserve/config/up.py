@@ -9,7 +9,6 @@ import msgspec
 from pdserve.config.checks import (
     POSITIVE,
     require,
-    require_not_negative,
     require_positive,
     require_text,
 )
@@ -23,6 +22,9 @@ ROLES_OF_UP: Final = {
     "proxy": "the proxy",
 }
 """What `pdserve up` runs, in words, by the prefix of the settings that are for it alone."""
+
+_MAX_REPLICAS: Final = 1000
+"""Of each role: one host runs no more, and each has its port."""
 
 
 class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,13 +64,13 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.kv_tiers:
             parse_tiers(self.kv_tiers)
         require_chunk_size("kv-chunk-size", self.kv_chunk_size)
-        require_not_negative("both-replicas", self.both_replicas)
-        for flag, count in (
-            ("prefill-replicas", self.prefill_replicas),
-            ("decode-replicas", self.decode_replicas),
+        for flag, count, num_beside in (
+            ("both-replicas", self.both_replicas, 1),
+            ("prefill-replicas", self.prefill_replicas, self.both_replicas),
+            ("decode-replicas", self.decode_replicas, self.both_replicas),
         ):
-            require_not_negative(flag, count)
-            has_one = count + self.both_replicas > 0
+            require(0 <= count <= _MAX_REPLICAS, flag, count, f"use 0 to {_MAX_REPLICAS}")
+            has_one = count + num_beside > 0
             require(has_one, flag, count, f"{POSITIVE}, or --both-replicas must be")
         require_text("prompt", self.prompt)
         require_positive("max-tokens", self.max_tokens)

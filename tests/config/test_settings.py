@@ -347,6 +347,13 @@ def test_a_lease_that_no_peer_would_believe_is_refused(lease_s: float) -> None:
         TransferConfig(lease_s=lease_s)
 
 
+@pytest.mark.parametrize("flag", ["prefill-replicas", "decode-replicas", "both-replicas"])
+def test_more_engines_than_a_host_runs_are_refused(flag: str) -> None:
+    for number in (-1, 100_000):
+        with pytest.raises(ConfigError, match=f"--{flag} is {number}: use 0 to 1000"):
+            UpConfig(**{flag.replace("-", "_"): number})
+
+
 def test_a_prompt_with_bytes_that_were_not_decoded_is_refused() -> None:
     """As under LC_ALL=C without UTF-8 mode: no JSON can carry it."""
     with pytest.raises(ConfigError, match=r"--prompt is 'a\\udcff': .* LC_ALL=C.UTF-8"):
