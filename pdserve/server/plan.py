@@ -158,7 +158,7 @@ def _output_limit(
         asked,
         num_prompt_tokens=len(prompt),
         max_model_len=info.max_model_len,
-        model_limit=text.defaults.max_new_tokens,
+        model_default=text.defaults.max_new_tokens,
     )
     return max(1, limit)
 

@@ -41,7 +41,7 @@ class Asked:
         prompt_field: The endpoint's name for the prompt.
         max_tokens: The user's limit; None if not given.
         max_tokens_field: The endpoint's name for that limit.
-        default_max_tokens: The endpoint's own limit; None is the rest of the context.
+        default_max_tokens: The endpoint's own limit; None is the model's, or all of the context.
         logprobs, prompt_logprobs: Alternatives per token of the output and of the prompt; None
             asks for no log-probabilities.
         pooling: How the prompt becomes a vector, if the request asks for one.
@@ -111,12 +111,12 @@ def output_limit(
     *,
     num_prompt_tokens: int,
     max_model_len: int,
-    model_limit: int | None,
+    model_default: int | None,
 ) -> int:
     """Return the maximum number of output tokens of a request.
 
     Args:
-        model_limit: `max_new_tokens` of the model's generation config.
+        model_default: `max_new_tokens` of the model's generation config.
 
     Raises:
         ContextLengthError: The prompt leaves no room, or less than requested.
@@ -136,9 +136,8 @@ def output_limit(
             f"{num_prompt_tokens} prompt tokens{why}",
             param=asked.prompt_field if room < 1 else asked.max_tokens_field,
         )
-    limit = min(room, asked.default_max_tokens or room) if wanted_tokens is None else wanted_tokens
-    if model_limit is not None:
-        limit = min(limit, model_limit)
+    default = asked.default_max_tokens or model_default or room
+    limit = min(room, default) if wanted_tokens is None else wanted_tokens
     if fields.min_tokens is not None and fields.min_tokens > max(limit, 1):
         raise BadRequestError(
             f"min_tokens is {fields.min_tokens}: it must be at most "

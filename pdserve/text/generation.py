@@ -22,7 +22,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of sampling fields, as vLLM reads them from a model.
 
     Attributes:
-        max_new_tokens: Upper limit of every request's output, or None.
+        max_new_tokens: Output tokens of a chat that sets no limit; None is the rest of the context.
         eos_token_ids: The model's own end-of-sequence ids, ascending.
     """
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from pdserve.text.chat import ChatTemplate
@@ -92,6 +93,15 @@ async def test_prompt_logprobs_and_token_ids_stand_at_the_top(text):
     assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
     assert answer["prompt_logprobs"][0] is None
     assert text.tokenizer.decode(answer["choices"][0]["token_ids"]) == "dog"
+
+
+async def test_the_models_limit_of_output_tokens_holds_where_a_chat_sets_none(text):
+    limited = replace(text, defaults=msgspec.structs.replace(text.defaults, max_new_tokens=3))
+    chat = {"messages": MESSAGES, "ignore_eos": True}
+    async with serving(limited, make_engine(limited)) as server:
+        chats = [await server.ok(PATH, chat | said) for said in ({}, {"max_tokens": 5})]
+        completion = await server.ok("/v1/completions", {"prompt": "a", "ignore_eos": True})
+    assert [each["usage"]["completion_tokens"] for each in (*chats, completion)] == [3, 5, 16]
 
 
 async def test_several_choices_stream_side_by_side(server):
