@@ -264,10 +264,10 @@ def test_what_is_no_lmcache_server_is_said_to_be_none() -> None:
 
 def test_the_server_is_told_each_tier_and_listens_on_loopback_alone() -> None:
     tiers = parse_tiers("cpu:512M,disk:/data/kv:4GiB,redis:redis://cache:6380")
-    config = KvServerConfig(port=8301, chunk_size=64)
+    config = KvServerConfig(port=8310, chunk_size=64)
     words = arguments_of(config, tiers, Path("/dev/shm/segment"), disk_bytes=3 << 30)
     told = dict(itertools.pairwise(words))
-    assert (told["--host"], told["--port"]) == ("127.0.0.1", "8301")
+    assert (told["--host"], told["--port"]) == ("127.0.0.1", "8310")
     assert (told["--chunk-size"], told["--l1-size-gb"]) == ("64", "0.5")
     assert told["--shm-name"] == "segment"
     adapters = [json.loads(b) for a, b in itertools.pairwise(words) if a == "--l2-adapter"]
