@@ -112,10 +112,6 @@ class Supervisor:
                 except TimeoutError:
                     say(self._late_words())
                     return 1
-                with contextlib.suppress(
-                    aiohttp.ClientError
-                ):  # one that has just died is reported elsewhere
-                    await self._require_pairs(session)
                 self._is_ready = True
                 answered = await while_alive(self._demo(session), self._lives)
             if self._config.once or not answered:
@@ -158,10 +154,15 @@ class Supervisor:
             name = member.spec.name.ljust(self._width)
             say(f"  {name}  {member.url}  ready after {time.monotonic() - started_s:.1f} s")
 
+        proxies = [pair for pair in chosen if pair[0].role == "proxy"]
         try:
-            async with asyncio.TaskGroup() as group:
-                for member, child in chosen:
-                    group.create_task(one(member, child))
+            for pairs in ([pair for pair in chosen if pair not in proxies], proxies):
+                if pairs is proxies and pairs:  # it takes in no engine that does not fit the first
+                    with contextlib.suppress(aiohttp.ClientError):  # one that has just died
+                        await self._require_pairs(session)
+                async with asyncio.TaskGroup() as group:
+                    for member, child in pairs:
+                        group.create_task(one(member, child))
         except BaseExceptionGroup as error:  # as of an output that nobody reads any more
             raise error.exceptions[0] from None
 

@@ -31,7 +31,7 @@ class Up:
     """`pdserve up` as a process, and what it has written so far."""
 
     def __init__(self, model: Path, folder: Path, *arguments: str) -> None:
-        names = ("--port", "--prefill-port", "--decode-port", "--both-port")
+        names = ("--port", "--prefill-port", "--decode-port")
         self.ports = free_ports(len(names))
         flags = [word for pair in zip(names, map(str, self.ports), strict=True) for word in pair]
         self._out = folder / "out"
