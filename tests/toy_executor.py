@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 TOY_VOCAB_SIZE = 7
 TOY_EOS = 6
 TOY_NAN = TOY_VOCAB_SIZE
+_SEED_MASK = (1 << 64) - 1
 """In a draft: what makes the values of its request NaN."""
 
 
@@ -77,7 +78,7 @@ class ToyModel:
     def sample(self, value: int, sampling: SamplingParams) -> int:
         """Return what follows from the value, and from the seed unless the temperature is 0."""
         seed = sampling.seed if sampling.temperature > 0 else 0
-        said = value.to_bytes(8, "little") + seed.to_bytes(8, "little", signed=True)
+        said = value.to_bytes(8, "little") + (seed & _SEED_MASK).to_bytes(8, "little")
         digest = hashlib.blake2b(said, digest_size=4).digest()
         num_choices = self.vocab_size - self._first_token_id
         token_id = self._first_token_id + int.from_bytes(digest, "little") % num_choices

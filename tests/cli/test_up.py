@@ -114,7 +114,6 @@ def test_the_demo_answers_shows_where_its_time_went_and_ends(
     assert_it_shows_where_its_time_went(up, 12)
 
 
-@pytest.mark.matrix
 def test_engines_that_cannot_pair_are_an_error(model: Path, tmp_path: Path, make: list[Up]) -> None:
     up = Up(model, tmp_path, "--prefill.dtype", "float32", "--decode.dtype", "bfloat16")
     make.append(up)
