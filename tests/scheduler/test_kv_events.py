@@ -104,7 +104,7 @@ def test_where_nobody_listens_nothing_is_noted_and_no_connector_is_asked():
         ({"replay_endpoint": "tcp://*:5558"}, "endpoint is None: give an address"),
         ({"endpoint": "127.0.0.1:5557"}, "endpoint is '127.0.0.1:5557': write it as tcp://"),
         ({"endpoint": "tcp://*:0"}, "endpoint is 'tcp://.:0': write it as tcp://"),
-        ({"max_queue_size": 0}, "max-queue-size is 0: it must be positive"),
+        ({"max_queue_size": 0}, "max-queue-size is 0: use 1 to 1000000000"),
         ({"port": 70_000}, "port is 70000: use 1 to 65535"),
     ],
 )
