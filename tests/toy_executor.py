@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 TOY_VOCAB_SIZE = 7
 TOY_EOS = 6
 TOY_NAN = TOY_VOCAB_SIZE
-_SEED_MASK = (1 << 64) - 1
 """In a draft: what makes the values of its request NaN."""
+_SEED_MASK = (1 << 64) - 1
 
 
 class WrongKVError(InternalError):

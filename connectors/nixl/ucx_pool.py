@@ -11,7 +11,6 @@ the pool's memory from mmap instead, which zeroes it; other requests leave no ot
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Final
 
 _MAPS: Final = "/proc/self/maps"
@@ -19,8 +18,6 @@ _LIBRARY: Final = "/libucp"
 # The first two members of ucs_mpool_ops_t.
 _FROM_MALLOC: Final = ("ucs_mpool_hugetlb_malloc", "ucs_mpool_hugetlb_free")
 _FROM_MMAP: Final = ("ucs_mpool_chunk_mmap", "ucs_mpool_chunk_munmap")
-_one_at_a_time = threading.Lock()
-_seen: set[str] = set()
 
 
 def zero_requests() -> None:
@@ -28,11 +25,10 @@ def zero_requests() -> None:
 
     A UCX that does not take this memory from malloc, or does not show how, stays as it is.
     """
-    with _one_at_a_time, open(_MAPS, encoding="utf-8") as maps:
+    with open(_MAPS, encoding="utf-8") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if _LIBRARY in line}
-        for path in paths - _seen:
-            _zero_requests(ctypes.CDLL(path))
-        _seen.update(paths)
+    for path in paths:
+        _zero_requests(ctypes.CDLL(path))
 
 
 def _zero_requests(ucp: ctypes.CDLL) -> None:
@@ -45,4 +41,5 @@ def _zero_requests(ucp: ctypes.CDLL) -> None:
     except (AttributeError, ValueError):  # it has no such functions, or no such operations
         return
     if list(operations) == from_malloc:
-        operations[:] = from_mmap  # type: ignore[assignment]
+        new = (ctypes.c_void_p * 2)(*from_mmap)
+        ctypes.memmove(operations, new, ctypes.sizeof(new))  # both at once, as threads may come

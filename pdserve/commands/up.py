@@ -154,15 +154,18 @@ class Supervisor:
             name = member.spec.name.ljust(self._width)
             say(f"  {name}  {member.url}  ready after {time.monotonic() - started_s:.1f} s")
 
+        async def each(pairs: Sequence[tuple[Member, Child]]) -> None:
+            async with asyncio.TaskGroup() as group:
+                for member, child in pairs:
+                    group.create_task(one(member, child))
+
         proxies = [pair for pair in chosen if pair[0].role == "proxy"]
         try:
-            for pairs in ([pair for pair in chosen if pair not in proxies], proxies):
-                if pairs is proxies and pairs:  # it takes in no engine that does not fit the first
-                    with contextlib.suppress(aiohttp.ClientError):  # one that has just died
-                        await self._require_pairs(session)
-                async with asyncio.TaskGroup() as group:
-                    for member, child in pairs:
-                        group.create_task(one(member, child))
+            await each([pair for pair in chosen if pair not in proxies])
+            if proxies:  # which take in no engine that does not fit the first
+                with contextlib.suppress(aiohttp.ClientError):  # one that has just died
+                    await self._require_pairs(session)
+                await each(proxies)
         except BaseExceptionGroup as error:  # as of an output that nobody reads any more
             raise error.exceptions[0] from None
 

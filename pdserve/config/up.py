@@ -64,13 +64,15 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.kv_tiers:
             parse_tiers(self.kv_tiers)
         require_chunk_size("kv-chunk-size", self.kv_chunk_size)
-        for flag, count, num_beside in (
-            ("both-replicas", self.both_replicas, 1),
-            ("prefill-replicas", self.prefill_replicas, self.both_replicas),
-            ("decode-replicas", self.decode_replicas, self.both_replicas),
+        prefill, decode = self.prefill_replicas, self.decode_replicas
+        for flag, count in (
+            ("both-replicas", self.both_replicas),
+            ("prefill-replicas", prefill),
+            ("decode-replicas", decode),
         ):
             require(0 <= count <= _MAX_REPLICAS, flag, count, f"use 0 to {_MAX_REPLICAS}")
-            has_one = count + num_beside > 0
+        for flag, count in (("prefill-replicas", prefill), ("decode-replicas", decode)):
+            has_one = count + self.both_replicas > 0
             require(has_one, flag, count, f"{POSITIVE}, or --both-replicas must be")
         require_text("prompt", self.prompt)
         require_positive("max-tokens", self.max_tokens)

@@ -187,10 +187,9 @@ class GrammarPool:
         if matcher.is_error():
             return Allowed(bits[:0], error=in_short(matcher.get_error()), cpu_s=cpu_s)
         is_over = matcher.is_stopped()
-        allowed = bits.nonzero()[0]
         may_end = matcher.is_accepting()
-        if not may_end and len(allowed) == 1 and int(bits[allowed[0]]).bit_count() == 1:
-            token_id = 8 * int(allowed[0]) + int(bits[allowed[0]]).bit_length() - 1
+        if not may_end and np.count_nonzero(bits) == 1 and int(bits.max()).bit_count() == 1:
+            token_id = 8 * int(bits.argmax()) + int(bits.max()).bit_length() - 1
             spelled = self._compiler.result().spelled(matcher, token_id)
             bits = np.zeros_like(bits)
             bits[spelled // 8] = 1 << spelled % 8

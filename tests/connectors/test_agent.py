@@ -139,7 +139,7 @@ def _answer_reads(pipe: Connection) -> None:
     while not pipe.poll():
         with suppress(AgentError):
             agent.progress()
-        time.sleep(0.0005)
+        time.sleep(0.0005)  # as engines poll
     pipe.send("alive")
 
 
@@ -157,7 +157,7 @@ def _ask_for_much(pipe: Connection, metadata: bytes, remote: Region) -> None:
     prepared = agent.prepare(_region(memory)), agent.prepare(remote, peer)
     agent.post(Direction.READ, prepared[0], units, prepared[1], units[::-1].copy())
     pipe.send("posted")
-    time.sleep(60.0)
+    time.sleep(60.0)  # until it is killed
 
 
 def _ports() -> set[int]:
@@ -188,7 +188,7 @@ def test_who_answers_a_read_over_tcp_outlives_a_reader_that_is_killed() -> None:
                 time.sleep(0.2)  # until answers wait for room
                 reader.kill()
                 reader.join()
-        time.sleep(0.2)
+        time.sleep(0.2)  # for what the second one's end brings about
         answers.send("enough")
         assert answers.recv() == "alive"
 

@@ -76,7 +76,7 @@ def glm4_moe(fields: Fields) -> ModelArch:
         num_shared=1,
         first_dense=1,
         intermediate_size=1408,
-        **glm_rule(fields, top_k=8, scale=1.0),
+        **sigmoid_rule(fields, top_k=8, scale=1.0),
     )
     arch = read_decoder(
         fields,
@@ -89,8 +89,14 @@ def glm4_moe(fields: Fields) -> ModelArch:
     return msgspec.structs.replace(arch, num_extra_layers=num_extra_layers(fields))
 
 
-def glm_rule(fields: Fields, *, top_k: int, scale: float) -> dict[str, Any]:
-    """How GLM-4.5's routers and their successors' choose: as those of DeepSeek-V3."""
+def sigmoid_rule(
+    fields: Fields, *, top_k: int, scale: float, groups: tuple[int, int] = (1, 1)
+) -> dict[str, Any]:
+    """How routers of DeepSeek-V3 and GLM choose experts; the numbers are a family's defaults.
+
+    Args:
+        groups: Groups of experts, and how many of them may be chosen from.
+    """
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     return {
@@ -98,8 +104,8 @@ def glm_rule(fields: Fields, *, top_k: int, scale: float) -> dict[str, Any]:
         "scoring": Scoring.SIGMOID,
         "normalize_weights": fields.flag("norm_topk_prob", default=True),
         "routed_scaling_factor": fields.number("routed_scaling_factor", scale),
-        "num_groups": fields.count("n_group", 1),
-        "top_k_groups": fields.count("topk_group", 1),
+        "num_groups": fields.count("n_group", groups[0]),
+        "top_k_groups": fields.count("topk_group", groups[1]),
         "group_score": GroupScore.SUM_OF_TOP_2,
         "has_correction_bias": True,
     }
@@ -114,7 +120,7 @@ def deepseek_moe(
     intermediate_size: int,
     **rule: Any,
 ) -> MoeArch | None:
-    """Read the fields that both families name alike; the numbers are defaults."""
+    """Read the fields that DeepSeek and GLM name alike; the numbers are a family's defaults."""
     num_layers = fields.count("num_hidden_layers")
     first = int(fields.number("first_k_dense_replace", first_dense))
     frequency = fields.count("moe_layer_freq", 1)

@@ -14,7 +14,7 @@ from pdserve.models.readers.decoder import (
     num_extra_layers,
     read_decoder,
 )
-from pdserve.models.readers.experts import deepseek_moe, glm_rule, read_moe
+from pdserve.models.readers.experts import deepseek_moe, read_moe, sigmoid_rule
 from pdserve.models.readers.rope import mscale_of, rope_section
 
 if TYPE_CHECKING:
@@ -60,8 +60,6 @@ def deepseek_v2(fields: Fields) -> ModelArch:
 
 def deepseek_v3(fields: Fields) -> ModelArch:
     """DeepSeek-V3 and Kimi-K2: sigmoid scores, groups by their two best, a bias on the choice."""
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
     # transformers takes its rotary table from it, the model's own code does not.
     fields.only("head_dim", fields.count("qk_rope_head_dim", 64))
     moe = deepseek_moe(
@@ -69,15 +67,8 @@ def deepseek_v3(fields: Fields) -> ModelArch:
         num_experts=256,
         num_shared=1,
         first_dense=3,
-        top_k=fields.count("num_experts_per_tok", 8),
         intermediate_size=2048,
-        scoring=Scoring.SIGMOID,
-        normalize_weights=fields.flag("norm_topk_prob", default=True),
-        routed_scaling_factor=fields.number("routed_scaling_factor", 2.5),
-        num_groups=fields.count("n_group", 8),
-        top_k_groups=fields.count("topk_group", 4),
-        group_score=GroupScore.SUM_OF_TOP_2,
-        has_correction_bias=True,
+        **sigmoid_rule(fields, top_k=8, scale=2.5, groups=(8, 4)),
     )
     return _latent(fields, moe, interleaved_rope=fields.flag("rope_interleave", default=True))
 
@@ -100,7 +91,7 @@ def glm4_moe_lite(fields: Fields) -> ModelArch:
         num_experts=fields.count("n_routed_experts", 64),
         intermediate_size=inner,
         shared_intermediate_size=inner * int(fields.number("n_shared_experts", 1)),
-        **glm_rule(fields, top_k=4, scale=1.8),
+        **sigmoid_rule(fields, top_k=4, scale=1.8),
     )
     return _latent(
         fields,
@@ -133,9 +124,8 @@ def _latent(
     arch = read_decoder(
         fields,
         windows=no_windows(fields),
-        defaults=Defaults(
-            num_heads, head_dim=rotary, eps=eps
-        ),  # no head is a share of the hidden size
+        # No head is a share of the hidden size.
+        defaults=Defaults(num_heads, head_dim=rotary, eps=eps),
         biases=Biases(qkv=bias, o=bias),
         moe=moe,
     )
