@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import re
 import signal
@@ -123,6 +124,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         quick = [case for case in cases if not any(map(case.get_closest_marker, _NOT_QUICK))]
         for case in _dispensable({case: _rows(case) for case in quick}):
             case.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Let torch's forty loggers tell the root what they tell, as others do.
+
+    pytest hangs its handlers on each that does not, and takes them off, three times a test.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.partition(".")[0] == "torch":
+            logger.propagate = True
 
 
 _NOT_QUICK = ("gpu", "matrix", "e2e", "chaos", "alone", "slow")

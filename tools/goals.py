@@ -131,6 +131,8 @@ def _imports(node: ast.AST, names: set[str], *, typing_only: bool) -> Iterator[s
             case ast.ImportFrom(module=str(module)):
                 wanted = {f"{module}.{alias.name}" for alias in child.names}
                 yield from (wanted & names) or ({module} & names)
+            case ast.expr():
+                continue
             case _:
                 yield from _imports(child, names, typing_only=typing_only)
 

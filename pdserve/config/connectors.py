@@ -135,9 +135,13 @@ def connector_settings() -> dict[str, tuple[Setting, ...]]:
     found = {}
     for name in names():
         with contextlib.suppress(ConfigError):
-            infos = msgspec.structs.fields(type(load(name).settings))
-            found[name] = tuple(_setting(name, info) for info in infos)
+            found[name] = _settings(name, type(load(name).settings))
     return {name: settings for name, settings in found.items() if settings}
+
+
+@functools.cache  # each table of a command asks several times
+def _settings(name: str, struct: type[msgspec.Struct]) -> tuple[Setting, ...]:
+    return tuple(_setting(name, info) for info in msgspec.structs.fields(struct))
 
 
 def _setting(name: str, info: msgspec.structs.FieldInfo) -> Setting:

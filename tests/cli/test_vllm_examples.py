@@ -64,6 +64,7 @@ def test_the_page_has_examples_of_each_kind() -> None:
     assert {answer.partition(":")[0] for _, answer in ROWS} >= {"works", "not supported"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "answer"), ROWS, ids=[command[:60] for command, _ in ROWS])
 def test_an_example_works_or_ends_with_the_words_beside_it(command: str, answer: str) -> None:
     ours = command.replace("vllm ", "pdserve ", 1)

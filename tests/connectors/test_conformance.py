@@ -169,6 +169,7 @@ class TestFaults:
         assert p.holds(source, 1, 0, 40)  # P's own are as they were
         assert self.plan.num_struck[kind] >= 2
 
+    @pytest.mark.slow
     def test_a_load_that_is_dropped_has_failed_after_some_polls(self) -> None:
         p, d = self.engines(FaultKind.DROP, at_d=True)
         d.load(d.queue(PROMPT, p.prefill(PROMPT, [1, 2, 3])), [4, 5, 6])

@@ -48,6 +48,7 @@ def inode_of(end: socket.socket) -> int:
     return os.fstat(end.fileno()).st_ino
 
 
+@pytest.mark.slow
 def test_a_peer_finds_the_end_behind_all_questions_though_its_answers_were_not_read() -> None:
     with connection() as (here, there):
         there.sendall(b"an answer that nobody has read")

@@ -185,6 +185,7 @@ def test_all_lanes_drive_their_idle_agents_when_they_are_told_to(
     bench.until(lambda: sorted(world.progressed) == [0, 1])
 
 
+@pytest.mark.slow
 def test_beside_others_in_flight_a_stuck_job_is_fenced_after_the_quarantine(world: World) -> None:
     bench = Bench(lambda lane: Agent(world, lane), num_lanes=1, quarantine_s=0.8)
     stuck, waits = bench.meet("stuck"), bench.meet("waits")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from pdserve.connectors.lmcache.held_locks import HeldLocks, HeldLocksModule
 from tests.waiting import wait_until
 
@@ -88,6 +90,7 @@ class Server:
         self.done.append(f"unregister {instance_id}")
 
 
+@pytest.mark.slow
 def test_a_lookup_that_the_server_takes_up_after_its_engine_was_killed_is_given_back(
     tmp_path: Path,
 ) -> None:
@@ -103,6 +106,7 @@ def test_a_lookup_that_the_server_takes_up_after_its_engine_was_killed_is_given_
     module.close()
 
 
+@pytest.mark.slow
 def test_locks_that_a_load_has_taken_over_are_not_given_back_as_those_of_its_lookup(
     tmp_path: Path,
 ) -> None:
@@ -120,6 +124,7 @@ def test_locks_that_a_load_has_taken_over_are_not_given_back_as_those_of_its_loo
     module.close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_ends_in_order_has_given_back_all_itself(tmp_path: Path) -> None:
     server, segment = Server(), tmp_path / "pool"
     module = HeldLocksModule(server, server, server, segment)

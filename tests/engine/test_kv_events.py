@@ -113,6 +113,7 @@ def test_an_idle_engine_is_heard_of_all_the_same():
             assert core.reader.state(time.monotonic()) is ReaderState.LIVE
 
 
+@pytest.mark.slow
 def test_who_does_not_know_the_secret_hears_nothing_and_is_not_answered():
     with publishing() as publisher, reading(publisher, "another's") as core:
         publisher.publish(computed(prompt(1)))
@@ -123,6 +124,7 @@ def test_who_does_not_know_the_secret_hears_nothing_and_is_not_answered():
         assert core.index.grains == {}
 
 
+@pytest.mark.slow
 def test_after_a_restart_at_the_same_place_a_reader_has_what_the_next_life_has():
     port = free_neighbours(2)
     with publishing(port=port) as publisher, reading(publisher) as core:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from asyncio import selector_events
 
+import pytest
+
 from pdserve.proxy.replay import Transcript
 from tests.proxy.hooks import DONE, decodes, prefills, streaming
 from tests.proxy.scripted import sse, text_in, text_of
@@ -59,6 +61,7 @@ async def test_an_answer_that_a_bug_of_the_proxy_ends_is_cut(make_stack, monkeyp
     assert any("request failed" in line for line in logged)
 
 
+@pytest.mark.slow
 async def test_of_a_client_that_does_not_read_the_proxy_keeps_little(make_stack):
     (decode,) = decodes()
     events = [sse({"choices": [{"index": 0, "text": f"{i}{'x' * _LENGTH}"}]}) for i in range(_NUM)]

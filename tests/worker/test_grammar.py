@@ -509,6 +509,7 @@ def test_threads_come_last_where_they_are_to(is_last: bool) -> None:
     threads.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such threads")
 def test_threads_that_come_last_are_there_for_their_work_alone() -> None:
     """On a busy machine one that waits would hold up the end of a killed engine."""

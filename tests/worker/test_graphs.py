@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from pdserve.worker.device import Device
     from pdserve.worker.grammar import GrammarPool
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NUM_ROWS = 5
 MAX_NUM_TOKENS = 96

@@ -302,6 +302,7 @@ def test_tokens_and_logprobs_are_those_without_a_head(
     assert num <= num_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "num_blocks", "shape"),
     [

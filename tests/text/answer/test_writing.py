@@ -172,6 +172,7 @@ LIMITED = [
         for column, limited in enumerate(LIMITED)
     ],
 )
+@pytest.mark.slow
 def test_a_string_is_limited_as_its_schema_says_in_every_format(name, limited):
     schema = {
         "type": "object",
