@@ -54,8 +54,8 @@ def misfits(one: Backend, other: Backend) -> Iterator[Misfit]:
         yield Misfit(
             "two engines end answers at different lengths",
             f"{one.url} has --max-model-len {ours.max_model_len}, {other.url} has "
-            f"{theirs.max_model_len}, and an answer without max_tokens that moves from one to the "
-            "other ends where the shorter one does: give both the same",
+            f"{theirs.max_model_len}, and an answer that fills the context and moves from one to "
+            "the other ends where the shorter one does: give both the same",
         )
 
 

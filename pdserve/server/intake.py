@@ -139,12 +139,21 @@ def cut_prompts(
     Args:
         prompts: Token ids.
         max_tokens: Output tokens to leave room for when cutting to the context length.
+
+    Raises:
+        ContextLengthError: They leave no room for a prompt.
     """
     limit = fields.truncate_prompt_tokens
     if limit is None:
         return prompts
     if limit == -1:
-        limit = max(1, max_model_len - (max_tokens or 1))
+        limit = max_model_len - (max_tokens or 1)
+        if limit < 1:
+            raise ContextLengthError(
+                f"This model's maximum context length is {max_model_len} tokens, and prompts are "
+                f"cut to leave room for {max_tokens} output tokens; ask for fewer.",
+                param="truncate_prompt_tokens",
+            )
     if fields.truncation_side == "right":
         return [prompt[:limit] for prompt in prompts]
     return [prompt[-limit:] for prompt in prompts]

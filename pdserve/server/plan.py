@@ -72,7 +72,7 @@ async def make_text_request(
         fields = msgspec.structs.replace(fields, min_tokens=min(fields.min_tokens or 0, 2))
     seed = _seed_of(fields, ours)
     _check_priority(service, fields, ours, hop)
-    limits = [_output_limit(service, fields, asked, prompt, hop) for prompt in prompts]
+    limits = [_output_limit(service, fields, asked, prompt) for prompt in prompts]
     sizes = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
     _check_size(service, fields, asked, hop, num_tokens=sizes)
     sampling = await _sampling_of(service, fields, asked, hop, limits=limits, seed=seed)
@@ -136,9 +136,7 @@ def _seed_of(fields: SamplingFields, ours: PdserveParams | None) -> int:
     return secrets.randbits(_SEED_BITS)
 
 
-def _output_limit(
-    service: Service, fields: SamplingFields, asked: Asked, prompt: list[int], hop: Hop | None
-) -> int:
+def _output_limit(service: Service, fields: SamplingFields, asked: Asked, prompt: list[int]) -> int:
     """Return the maximum number of output tokens for a prompt.
 
     Raises:
@@ -150,9 +148,6 @@ def _output_limit(
         field = asked.prompt_field
         raise BadRequestError(f"{field}: the prompt is empty: send at least one token", param=field)
     check_token_ids(asked.prompt_field, prompt, text.vocab_size)
-    if _goes_on_elsewhere(hop):
-        room = max(1, info.max_model_len - len(prompt))
-        asked = dataclasses.replace(asked, max_tokens=min(asked.max_tokens or 0, room))
     limit = output_limit(
         fields,
         asked,

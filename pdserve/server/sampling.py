@@ -113,31 +113,26 @@ def output_limit(
     max_model_len: int,
     model_default: int | None,
 ) -> int:
-    """Return the maximum number of output tokens of a request.
+    """Return the maximum number of output tokens of a request: as many as asked for, if they fit.
+
+    Agents ask for the same large number whatever the prompt's length.
 
     Args:
         model_default: `max_new_tokens` of the model's generation config.
 
     Raises:
-        ContextLengthError: The prompt leaves no room, or less than requested.
+        ContextLengthError: The prompt leaves no room.
     """
     room = max_model_len - num_prompt_tokens
-    wanted_tokens = asked.max_tokens
-    if room < 1 or (wanted_tokens or 0) > room:
-        if room < 1:
-            why = f"; shorten the prompt to at most {max_model_len - 1}: one is left for output."
-        else:
-            why = (
-                f" and asks for {wanted_tokens} output tokens; shorten the prompt or ask for at "
-                f"most {room}."
-            )
+    if room < 1:
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens, but the request has "
-            f"{num_prompt_tokens} prompt tokens{why}",
-            param=asked.prompt_field if room < 1 else asked.max_tokens_field,
+            f"{num_prompt_tokens} prompt tokens; shorten the prompt to at most "
+            f"{max_model_len - 1}: one is left for output.",
+            param=asked.prompt_field,
         )
     default = asked.default_max_tokens or model_default or room
-    limit = min(room, default) if wanted_tokens is None else wanted_tokens
+    limit = min(room, default if asked.max_tokens is None else asked.max_tokens)
     if fields.min_tokens is not None and fields.min_tokens > max(limit, 1):
         raise BadRequestError(
             f"min_tokens is {fields.min_tokens}: it must be at most "

@@ -30,15 +30,19 @@ def text(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def engine(text, said=SAID, **settings):
-    async with serving(text, scripted(text, said), **settings) as server:
+async def engine(text, said=SAID, max_model_len=2048, **settings):
+    only = scripted(text, said, max_model_len=max_model_len)
+    async with serving(text, only, **settings) as server:
         yield server.url
 
 
 @contextlib.asynccontextmanager
-async def pair(text, said=SAID, **settings):
+async def pair(text, said=SAID, max_model_len=2048, **settings):
     token_ids = [*text.tokenizer.encode(said, add_special_tokens=False), EOS]
-    script = {"next_token": lambda request, output: token_ids[len(output)]}
+    script = {
+        "next_token": lambda request, output: token_ids[len(output)],
+        "max_model_len": max_model_len,
+    }
     async with deployed(text, prefill=[script], decode=[script], **settings) as deployment:
         yield deployment.url
 
@@ -97,6 +101,26 @@ async def test_openais_client_streams_a_response(url, openai):
     assert kinds.count("response.output_text.delta") > 2
     assert final.output_text == SAID
     assert final.usage.output_tokens == final.usage.total_tokens - final.usage.input_tokens
+
+
+@pytest.mark.parametrize("deployment", [engine, pair])
+async def test_a_limit_beyond_the_context_gives_way_and_a_prompt_beyond_it_does_not(
+    text, deployment
+):
+    async with deployment(text, SAID * 99, max_model_len=256) as url:
+        body = {"messages": HI, "max_tokens": 32_000}
+        message = await answer(f"{url}/v1/messages", body)
+        _, stream, _ = await post(f"{url}/v1/messages", body | {"stream": True})
+        response = await answer(f"{url}/v1/responses", {"input": HI, "max_output_tokens": 32_000})
+        long = [{"role": "user", "content": "hi " * 300}]
+        status, refusal, _ = await post(f"{url}/v1/messages", body | {"messages": long})
+    usage = message["usage"]
+    assert (message["stop_reason"], sum(usage.values())) == ("max_tokens", 256)
+    last = dict(events_in(stream))["message_delta"]
+    assert (last["delta"]["stop_reason"], last["usage"]) == ("max_tokens", usage)
+    cut = (response["status"], response["incomplete_details"], response["usage"]["total_tokens"])
+    assert cut == ("incomplete", {"reason": "max_output_tokens"}, 256)
+    assert (status, b"maximum context length is 256" in refusal) == (400, True)
 
 
 async def test_a_message_is_answered_whole_and_as_a_stream(url):

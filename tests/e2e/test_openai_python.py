@@ -431,7 +431,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "suffix": ("completions", {"suffix": "end"}, "suffix"),
     "an empty prompt": ("completions", {"prompt": []}, "prompt"),
     "the context": ("completions", {"prompt": "x" * (MAX_MODEL_LEN + 1)}, "prompt"),
-    "the limit": ("chat", {"max_tokens": MAX_MODEL_LEN}, "max_tokens"),
 }
 
 

@@ -202,6 +202,27 @@ async def test_the_answer_is_the_same_when_its_prefill_engine_dies(text, stream)
         assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("engine", [{}, {"can_push": True}], ids=["pull", "push"])
+@pytest.mark.parametrize("room", [1, 2, 9])
+async def test_a_limit_above_what_the_context_has_room_for_gives_way_wherever_it_ends(
+    text, room, engine
+):
+    small = engine | {"max_model_len": 128}
+    dying = small | {"die_after": 4}
+    async with deployed(text, prefill=[small], decode=[dying, small]) as both:
+        prompt = [60] * (128 - room)
+        body = {"prompt": prompt, "max_tokens": 32_000, "ignore_eos": True, "seed": 5}
+        streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+        broken = await ask(both.url, COMPLETIONS, streamed)
+        whole = msgspec.json.decode(await ask(both.url, COMPLETIONS, body))
+        alone = msgspec.json.decode(await ask(both.servers[2].url, COMPLETIONS, body))
+    assert whole | {"created": 0} == alone | {"created": 0}
+    [choice], usage = whole["choices"], whole["usage"]
+    assert (choice["finish_reason"], usage["completion_tokens"]) == ("length", room)
+    assert events_of(broken)[-1]["usage"] == usage
+    assert _said(broken)[0] == choice["text"]
+
+
 async def test_a_wrong_field_is_refused_in_the_engines_words(text):
     async with (
         deployed(text, prefill=[{}], decode=[{}]) as both,
