@@ -68,9 +68,10 @@ Cut cut(int64_t rows, int64_t band, int64_t depth, int64_t num_groups, int num_t
     return {num_groups, num_panels, rows, by_tiles<T>() ? kTileRows : band};
 }
 
-// Calls of(item) for the product of each piece of work in [begin, end), and computes it.
+// Calls of(item) for the product of each piece of work in [begin, end), of `size` in all, and
+// computes it. Behind a thread's piece mostly lies its next one.
 template <class T, class Out, class Of>
-void multiply_items(int64_t begin, int64_t end, Of&& of) {
+void multiply_items(int64_t begin, int64_t end, int64_t size, Of&& of) {
 #ifdef PD_AMX
     if constexpr (std::is_same_v<T, Bf16>) {
         if (have_tiles()) {
@@ -94,7 +95,7 @@ void multiply_items(int64_t begin, int64_t end, Of&& of) {
 #endif
     for (; begin < end; begin++) {
         Product<T, Out> product = of(begin);
-        if (begin + 1 < end) product.next = of(begin + 1).w;
+        if (begin + 1 < size) product.next = of(begin + 1).w;
         multiply_by_vectors(product);
     }
 }
@@ -158,7 +159,7 @@ void multiply(const PdLinear& p, Out* y) {
                                p.num_cols};
     };
     parallel_for(pieces.size(), 1, true, p.num_threads, [&](int64_t begin, int64_t end) {
-        multiply_items<T, Out>(begin, end, product_of);
+        multiply_items<T, Out>(begin, end, pieces.size(), product_of);
     });
 }
 
@@ -177,7 +178,7 @@ void multiply_gated(const PdLinear& p, T* y) {
             const int64_t rows = pieces.start(pieces.panel(item) + 1) - row;
             auto* both = static_cast<T*>(
                 scratch(Scratch::kPair, rows * kBoth * static_cast<int64_t>(sizeof(T))));
-            multiply_items<T, T>(0, 2, [&](int64_t half) {
+            multiply_items<T, T>(0, 2, 2, [&](int64_t half) {
                 const int64_t group = pair + half * num_pairs;
                 return Product<T, T>{
                     x + row * depth,
@@ -243,7 +244,7 @@ void multiply_heads(const PdHeadLinear& p) {
                 p.y_stride};
         };
         parallel_for(pieces.size(), 1, true, p.num_threads, [&](int64_t begin, int64_t end) {
-            multiply_items<T, T>(begin, end, product_of);
+            multiply_items<T, T>(begin, end, pieces.size(), product_of);
         });
     }
 }

@@ -33,10 +33,15 @@ inline void pause() {
 constexpr uint64_t kOpen = uint64_t{1} << 31;
 constexpr uint64_t kJoined = kOpen - 1;
 
+// What is left of a part of the loop: [begin, end), in the high and low 32 bits.
+struct Part {
+    alignas(64) std::atomic<uint64_t> left{0};
+};
+
 struct Pool {
     alignas(64) std::atomic<uint64_t> ticket{0};
     std::atomic<uint32_t> wake{0};  // the futex word: equals the loop's number
-    alignas(64) std::atomic<int64_t> next{0};
+    Part parts[kMaxWorkers + 1];
     alignas(64) std::atomic<uint32_t> left{0};  // workers that joined and are done
     alignas(64) std::atomic<uint32_t> sleepers{0};
     std::atomic<bool> busy{false};
@@ -52,17 +57,34 @@ void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
             nullptr, nullptr, 0);
 }
 
-void do_chunks() {
-    const Loop loop = pool.loop;
-    int64_t begin = pool.next.load(std::memory_order_relaxed);
-    while (begin < loop.size) {
-        const int64_t share = (loop.size - begin) / (2 * pool.num_threads);
-        const int64_t take = loop.guided ? std::max(loop.chunk, share) : loop.chunk;
-        const int64_t end = std::min(begin + take, loop.size);
-        if (pool.next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) {
-            loop.run(loop.body, begin, end);
-            begin = pool.next.load(std::memory_order_relaxed);
+// Takes a piece of a part, from its front or, to help the thread whose it is, from its end.
+bool take(Part& part, const Loop& loop, bool from_front, int64_t& begin, int64_t& end) {
+    uint64_t left = part.left.load(std::memory_order_relaxed);
+    for (;;) {
+        begin = static_cast<int64_t>(left >> 32), end = static_cast<int64_t>(left & 0xffffffff);
+        if (begin >= end) return false;
+        const int64_t share = loop.in_parts ? (end - begin + 1) / 2 : 0;
+        const int64_t size = std::min(end - begin, std::max(loop.chunk, share));
+        const int64_t cut = from_front ? begin + size : end - size;
+        const uint64_t rest = from_front ? static_cast<uint64_t>(cut) << 32 | (left & 0xffffffff)
+                                         : (left >> 32 << 32) | static_cast<uint64_t>(cut);
+        if (part.left.compare_exchange_weak(left, rest, std::memory_order_relaxed)) {
+            (from_front ? end : begin) = cut;
+            return true;
         }
+    }
+}
+
+int num_parts_of(const Loop& loop) { return loop.in_parts ? pool.num_threads.load() : 1; }
+
+// Does a thread's own part of the loop, then what others have left of theirs.
+void do_parts(int own) {
+    const Loop loop = pool.loop;
+    const int num_parts = num_parts_of(loop);
+    for (int i = 0; i < num_parts; i++) {
+        Part& part = pool.parts[(own + i) % num_parts];
+        int64_t begin, end;
+        while (take(part, loop, i == 0, begin, end)) loop.run(loop.body, begin, end);
     }
 }
 
@@ -96,7 +118,7 @@ void* work(void*) {
         while ((ticket >> 32) == seen && (ticket & kOpen) &&
                static_cast<int>(ticket & kJoined) < pool.num_threads - 1) {
             if (pool.ticket.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
-                do_chunks();
+                do_parts(static_cast<int>(ticket & kJoined) + 1);
                 pool.left.fetch_add(1, std::memory_order_release);
                 break;
             }
@@ -143,10 +165,17 @@ void run_loop(const Loop& loop, int num_threads) {
         loop.run(loop.body, 0, loop.size);
         return;
     }
+    const int64_t num_pieces = (loop.size + loop.chunk - 1) / loop.chunk;
+    num_threads = static_cast<int>(std::min<int64_t>({num_threads, num_pieces, kMaxWorkers + 1}));
     if (pool.num_workers < num_threads - 1) grow(num_threads - 1);
     pool.loop = loop;
     pool.num_threads = num_threads;
-    pool.next.store(0, std::memory_order_relaxed);
+    const int num_parts = num_parts_of(loop);
+    for (int i = 0; i < num_parts; i++) {
+        const auto begin = static_cast<uint64_t>(loop.size * i / num_parts);
+        const auto end = static_cast<uint64_t>(loop.size * (i + 1) / num_parts);
+        pool.parts[i].left.store(begin << 32 | end, std::memory_order_relaxed);
+    }
     pool.left.store(0, std::memory_order_relaxed);
     const uint64_t number = (pool.ticket.load(std::memory_order_relaxed) >> 32) + 1;
     pool.ticket.store(number << 32 | kOpen, std::memory_order_seq_cst);
@@ -154,7 +183,7 @@ void run_loop(const Loop& loop, int num_threads) {
     if (pool.sleepers.load(std::memory_order_seq_cst) > 0) {
         futex(&pool.wake, FUTEX_WAKE, static_cast<uint32_t>(num_threads - 1));
     }
-    do_chunks();
+    do_parts(0);
     const uint64_t closed = pool.ticket.fetch_and(~kOpen, std::memory_order_acq_rel);
     const uint32_t joined = static_cast<uint32_t>(closed & kJoined);
     for (int spins = 0; pool.left.load(std::memory_order_acquire) != joined; spins++) {

@@ -2,8 +2,8 @@
 //
 // A worker spins for a while after its last loop, then sleeps on a futex: the hundreds of loops of
 // a decode step find it awake, and an idle engine costs no CPU. The caller never waits for a worker
-// that has not started: chunks are handed out one by one, so on a crowded machine the caller does
-// them all (OpenMP's barriers there cost a scheduler's time slice each).
+// that has not started: pieces are taken one by one, so on a crowded machine the caller does them
+// all (OpenMP's barriers there cost a scheduler's time slice each).
 
 #pragma once
 
@@ -15,9 +15,12 @@ namespace pd {
 struct Loop {
     void (*run)(void* body, int64_t begin, int64_t end);
     void* body;
-    int64_t size;
-    int64_t chunk;  // smallest piece handed out
-    bool guided;    // hand out larger pieces first
+    int64_t size;   // fits 32 bits
+    int64_t chunk;  // smallest piece that a thread takes at a time
+    // A part for each thread, which takes half of what is left of it at a time, and then helps with
+    // those of others, from their ends: it reads memory in one run. Else all take from the front,
+    // where pieces that take long can lie.
+    bool in_parts;
 };
 
 // Runs the loop on up to num_threads threads, the caller among them; returns when it is done.
@@ -25,7 +28,7 @@ void run_loop(const Loop& loop, int num_threads);
 
 // Calls body(begin, end) on disjoint ranges that cover [0, size), in any order, on any thread.
 template <class Body>
-void parallel_for(int64_t size, int64_t chunk, bool guided, int num_threads, Body&& body) {
+void parallel_for(int64_t size, int64_t chunk, bool in_parts, int num_threads, Body&& body) {
     if (size <= 0) return;
     if (num_threads <= 1 || size <= chunk) {
         body(int64_t{0}, size);
@@ -36,7 +39,7 @@ void parallel_for(int64_t size, int64_t chunk, bool guided, int num_threads, Bod
         (*static_cast<Plain*>(opaque))(begin, end);
     };
     void* opaque = const_cast<void*>(static_cast<const void*>(&body));
-    run_loop({run, opaque, size, chunk, guided}, num_threads);
+    run_loop({run, opaque, size, chunk, in_parts}, num_threads);
 }
 
 // A buffer of this thread for intermediate values, at least num_bytes long and 64-byte aligned.

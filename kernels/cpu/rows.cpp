@@ -13,7 +13,7 @@ namespace pd {
 namespace {
 
 // Elements under which waking a second thread costs more than it saves.
-constexpr int64_t kWorthSplitting = 32768;
+constexpr int64_t kWorthSplitting = 8192;
 
 // Calls body(begin, end) over the rows, on several threads if there is enough to do.
 template <class Body>

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pdserve.kernels.ops import Ops
-from pdserve.kernels.reference.attention import PLAIN, AttentionForm
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.step import StepInputs
 
@@ -48,7 +47,7 @@ class AttentionWeights:
         q_norm: ``[Dh]`` or None.
         k_norm: ``[Dh]`` or None.
         scale: Factor on the scores.
-        form: Window and sinks of the attention.
+        window: Sliding window, or None.
     """
 
     norm: Tensor
@@ -59,7 +58,7 @@ class AttentionWeights:
     q_norm: Tensor | None
     k_norm: Tensor | None
     scale: float
-    form: AttentionForm = PLAIN
+    window: int | None
 
 
 class Mlp:
@@ -140,7 +139,7 @@ class Attention:
             step.query_start,
             step.context_lens,
             weights.scale,
-            weights.form,
+            weights.window,
         )
         return weights.out(attended)
 
