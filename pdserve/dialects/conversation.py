@@ -12,7 +12,9 @@ from pdserve.dialects.texts import string_in, text_of
 from pdserve.errors import BadRequestError
 
 _PARAM: Final = "input"
-_TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_TEXTS: Final = frozenset(
+    {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
+)
 
 _Message = dict[str, Any]
 
@@ -57,8 +59,9 @@ def _add(messages: list[_Message], item: dict[str, Any], where: str) -> None:
         case "reasoning":
             content = item.get("content") or item.get("summary")
             texts = text_of(content, _TEXTS, f"{where}.content", _PARAM)
-            turn = {"role": "assistant", "content": "", "reasoning": "\n".join(texts)}
-            messages.append(turn)
+            if texts:  # there are none where it is encrypted
+                turn = {"role": "assistant", "content": "", "reasoning": "\n".join(texts)}
+                messages.append(turn)
         case "function_call":
             call = {
                 "id": string_in(item, "call_id", where, _PARAM),

@@ -11,7 +11,7 @@ def text_of(content: object, kinds: frozenset[str], where: str, param: str) -> l
     """Return the texts of a message's content.
 
     Args:
-        content: A string, or a list of parts with a `type` and a `text`.
+        content: A string, or a list of parts with a `type` and a `text` (or a `refusal`).
         kinds: Types of parts that are text.
         where: What the content is called in an error.
         param: The field of the body that it is in.
@@ -32,7 +32,8 @@ def text_of(content: object, kinds: frozenset[str], where: str, param: str) -> l
             raise BadRequestError(
                 f"{where}[{index}] has type {kind!r}: only text parts are supported", param=param
             )
-        texts.append(string_in(part, "text", f"{where}[{index}]", param))
+        field = "refusal" if kind == "refusal" else "text"
+        texts.append(string_in(part, field, f"{where}[{index}]", param))
     return texts
 
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 _END_MARK = "PDSERVE_END_OF_FINAL_MESSAGE "
 """Appended to a message that stays open. Its space shows whether a template strips spaces."""
 _REASONING = ("reasoning", "reasoning_content")
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are text, and their fields for it: clients send back what any API sent."""
+_THOUGHTS = ("thinking", "redacted_thinking")
+"""Types of parts that are the assistant's reasoning; the latter is encrypted."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -172,10 +176,13 @@ class ChatTemplate:
         plain["content"] = content_of(message, where)
         if message.get("tool_calls") is not None:
             plain["tool_calls"] = _with_objects(message["tool_calls"], f"{where}.tool_calls")
-        for name in _REASONING:  # templates know it by either name
-            if isinstance(message.get(name), str):
-                plain |= dict.fromkeys(_REASONING, message[name])
-                break
+            if not plain["tool_calls"]:  # some templates ask only whether the field is there
+                del plain["tool_calls"]
+        said = (message[name] for name in _REASONING if isinstance(message.get(name), str))
+        thought = next(said, None)
+        thought = _thought_in(message, where) if thought is None else thought
+        if thought is not None:  # templates know it by either name
+            plain |= dict.fromkeys(_REASONING, thought)
         return plain
 
     def _knows(self, role: str) -> bool:
@@ -189,7 +196,11 @@ class ChatTemplate:
 
 
 def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
-    """Return an assistant's calls with arguments as templates expect them: objects, not strings."""
+    """Return an assistant's calls with arguments as templates expect them: objects, not strings.
+
+    Arguments that are no object are a mistake of the model. An empty one takes their place, as in
+    vLLM: a conversation that has such a call could not go on otherwise.
+    """
     if not isinstance(calls, list):
         raise BadRequestError(f"{where} must be a list of tool calls", param="messages")
     parsed = []
@@ -203,16 +214,29 @@ def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
+                arguments = json.loads(arguments)
             except (ValueError, RecursionError):
-                arguments = None
-        if not isinstance(arguments, dict):
-            raise BadRequestError(
-                f"{where}[{index}].function.arguments must be a string with a JSON object",
-                param="messages",
-            )
+                arguments = {}
+        arguments = arguments if isinstance(arguments, dict) else {}
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
+
+
+def _thought_in(message: Mapping[str, Any], where: str) -> str | None:
+    """Return the reasoning in a message's content, as some APIs send it; None if none is."""
+    content = message.get("content")
+    thoughts = [
+        content_of({"content": part.get("thinking")}, f"{where}.content[{position}].thinking")
+        for position, part in enumerate(content if isinstance(content, list) else ())
+        if _is_thought(part, message) and "thinking" in part
+    ]
+    return "\n".join(thoughts) if thoughts else None
+
+
+def _is_thought(part: object, message: Mapping[str, Any]) -> bool:
+    """Whether a part of a message's content is reasoning, which only the assistant has."""
+    is_own = message.get("role") == "assistant"
+    return is_own and isinstance(part, dict) and part.get("type") in _THOUGHTS
 
 
 def content_of(message: Mapping[str, Any], where: str) -> str:
@@ -226,10 +250,12 @@ def content_of(message: Mapping[str, Any], where: str) -> str:
     """
     content = message.get("content")
     if isinstance(content, list):
-        return "\n".join(
+        texts = (
             _part_text(part, f"{where}.content[{position}]")
             for position, part in enumerate(content)
+            if not _is_thought(part, message)
         )
+        return "\n".join(filter(None, texts))
     if content is None:
         return ""
     if isinstance(content, str):
@@ -260,9 +286,11 @@ def _left_open(prompt: str) -> str:
 def _part_text(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if isinstance(part, dict) and isinstance(kind, str) and kind in _TEXTS:
+        text = part.get(_TEXTS[kind])
+        if isinstance(text, str | None):
+            return text or ""
     raise BadRequestError(
         f"{where} has type {kind!r}: only text parts are supported", param="messages"
     )

@@ -95,6 +95,19 @@ def test_a_turn_of_the_assistant_is_one_message_and_outputs_of_calls_are_others(
     ]
 
 
+def test_what_other_servers_said_may_be_sent_back():
+    encrypted = {"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "gAAAA"}
+    said = says("assistant", [{"type": "refusal", "refusal": "I cannot."}], id="m")
+    call = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+    items = [says("user", "hi"), encrypted, said, says("user", "why?"), encrypted, call]
+    assert [(each["role"], each["content"]) for each in messages(items)] == [
+        ("user", "hi"),
+        ("assistant", "I cannot."),
+        ("user", "why?"),
+        ("assistant", ""),
+    ]
+
+
 def test_a_message_that_was_cut_off_is_gone_on_with():
     items = [says("user", "hi"), says("assistant", "a la", status="incomplete")]
     assert asked(input=items)["continue_final_message"] is True

@@ -404,9 +404,6 @@ async def test_templates_get_tools_calls_as_objects_and_reasoning_by_both_names(
         "see",
         ["see"],
         [{"function": {"name": 1}}],
-        [{"function": {"name": "see", "arguments": "[1]"}}],
-        [{"function": {"name": "see", "arguments": '{"x": '}}],
-        [{"function": {"name": "see", "arguments": "[" * 100_000}}],
     ],
 )
 async def test_malformed_calls_in_messages_are_named(calling, calls):

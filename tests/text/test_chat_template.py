@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from pdserve.errors import BadRequestError
 from pdserve.text.chat import ChatTemplate
 
 
@@ -14,3 +17,58 @@ def test_a_field_of_a_message_that_is_null_is_not_there() -> None:
     template = ChatTemplate("{{ 'tool_calls' in messages[0] }}{{ messages[0].content }}", {})
     message = {"role": "assistant", "content": None, "tool_calls": None, "refusal": None}
     assert template.render([message], now_s=0.0) == "False"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"x": 1}', "{'x': 1}"),
+        ({"x": 1}, "{'x': 1}"),
+        *((each, "{}") for each in ('{"x": ', "[1]", "null", "1e", "", " ", None, 3, "[" * 9999)),
+    ],
+)
+def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments, shown) -> None:
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments }}", {})
+    call = {"type": "function", "function": {"name": "see", "arguments": arguments}}
+    assert template.render([{"role": "assistant", "tool_calls": [call]}], now_s=0.0) == shown
+
+
+def test_an_empty_list_of_calls_is_not_there() -> None:
+    template = ChatTemplate("{{ 'tool_calls' in messages[0] }}", {})
+    message = {"role": "assistant", "content": "hi", "tool_calls": []}
+    assert template.render([message], now_s=0.0) == "False"
+
+
+SEEN = ChatTemplate("{{ messages[0].content }}|{{ messages[0].reasoning_content }}", {})
+
+
+@pytest.mark.parametrize(
+    ("part", "shown"),
+    [
+        ({"type": "text", "text": "b"}, "a\nb|"),
+        ({"type": "text", "text": ""}, "a|"),
+        ({"type": "text", "text": None}, "a|"),
+        ({"type": "input_text", "text": "b"}, "a\nb|"),
+        ({"type": "output_text", "text": "b", "annotations": [{}], "logprobs": []}, "a\nb|"),
+        ({"type": "refusal", "refusal": "no"}, "a\nno|"),
+        ({"type": "thinking", "thinking": "hm", "signature": "EqQB"}, "a|hm"),
+        ({"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "a|hm"),
+        ({"type": "redacted_thinking", "data": "EqQB"}, "a|"),
+    ],
+)
+def test_parts_of_what_the_assistant_said_may_be_sent_back(part, shown) -> None:
+    message = {"role": "assistant", "content": [{"type": "text", "text": "a"}, part]}
+    assert SEEN.render([message], now_s=0.0) == shown
+
+
+def test_reasoning_that_has_a_field_of_its_own_is_that_of_the_field() -> None:
+    content = [{"type": "thinking", "thinking": "hm"}]
+    message = {"role": "assistant", "content": content, "reasoning": "well"}
+    assert SEEN.render([message], now_s=0.0) == "|well"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "thinking", ["text"], None])
+def test_a_part_that_is_no_text_is_named(kind) -> None:
+    message = {"role": "user", "content": [{"type": kind, "thinking": "hm"}]}
+    with pytest.raises(BadRequestError, match=r"messages\[0\]\.content\[0\] has type"):
+        SEEN.render([message], now_s=0.0)
