@@ -200,7 +200,7 @@ class AnswerMachine:
                 if calls is not None:
                     found += [*calls.openings, *dict(calls.sections)]
                 if reasoning is not None and may_think:
-                    found += dict(reasoning.pairs)
+                    found += reasoning.markers
             case _State.SECTION if calls is not None:
                 found += [*calls.openings, self._section_end]
             case _State.CALL if calls is not None:
@@ -274,14 +274,14 @@ class AnswerMachine:
             self._state, self._section_end = _State.SECTION, sections[marker]
         elif self._state is _State.SECTION:
             self._leave_section()
-        elif self._state is _State.REASONING:
+        elif reasoning is not None and not self.is_reasoning and marker in dict(reasoning.pairs):
+            self._state = _State.REASONING
+            self._thought.label = reasoning.label
+        else:  # the end of the reasoning, which some models write twice, or behind a prompt's
             self._state = _State.CONTENT
             self._thought.end()
             self._content.drops_leading = True
             self._may_begin = calls is not None and calls.may_begin is not None
-        elif reasoning is not None:
-            self._state = _State.REASONING
-            self._thought.label = reasoning.label
 
     def _leave_section(self) -> None:
         """Continue after a section; if it had no call, show its text."""

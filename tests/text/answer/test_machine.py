@@ -111,6 +111,24 @@ def test_an_answer_without_calls_and_reasoning_is_given_out_as_it_is(text, parse
     assert read(machine, *text) == (text, "", [])
 
 
+@pytest.mark.parametrize("in_reasoning", [True, False])
+@pytest.mark.parametrize("tokens", [(), ("<think>", "</think>")])
+def test_a_reasoning_that_ends_again_ends_once(tokens, in_reasoning):
+    machine = make_machine(tokens=tokens, in_reasoning=in_reasoning)
+    pieces = [] if in_reasoning else machine.push("<think>", is_marker=True)
+    for text in ("hm", "</think>", "\n\n", "</think>", "\n", "So.", "</think>"):
+        pieces += machine.push(text, is_marker=text == "</think>")
+    assert pieces == [Reasoning("hm"), Content("So."), Content("</think>")]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+def test_a_reasoning_that_the_prompt_has_ended_does_not_end_in_the_content(parser):
+    call = CALL if parser == "hermes" else '{"name": "f", "parameters": {"x": 1.50}}'
+    assert read(make_machine(parser), "</th", "ink>\n\nSo.") == ("So.", "", [])
+    content, _, calls = read(make_machine(parser), "</think>" + call)
+    assert (content, [each.arguments for each in calls]) == ("", ['{"x": 1.50}'])
+
+
 def test_arguments_keep_the_models_own_spelling():
     _, _, [call] = read(make_machine(), CALL)
     assert call == ToolCall("f", '{"x": 1.50}')
