@@ -39,6 +39,8 @@ _SAME: Final = (
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDABLE: Final = (_LOGPROBS, "reasoning.encrypted_content")
 """Reasoning is readable in any case, so the second one changes nothing."""
+_WEB_SEARCH: Final = "web_search"
+"""Beginning of the names of a built-in tool that Codex offers with each request."""
 _PREFIXES: Final = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}
 
 
@@ -217,12 +219,17 @@ def _without_bytes(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ignored(body: ResponsesRequest) -> Iterator[str]:
-    """Yield what has no effect: reasoning is sent as it is, and nobody writes a summary of it."""
+    """Yield what has no effect.
+
+    Reasoning is sent as it is, and nobody writes a summary of it. The model hears of no web search.
+    """
     if body.top_logprobs is not None and _LOGPROBS not in (body.include or ()):
         yield "top_logprobs"
     for name in ("summary", "generate_summary"):
         if (body.reasoning or {}).get(name) is not None:
             yield f"reasoning.{name}"
+    if any(_is_web_search(tool) for tool in body.tools or ()):
+        yield f"tools.{_WEB_SEARCH}"
 
 
 def _chat(body: ResponsesRequest) -> dict[str, Any]:
@@ -283,6 +290,8 @@ def _tools(body: ResponsesRequest) -> dict[str, Any]:
         return {}
     tools = []
     for index, tool in enumerate(body.tools or ()):
+        if _is_web_search(tool):
+            continue
         if tool.get("type") != "function":
             raise BadRequestError(
                 f"tools[{index}].type is {tool.get('type')!r}: this server has no built-in tools; "
@@ -303,3 +312,7 @@ def _tools(body: ResponsesRequest) -> dict[str, Any]:
             )
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     return fields if choice is None else fields | {"tool_choice": choice}
+
+
+def _is_web_search(tool: dict[str, Any]) -> bool:
+    return str(tool.get("type")).startswith(_WEB_SEARCH)

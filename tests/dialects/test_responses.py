@@ -55,6 +55,17 @@ def test_what_asks_for_nothing_is_not_in_the_chat():
     assert asked(input="hi", **body).keys() == {"messages"}
 
 
+@pytest.mark.parametrize("kind", ["web_search", "web_search_preview"])
+def test_a_web_search_that_may_be_made_is_not_and_is_said_to(kind):
+    search = {"type": kind, "external_web_access": False}
+    tools = [search, {"type": "function", "name": "look", "parameters": {}}]
+    dialect = translator(RESPONSES, {"input": "hi", "tools": tools, "tool_choice": "auto"})
+    assert [tool["function"]["name"] for tool in dialect.chat["tools"]] == ["look"]
+    assert dialect.ignored == ("tools.web_search",)
+    with pytest.raises(BadRequestError, match="tool_choice"):
+        asked(input="hi", tools=tools, tool_choice={"type": kind})
+
+
 def test_a_choice_of_a_tool_where_there_is_none_is_left_to_the_chat_to_refuse():
     assert asked(input="hi", tool_choice="required")["tool_choice"] == "required"
 
@@ -167,7 +178,7 @@ def test_fields_of_a_chat_have_their_names_there():
         ("conversation", "c"),
         ("prompt", {"id": "p"}),
         ("service_tier", "flex"),
-        ("tools", [{"type": "web_search"}]),
+        ("tools", [{"type": "file_search"}]),
         ("include", ["web_search_call.results"]),
         ("kv_transfer_params", {}),
         ("text", {"format": "json"}),
