@@ -13,7 +13,7 @@ import msgspec
 from pdserve.dialects.answer import AnswerPart, Dialect, DialectEvent, PartKind
 from pdserve.dialects.conversation import with_one_system
 from pdserve.dialects.texts import string_in, text_of
-from pdserve.errors import BadRequestError
+from pdserve.errors import BadRequestError, ContextLengthError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,6 +28,8 @@ _BILLING: Final = "x-anthropic-billing-header"
 sharing a prefix, and means nothing to a model."""
 _ROLES: Final = {"ctx": "user", "msg": "user"}
 """Claude Code's own roles, and what they stand for."""
+_TOO_LONG: Final = "prompt is too long"
+"""What Claude Code finds in an error before it shortens its conversation."""
 _STOPS: Final = {"length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS: Final = {
     400: "invalid_request_error",
@@ -65,7 +67,7 @@ class MessagesDialect(Dialect):
         """See `Dialect`."""
         empty = AnswerPart(part.kind, part.position, call_id=part.call_id, name=part.name)
         yield DialectEvent(
-            "content_block_start", {"index": part.position, "content_block": _block(empty)}
+            "content_block_start", {"index": part.position, "content_block": _block(empty, "")}
         )
 
     def part_grown(
@@ -83,6 +85,9 @@ class MessagesDialect(Dialect):
 
     def part_ended(self, part: AnswerPart) -> Iterator[DialectEvent]:
         """See `Dialect`."""
+        if part.kind is PartKind.REASONING:
+            delta = {"type": "signature_delta", "signature": self._signature(part)}
+            yield DialectEvent("content_block_delta", {"index": part.position, "delta": delta})
         yield DialectEvent("content_block_stop", {"index": part.position})
 
     def ended(self) -> Iterator[DialectEvent]:
@@ -103,11 +108,15 @@ class MessagesDialect(Dialect):
             "type": "message",
             "role": "assistant",
             "model": self.model,
-            "content": [_block(part) for part in self.parts],
+            "content": [_block(part, self._signature(part)) for part in self.parts],
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
             "usage": self._usage(),
         }
+
+    def _signature(self, part: AnswerPart) -> str:
+        """Return what stands for a signature: clients send no thoughts back that have none."""
+        return f"{self._id}_{part.position}"
 
     @property
     def _stop_sequence(self) -> str | None:
@@ -144,7 +153,10 @@ def _ignored(body: MessagesRequest) -> Iterator[str]:
 def anthropic_error(status: int, error: Mapping[str, Any]) -> dict[str, Any]:
     """Return OpenAI's error object in Anthropic's shape."""
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error.get("message", ""))}}
+    message = str(error.get("message", ""))
+    if error.get("code") == ContextLengthError.code:
+        message = f"{_TOO_LONG}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _chat(body: MessagesRequest) -> dict[str, Any]:
@@ -291,12 +303,12 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
             )
 
 
-def _block(part: AnswerPart) -> dict[str, Any]:
+def _block(part: AnswerPart, signature: str) -> dict[str, Any]:
     match part.kind:
         case PartKind.TEXT:
             return {"type": "text", "text": part.text}
         case PartKind.REASONING:
-            return {"type": "thinking", "thinking": part.text, "signature": ""}
+            return {"type": "thinking", "thinking": part.text, "signature": signature}
         case PartKind.CALL:
             call = {"type": "tool_use", "id": part.call_id, "name": part.name}
             return {**call, "input": msgspec.Raw(part.text.encode() or b"{}")}

@@ -181,7 +181,7 @@ def test_a_stream_has_anthropics_events_in_their_order():
     start, delta, stop = (f"content_block_{name}" for name in ("start", "delta", "stop"))
     assert [name for name, _ in events] == [
         "message_start",
-        *(start, delta, delta, stop),
+        *(start, delta, delta, delta, stop),
         *(start, delta, delta, stop),
         *(start, delta, delta, stop),
         *(start, delta, stop),
@@ -197,9 +197,10 @@ def test_a_stream_has_anthropics_events_in_their_order():
     ]
     deltas = [data["delta"] for name, data in events if name == delta]
     assert [each["type"] for each in deltas] == [
-        *("thinking_delta", "thinking_delta", "text_delta", "text_delta"),
+        *("thinking_delta", "thinking_delta", "signature_delta", "text_delta", "text_delta"),
         *("input_json_delta", "input_json_delta", "input_json_delta"),
     ]
+    assert deltas[2]["signature"] == "msg_r_0"
     first = events[0][1]["message"]
     assert (first["id"], first["role"], first["content"]) == ("msg_r", "assistant", [])
     assert (first["stop_reason"], first["stop_sequence"]) == (None, None)
@@ -229,7 +230,7 @@ def test_a_whole_answer_has_its_blocks_and_what_no_cache_had_as_input():
         "role": "assistant",
         "model": "tiny",
         "content": [
-            {"type": "thinking", "thinking": "I think.", "signature": ""},
+            {"type": "thinking", "thinking": "I think.", "signature": "msg_r_0"},
             {"type": "text", "text": "So: "},
             {"type": "tool_use", "id": "call_a", "name": "look", "input": {"x": 1}},
             {"type": "tool_use", "id": "call_b", "name": "see", "input": {"y": 2}},
@@ -305,6 +306,12 @@ def test_errors_have_anthropics_shape(status, kind):
     for path in (MESSAGES, COUNT_TOKENS):
         told = msgspec.json.decode(error_of(path, status, body))
         assert told == {"type": "error", "error": {"type": kind, "message": "no"}}
+
+
+def test_a_prompt_beyond_the_context_is_told_as_claude_code_knows_it():
+    error = {"message": "The context is 9 tokens.", "code": "context_length_exceeded"}
+    told = msgspec.json.decode(error_of(MESSAGES, 400, msgspec.json.encode({"error": error})))
+    assert told["error"]["message"] == "prompt is too long: The context is 9 tokens."
 
 
 def test_tokens_are_counted_of_what_stands_in_the_prompt():
