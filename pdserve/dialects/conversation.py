@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from pdserve.dialects.response_tools import full_name
 from pdserve.dialects.texts import string_in, text_of
 from pdserve.errors import BadRequestError
 
@@ -63,11 +64,14 @@ def _add(messages: list[_Message], item: dict[str, Any], where: str) -> None:
                 turn = {"role": "assistant", "content": "", "reasoning": "\n".join(texts)}
                 messages.append(turn)
         case "function_call":
+            name = string_in(item, "name", where, _PARAM)
+            if item.get("namespace") is not None:
+                name = full_name(string_in(item, "namespace", where, _PARAM), name)
             call = {
                 "id": string_in(item, "call_id", where, _PARAM),
                 "type": "function",
                 "function": {
-                    "name": string_in(item, "name", where, _PARAM),
+                    "name": name,
                     "arguments": string_in(item, "arguments", where, _PARAM),
                 },
             }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.dialects.answer import AnswerPart, Dialect, DialectEvent, PartKind
 from pdserve.dialects.conversation import messages_of
+from pdserve.dialects.response_tools import WEB_SEARCH, is_web_search, local_names, tool_fields
 from pdserve.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ _SAME: Final = (
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDABLE: Final = (_LOGPROBS, "reasoning.encrypted_content")
 """Reasoning is readable in any case, so the second one changes nothing."""
-_WEB_SEARCH: Final = "web_search"
-"""Beginning of the names of a built-in tool that Codex offers with each request."""
 _PREFIXES: Final = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}
 
 
@@ -58,6 +57,7 @@ class ResponsesDialect(Dialect):
         super().__init__(_chat(body), tuple(_ignored(body)))
         self._body = body
         self._request_id = request_id
+        self._local_names = local_names(body.tools or ())
         self._num_events = 0
         self._error: dict[str, Any] | None = None
 
@@ -102,7 +102,8 @@ class ResponsesDialect(Dialect):
                 yield self._about(part, name, content_index=0, text=part.text)
             case PartKind.CALL:
                 name = "response.function_call_arguments.done"
-                yield self._about(part, name, name=part.name, arguments=part.text)
+                named = self._named(part)
+                yield self._about(part, name, name=named["name"], arguments=part.text)
         if part.kind is not PartKind.CALL:
             content = _content(part)
             yield self._about(part, "response.content_part.done", content_index=0, part=content)
@@ -146,8 +147,13 @@ class ResponsesDialect(Dialect):
             case PartKind.REASONING:
                 return {**item, "type": "reasoning", "summary": [], "content": content}
             case PartKind.CALL:
-                call = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
+                call = {"call_id": part.call_id, **self._named(part), "arguments": part.text}
                 return {**item, "type": "function_call", **call}
+
+    def _named(self, part: AnswerPart) -> dict[str, str]:
+        """Return the fields of a call that name its function."""
+        known = self._local_names.get(part.name)
+        return {"name": part.name} if known is None else known._asdict()
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
@@ -228,8 +234,8 @@ def _ignored(body: ResponsesRequest) -> Iterator[str]:
     for name in ("summary", "generate_summary"):
         if (body.reasoning or {}).get(name) is not None:
             yield f"reasoning.{name}"
-    if any(_is_web_search(tool) for tool in body.tools or ()):
-        yield f"tools.{_WEB_SEARCH}"
+    if any(is_web_search(tool) for tool in body.tools or ()):
+        yield f"tools.{WEB_SEARCH}"
 
 
 def _chat(body: ResponsesRequest) -> dict[str, Any]:
@@ -258,7 +264,7 @@ def _chat(body: ResponsesRequest) -> dict[str, Any]:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.get("effort")
-    chat |= _format(body.text or {}) | _tools(body)
+    chat |= _format(body.text or {}) | tool_fields(body)
     return {name: value for name, value in chat.items() if value is not None}
 
 
@@ -278,41 +284,3 @@ def _format(text: dict[str, Any]) -> dict[str, Any]:
         "response_format": None if wanted == {"type": "text"} else wanted,
         "verbosity": text.get("verbosity"),
     }
-
-
-def _tools(body: ResponsesRequest) -> dict[str, Any]:
-    """Return the fields of a chat for tools.
-
-    Raises:
-        BadRequestError: One is not the client's own function.
-    """
-    if not body.tools and body.tool_choice in (None, "auto", "none"):
-        return {}
-    tools = []
-    for index, tool in enumerate(body.tools or ()):
-        if _is_web_search(tool):
-            continue
-        if tool.get("type") != "function":
-            raise BadRequestError(
-                f"tools[{index}].type is {tool.get('type')!r}: this server has no built-in tools; "
-                "only functions can be called",
-                param="tools",
-            )
-        function = {name: value for name, value in tool.items() if name != "type"}
-        tools.append({"type": "function", "function": function})
-    fields: dict[str, Any] = {"tools": tools}
-    if body.parallel_tool_calls is not None:
-        fields["parallel_tool_calls"] = body.parallel_tool_calls
-    choice = body.tool_choice
-    if isinstance(choice, dict):
-        if choice.get("type") != "function":
-            raise BadRequestError(
-                f"tool_choice.type is {choice.get('type')!r}: it must be function",
-                param="tool_choice",
-            )
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return fields if choice is None else fields | {"tool_choice": choice}
-
-
-def _is_web_search(tool: dict[str, Any]) -> bool:
-    return str(tool.get("type")).startswith(_WEB_SEARCH)

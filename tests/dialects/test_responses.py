@@ -66,6 +66,67 @@ def test_a_web_search_that_may_be_made_is_not_and_is_said_to(kind):
         asked(input="hi", tools=tools, tool_choice={"type": kind})
 
 
+STATUS = {"type": "function", "name": "status", "parameters": {"type": "object"}}
+SERVER = {"type": "namespace", "name": "mcp__lab", "description": "d", "tools": [STATUS]}
+
+
+def test_a_function_in_a_namespace_is_called_and_sent_back_with_it():
+    items = [
+        says("user", "hi"),
+        {"type": "function_call", "call_id": "a", "namespace": "mcp__lab", "name": "status",
+         "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+    ]  # fmt: skip
+    body = {"input": items, "tools": [SERVER, STATUS], "stream": True}
+    dialect = translator(RESPONSES, body)
+    names = [tool["function"]["name"] for tool in dialect.chat["tools"]]
+    assert names == ["mcp__lab__status", "status"]
+    [sent] = dialect.chat["messages"][1]["tool_calls"]
+    assert sent["function"]["name"] == "mcp__lab__status"
+    calls = [
+        chunk(call(0, "{}", name="mcp__lab__status", id="b")),
+        chunk(call(1, "{}", name="status", id="c")),
+    ]
+    events = translated(dialect, [*calls, chunk({}, "tool_calls"), DONE])
+    items = [data["item"] for _, data in events if "item" in data]
+    named = [(item.get("namespace"), item["name"]) for item in items]
+    assert named == [("mcp__lab", "status")] * 2 + [(None, "status")] * 2
+    assert [data["name"] for name, data in events if name.endswith("arguments.done")] == [
+        "status",
+        "status",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tools", "chosen"),
+    [
+        ([SERVER], "mcp__lab__status"),
+        ([SERVER, STATUS], "status"),
+        ([SERVER, SERVER | {"name": "other"}], "status"),
+    ],
+)
+def test_a_function_may_be_chosen_without_its_namespace_if_no_other_is_meant(tools, chosen):
+    chat = asked(input="hi", tools=tools, tool_choice={"type": "function", "name": "status"})
+    assert chat["tool_choice"]["function"]["name"] == chosen
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "namespace", "tools": []},
+        {"type": "namespace", "name": "n"},
+        {"type": "namespace", "name": "n", "tools": [3]},
+        {"type": "namespace", "name": "n", "tools": [SERVER]},
+        {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]},
+        {"type": "function"},
+    ],
+)
+def test_a_tool_that_is_none_is_named(tool):
+    with pytest.raises(BadRequestError, match=r"tools\[0\]") as raised:
+        asked(input="hi", tools=[tool])
+    assert raised.value.param == "tools"
+
+
 def test_a_choice_of_a_tool_where_there_is_none_is_left_to_the_chat_to_refuse():
     assert asked(input="hi", tool_choice="required")["tool_choice"] == "required"
 
