@@ -12,7 +12,7 @@ import msgspec
 
 from pdserve.dialects.answer import AnswerPart, Dialect, DialectEvent, PartKind
 from pdserve.dialects.conversation import with_one_system
-from pdserve.dialects.texts import string_in, text_of
+from pdserve.dialects.texts import string_in, text_of, without_billing
 from pdserve.errors import BadRequestError, ContextLengthError
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 _PARAM: Final = "messages"
 _TEXTS: Final = frozenset({"text"})
-_BILLING: Final = "x-anthropic-billing-header"
-"""Beginning of a block that Claude Code changes with each request. It would keep prompts from
-sharing a prefix, and means nothing to a model."""
 _ROLES: Final = {"ctx": "user", "msg": "user"}
 """Claude Code's own roles, and what they stand for."""
 _TOO_LONG: Final = "prompt is too long"
@@ -194,7 +191,7 @@ def prompt_fields(body: CountTokensRequest) -> dict[str, Any]:
         BadRequestError: It asks for something that is not supported.
     """
     system = text_of(body.system, _TEXTS, "system", "system")
-    said = [text for text in system if not text.startswith(_BILLING)]
+    said = [text for text in map(without_billing, system) if text]
     messages: list[_Message] = []
     if said:
         messages.append({"role": "system", "content": "\n\n".join(said)})

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from pdserve.errors import BadRequestError
+
+_BILLING: Final = "x-anthropic-billing-header"
+"""Beginning of a line that Claude Code changes with each request. It would keep prompts from
+sharing a prefix, and means nothing to a model."""
+
+
+def without_billing(text: str) -> str:
+    """Return what the system is told, without Claude Code's own first line."""
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
 def text_of(content: object, kinds: frozenset[str], where: str, param: str) -> list[str]:

@@ -16,6 +16,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pdserve.dialects.texts import without_billing
 from pdserve.errors import BadRequestError, ConfigError
 
 if TYPE_CHECKING:
@@ -249,20 +250,23 @@ def content_of(message: Mapping[str, Any], where: str) -> str:
         BadRequestError: It has something other than text.
     """
     content = message.get("content")
-    if isinstance(content, list):
-        texts = (
+    if isinstance(content, str):
+        texts = [content]
+    elif isinstance(content, list):
+        texts = [
             _part_text(part, f"{where}.content[{position}]")
             for position, part in enumerate(content)
             if not _is_thought(part, message)
+        ]
+    elif content is None:
+        texts = []
+    else:
+        raise BadRequestError(
+            f"{where}.content must be a string or a list of text parts", param="messages"
         )
-        return "\n".join(filter(None, texts))
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    raise BadRequestError(
-        f"{where}.content must be a string or a list of text parts", param="messages"
-    )
+    if message.get("role") == "system":
+        texts = [without_billing(text) for text in texts]
+    return "\n".join(filter(None, texts))
 
 
 def _left_open(prompt: str) -> str:

@@ -39,6 +39,19 @@ def test_an_empty_list_of_calls_is_not_there() -> None:
     assert template.render([message], now_s=0.0) == "False"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "x-anthropic-billing-header: cch=77;\nBe brief.",
+        [{"type": "text", "text": "x-anthropic-billing-header: cch=77;"},
+         {"type": "text", "text": "Be brief."}],
+    ],
+)  # fmt: skip
+def test_what_claude_code_changes_each_time_is_in_no_prompt_of_a_gateways_chat(content) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render([{"role": "system", "content": content}], now_s=0.0) == "Be brief."
+
+
 SEEN = ChatTemplate("{{ messages[0].content }}|{{ messages[0].reasoning_content }}", {})
 
 
