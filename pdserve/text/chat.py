@@ -131,6 +131,8 @@ class ChatTemplate:
             BadRequestError: A message is malformed, or the template refuses them.
         """
         plain = [self._plain(message, index) for index, message in enumerate(messages)]
+        if not self._names("developer") and any(each["role"] == "developer" for each in plain):
+            plain = _with_system_first(plain)
         if continue_final_message and plain:
             plain[-1]["content"] += _END_MARK
         names = {
@@ -192,8 +194,22 @@ class ChatTemplate:
         Most templates would write any other role into the prompt, where the model has never seen
         it.
         """
-        is_named = role.isidentifier() and any(f"{q}{role}{q}" in self._source for q in "'\"")
-        return role in _ROLES or is_named
+        return role in _ROLES or (role.isidentifier() and self._names(role))
+
+    def _names(self, role: str) -> bool:
+        """Whether a role occurs in the template."""
+        return any(f"{q}{role}{q}" in self._source for q in "'\"")
+
+
+def _with_system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without a developer, whose words become the system's, as in vLLM.
+
+    Most templates leave out roles that they do not know, and accept one system message, the first.
+    """
+    roles = ("system", "developer")
+    said = [each["content"] for each in messages if each["role"] in roles and each["content"]]
+    others = [each for each in messages if each["role"] not in roles]
+    return [{"role": "system", "content": "\n\n".join(said)}, *others]
 
 
 def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:

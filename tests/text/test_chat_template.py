@@ -33,6 +33,23 @@ def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments, shown
     assert template.render([{"role": "assistant", "tool_calls": [call]}], now_s=0.0) == shown
 
 
+ROLES = "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content }};"
+SAID = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": "hi"},
+    {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
+]
+
+
+def test_what_a_developer_says_is_the_systems_where_a_template_knows_no_developer() -> None:
+    template = ChatTemplate(ROLES + "{% endif %}{% endfor %}", {})
+    assert template.render(SAID, now_s=0.0) == "system: Be brief.\n\nBe kind.;user: hi;"
+    known = ChatTemplate(ROLES + "{% elif m.role == 'developer' %}!{% endif %}{% endfor %}", {})
+    assert known.render(SAID, now_s=0.0) == "!user: hi;!"
+    plain = [{"role": "system", "content": "a"}, *SAID[1:2], {"role": "system", "content": "b"}]
+    assert template.render(plain, now_s=0.0) == "system: a;user: hi;system: b;"
+
+
 def test_an_empty_list_of_calls_is_not_there() -> None:
     template = ChatTemplate("{{ 'tool_calls' in messages[0] }}", {})
     message = {"role": "assistant", "content": "hi", "tool_calls": []}
