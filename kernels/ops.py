@@ -7,7 +7,7 @@
         kv_layer, slot_mapping,                      writes k and v into kv_layer
         q_norm, k_norm, eps)
     paged_attention(q, kv_layer, block_tables,       [T, H, Dh] -> [T, H * Dh]
-        query_start, context_lens, scale, window)
+        query_start, context_lens, scale, form)
     route(logits, bias, rule)                        [T, E] -> ids and weights, [T, k] each
     rope_and_latent(q, queries, latent, positions,   writes the last elements of queries, and the
         cos_sin, kv_layer, slot_mapping, norm, eps)  latent and its key into kv_layer
@@ -50,9 +50,12 @@ from pdserve.kernels.reference import (
     rules,
     sampling,
 )
+from pdserve.kernels.reference.attention import AttentionForm
 from pdserve.kernels.reference.moe import RoutingRule
 from pdserve.kernels.reference.rules import Ruled, RuleTables
 from pdserve.kernels.reference.sampling import Draws
+
+PagedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, AttentionForm], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +71,7 @@ class Ops:
     rope_and_cache: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float], Tensor
     ] = rope.rope_and_cache
-    paged_attention: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor
-    ] = attention.paged_attention
+    paged_attention: PagedAttention = attention.paged_attention
     route: Callable[[Tensor, Tensor | None, RoutingRule], tuple[Tensor, Tensor]] = moe.route
     rope_and_latent: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor

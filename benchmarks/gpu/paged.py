@@ -8,6 +8,7 @@ from torch import Tensor
 from benchmarks.gpu.timing import DEVICE, sized
 from pdserve.kernels.cases.case import draw
 from pdserve.kernels.cuda.attention import AttentionCall, tiles_for
+from pdserve.kernels.reference.attention import AttentionForm
 
 DTYPE = sized(torch.bfloat16, torch.float16)
 HEADS = sized((32, 8), (4, 2))
@@ -60,7 +61,7 @@ class Layers:
             torch.tensor([0, *queries], device=DEVICE).cumsum(0).int(),
             torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
             self.head_dim**-0.5,
-            window,
+            AttentionForm(window),
         )
 
     def contiguous(self, layer: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pdserve.kernels.cases.case import Case, draw
 from pdserve.kernels.digest import place_keys, word_constants
+from pdserve.kernels.reference.attention import AttentionForm
 
 GROUPS = (1, 2, 4, 5, 7, 8, 16)
 """Query heads to a KV head."""
@@ -132,8 +133,15 @@ def attention_inputs(
         starts.to(device),
         torch.tensor(contexts, dtype=torch.int32, device=device),
         head_dim**-0.5,
-        window,
+        AttentionForm(window),
     )
+
+
+def with_sinks(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Add sinks from far below the scores to far above to the arguments of ``paged_attention``."""
+    q, *others, form = arguments
+    sinks = draw((q.shape[1],), torch.float32, q.device, seed=13) * 8
+    return q, *others, AttentionForm(form.window, sinks)
 
 
 def with_nan_in_unused_slots(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -166,7 +174,7 @@ def grouped_attention(group: int, head_dim: int) -> Case:
 
 
 def paged_attention() -> list[Case]:
-    """The seven arguments: prefill chunks among decodes, windows, every head and block size."""
+    """The seven arguments: prefill chunks, decodes, windows, sinks, every head and block size."""
 
     def case(
         name: str,
@@ -179,7 +187,7 @@ def paged_attention() -> list[Case]:
         window: int | None = None,
     ) -> Case:
         def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-            return attention_inputs(
+            found = attention_inputs(
                 queries,
                 contexts,
                 heads,
@@ -189,6 +197,7 @@ def paged_attention() -> list[Case]:
                 block_size=block_size,
                 window=window,
             )
+            return with_sinks(found) if "sinks" in name else found
 
         return Case(name, make)
 
@@ -205,6 +214,10 @@ def paged_attention() -> list[Case]:
         case("window", [50, 1], [150, 200], (4, 2), window=37),
         case("window_long", [3, 1], [1400, 1200], (2, 2), 32, window=600, block_size=64),
         case("window_of_one", [5], [70], (1, 1), 32, window=1),
+        case("sinks", [1, 40, 0, 7], [600, 40, 12, 135], (16, 2)),
+        case("sinks_decode_long", [1], [1700], (4, 2)),
+        case("sinks_window", [50, 1], [150, 700], (8, 1), window=37),
+        case("sinks_head_100", [20, 1], [90, 133], (4, 2), 100, block_size=128),
         case("head_80", [20, 1], [90, 33], (4, 2), 80, block_size=8),
         case("head_96", [20, 1], [90, 33], (3, 3), 96, block_size=32),
         case("head_128", [70], [90], (8, 2), 128, block_size=64),

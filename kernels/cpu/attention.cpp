@@ -7,8 +7,8 @@
 // kPartition, both counted from position 0. Within a partition a row (a query token and head) takes
 // the tiles in order by the online softmax recurrence (Milakov and Gimelshein, 2018); results of
 // partitions are merged in order. A position that the row may not see weighs exactly 0, and a tile
-// or partition without any that it may see changes nothing, bit for bit. So rows can be blocked,
-// tiles skipped and partitions spread over threads (FlashDecoding) as speed asks.
+// or partition without any that it may see changes nothing, bit for bit. A sink is merged last. So
+// rows can be blocked, tiles skipped and partitions spread over threads (FlashDecoding) as speed asks.
 //
 // bf16 is multiplied by tile registers where the process has them (amx.h) and the dimensions are
 // multiples of 32: of the whole call, so that a row never meets both kinds of product.
@@ -201,8 +201,9 @@ class Attention {
     void finish(const Block& block, int64_t kv_head, State state) const {
         const int64_t group = group_;
         for (int64_t row = 0; row < block.num_tokens * group; row++) {
-            const F16 scale = splat(1.0f / sum_lanes(load(state.sum + row * kLanes)));
-            T* to = static_cast<T*>(p_.out) + head_of(block, kv_head, row) * given_.value_dim;
+            const int64_t head = head_of(block, kv_head, row);
+            const F16 scale = share_of(state, row, head % p_.num_heads);
+            T* to = static_cast<T*>(p_.out) + head * given_.value_dim;
             const float* from = state.out + row * p_.value_dim;
             int64_t d = 0;
             for (; d + kLanes <= given_.value_dim; d += kLanes) {
@@ -215,6 +216,15 @@ class Attention {
 
    private:
     static constexpr int64_t kUnitBytes = sizeof(Unit);
+
+    // What a row's sums of values are multiplied by at last: 1 over its weights, the sink's included.
+    F16 share_of(const State& state, int64_t row, int64_t head) const {
+        const float sum = sum_lanes(load(state.sum + row * kLanes));
+        if (p_.sinks == nullptr) return splat(1.0f / sum);
+        const F16 sink = splat(p_.sinks[head] * kLog2E), top = splat(state.top[row]);
+        const F16 most = max(sink, top), shrink = rescale(top, most);
+        return shrink / fma(splat(sum), shrink, rescale(sink, most));
+    }
 
     // The place of a row's head among all heads of q, and of the output.
     int64_t head_of(const Block& block, int64_t kv_head, int64_t row) const {

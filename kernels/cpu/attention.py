@@ -9,14 +9,21 @@ from functools import cache
 from torch import Tensor, get_num_threads
 
 from pdserve.kernels.backend import NotTakenError
-from pdserve.kernels.cpu.marshal import check_places, check_requests, refused, same_type
+from pdserve.kernels.cpu.marshal import (
+    check_places,
+    check_requests,
+    refused,
+    same_type,
+    sinks_address,
+)
+from pdserve.kernels.reference.attention import PLAIN, AttentionForm
 
 # What attention.cpp takes.
 _MAX_HEAD_DIM = 1024
 _TILE = 64
 
 _ROPE_AND_CACHE = struct.Struct("@8P9qf2i").pack
-_PAGED_ATTENTION = struct.Struct("@6P12qf2i").pack
+_PAGED_ATTENTION = struct.Struct("@7P12qf2i").pack
 _ROPE_AND_LATENT = struct.Struct("@8P9qf2i").pack
 
 
@@ -141,13 +148,13 @@ class AttentionOps:
         query_start: Tensor,
         context_lens: Tensor,
         scale: float,
-        window: int | None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """See ``reference.attention.paged_attention``."""
         num_tokens, num_heads, head_dim = q.shape
         out = q.new_empty((num_tokens, num_heads * head_dim))
         requests = block_tables, query_start, context_lens
-        self._attend(q, kv_layer, requests, out, scale, window or 0, head_dim)
+        self._attend(q, kv_layer, requests, out, scale, form)
         return out
 
     def latent_attention(
@@ -163,7 +170,7 @@ class AttentionOps:
         """See ``reference.mla.latent_attention``."""
         out = q.new_empty((*q.shape[:2], latent_dim))
         requests = block_tables, query_start, context_lens
-        self._attend(q, kv_layer, requests, out, scale, 0, latent_dim)
+        self._attend(q, kv_layer, requests, out, scale, PLAIN)
         return out
 
     def _attend(
@@ -173,16 +180,17 @@ class AttentionOps:
         requests: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         scale: float,
-        window: int,
-        value_dim: int,
+        form: AttentionForm,
     ) -> None:
         """Attend; if KV has one plane, a value is the beginning of its key.
 
         Args:
-            window: Sliding window; 0 is none.
-            value_dim: Elements of a value.
+            out: ``[T, H * Dh]``, or of one plane ``[T, H, elements of a value]``.
         """
+        window, sinks = form
+        num_tokens, num_heads, _ = q.shape
         num_blocks, num_planes, num_kv_heads, block_size, head_dim = kv_layer.shape
+        value_dim = out.shape[-1] if num_planes == 1 else head_dim
         reason = refusal(head_dim, value_dim, block_size)
         if reason is not None:
             raise NotTakenError(reason)
@@ -197,6 +205,7 @@ class AttentionOps:
                 block_tables.data_ptr(),
                 query_start.data_ptr(),
                 context_lens.data_ptr(),
+                0 if sinks is None else sinks_address(sinks, num_heads),
                 out.data_ptr(),
                 kv_layer.stride(0),
                 num_blocks,
@@ -205,9 +214,9 @@ class AttentionOps:
                 head_dim,
                 num_requests,
                 max_blocks,
-                len(q),
-                q.shape[1],
-                window,
+                num_tokens,
+                num_heads,
+                window or 0,
                 value_dim,
                 (num_planes - 1) * num_kv_heads * block_size * head_dim,
                 scale,

@@ -10,7 +10,13 @@ from torch import Tensor, get_num_threads
 
 from pdserve.kernels.cpu.attention import refusal
 from pdserve.kernels.cpu.linear import CpuLinear, PackedWeight
-from pdserve.kernels.cpu.marshal import check_places, check_requests, refused, same_type
+from pdserve.kernels.cpu.marshal import (
+    check_places,
+    check_requests,
+    refused,
+    same_type,
+    sinks_address,
+)
 from pdserve.kernels.ops import Ops
 from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, MlpWeights
 from pdserve.kernels.reference.linear import PackedLinear
@@ -18,7 +24,7 @@ from pdserve.kernels.step import StepInputs
 
 # Structs of structs; 0P pads the end.
 _MLP = struct.Struct("@4P2qf2i4P3q3i2P2q2i4P3q3i0P").pack
-_ATTENTION_BLOCK = struct.Struct("@4P2qf2i4P3q3i8P9qf2i6P12qf2i4P3q3i0P").pack
+_ATTENTION_BLOCK = struct.Struct("@4P2qf2i4P3q3i8P9qf2i7P12qf2i4P3q3i0P").pack
 
 
 def make_mlp(library: ctypes.CDLL, ops: Ops, weights: MlpWeights) -> Mlp:
@@ -129,6 +135,8 @@ class CpuAttention(Attention):
         self._call = library.pd_attention_block
         self._qkv, self._out = qkv, out
         self._takes_kv: bool | None = None  # told by the first call
+        self._window, sinks = weights.form.window or 0, weights.form.sinks
+        self._sinks_at = 0 if sinks is None else sinks_address(sinks, len(sinks))
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, kv_layer: Tensor, step: StepInputs
@@ -216,6 +224,7 @@ class CpuAttention(Attention):
                 block_tables.data_ptr(),
                 query_start.data_ptr(),
                 context_lens.data_ptr(),
+                self._sinks_at,
                 0,
                 block_stride,
                 num_blocks,
@@ -226,7 +235,7 @@ class CpuAttention(Attention):
                 max_blocks,
                 rows,
                 num_heads,
-                0 if weights.window is None else weights.window,
+                self._window,
                 head_dim,
                 num_kv_heads * block_size * head_dim,
                 weights.scale,

@@ -93,6 +93,7 @@ struct PdPagedAttention {
     const int32_t* block_tables;  // [num_requests, max_blocks]
     const int32_t* query_start;   // [num_requests + 1]
     const int32_t* context_lens;  // [num_requests]
+    const float* sinks;           // [num_heads]: scores, not scaled, without a value; or null
     void* out;                    // [rows, num_heads, value_dim]
     int64_t block_stride;         // elements of kv from block to block
     int64_t num_blocks, num_kv_heads, block_size, head_dim;

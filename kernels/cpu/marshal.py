@@ -82,6 +82,17 @@ def check_places(
         raise TypeError(f"want int64, got {positions.dtype} and {slot_mapping.dtype}")
 
 
+def sinks_address(sinks: Tensor, num_heads: int) -> int:
+    """Return where the sinks of attention lie.
+
+    Raises:
+        TypeError: They are not contiguous fp32, one for each head.
+    """
+    if sinks.dtype != torch.float32 or sinks.shape != (num_heads,) or not sinks.is_contiguous():
+        raise TypeError(f"want [{num_heads}] contiguous fp32, got {sinks.shape} {sinks.dtype}")
+    return sinks.data_ptr()
+
+
 def check_requests(
     kv_layer: Tensor,
     dtype: torch.dtype,

@@ -27,6 +27,7 @@ from pdserve.kernels.cuda.segments import (
     normalized,
     request_lengths,
     update,
+    with_sink,
 )
 
 
@@ -251,6 +252,7 @@ def attend_whole(
     tables: tl.tensor,
     query_start: tl.tensor,
     contexts: tl.tensor,
+    sinks: tl.tensor,
     exponent_scale: tl.tensor,
     window: tl.tensor,
     stride_block: tl.tensor,
@@ -278,6 +280,9 @@ def attend_whole(
 
     Grid: at least as many programs as (token tile, KV head); the rest end at once. Within a request
     the tiles that see most keys come first.
+
+    Args:
+        sinks: ``[heads]`` fp32, or None.
     """
     wait_for_previous(OVERLAPS)
     lengths, _ = request_lengths(query_start, contexts, num_requests, REQUESTS)
@@ -357,6 +362,9 @@ def attend_whole(
         True,
         WINDOWED,
     )
-    total, total_mass, _ = state
+    total, total_mass, total_top = state
+    if sinks is not None:
+        sink = tl.load(sinks + place % (KV_HEADS * GROUP))
+        total, total_mass = with_sink(total, total_mass, total_top, sink, exponent_scale)
     value = normalized(total, total_mass).to(out.dtype.element_ty)
     tl.store(out + place[:, None] * D + d[None, :], value, mask=inside)

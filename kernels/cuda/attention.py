@@ -32,6 +32,7 @@ from pdserve.kernels.cuda.segments import (
 )
 from pdserve.kernels.cuda.sizes import empty_rows, next_power_of_2
 from pdserve.kernels.cuda.target import Architecture, target
+from pdserve.kernels.reference.attention import PLAIN, AttentionForm
 
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 64
@@ -102,7 +103,7 @@ class AttentionCall(NamedTuple):
     query_start: Tensor
     context_lens: Tensor
     scale: float
-    window: int | None
+    form: AttentionForm = PLAIN
 
 
 def paged_attention(
@@ -112,7 +113,7 @@ def paged_attention(
     query_start: Tensor,
     context_lens: Tensor,
     scale: float,
-    window: int | None = None,
+    form: AttentionForm = PLAIN,
 ) -> Tensor:
     """See ``reference.attention.paged_attention``; ``scale`` is above 0.
 
@@ -121,9 +122,13 @@ def paged_attention(
     Raises:
         NotTakenError: Heads are too wide, too many share one KV head, or a dtype or the cache's
             strides are others than `ops` says.
+        TypeError: Sinks are not fp32, one for each head.
     """
+    sinks = form.sinks
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != q.shape[1:2]):
+        raise TypeError(f"want [{q.shape[1]}] fp32, got {sinks.shape} {sinks.dtype}")
     tiles = tiles_for(q.dtype, q.shape[2])
-    call = AttentionCall(q, kv_layer, block_tables, query_start, context_lens, scale, window)
+    call = AttentionCall(q, kv_layer, block_tables, query_start, context_lens, scale, form)
     return attend(call, tiles)
 
 
@@ -138,7 +143,7 @@ def attend(call: AttentionCall, tiles: AttentionTiles) -> Tensor:
         tiles,
         (q.dtype, *q.shape[1:]),
         (kv_layer.dtype, kv_layer.shape, kv_layer.stride()),
-        call.window is not None,
+        call.form.window is not None,
     )
     return attend_as(cut, call)
 
@@ -153,7 +158,7 @@ class Cut:
         split: Constants of `attend_split`.
         merge: Constants of `merge`.
         merging: How it is compiled.
-        apart: Constants of `attend_apart`; None where `attend_whole` computes.
+        apart: Constants of `attend_apart`; None where `attend_whole` computes, as with sinks.
     """
 
     tiles: AttentionTiles
@@ -259,13 +264,14 @@ def attend_as(cut: Cut, call: AttentionCall) -> Tensor:
 def _launch_whole(call: AttentionCall, cut: Cut, out: Tensor) -> None:
     """Compute the requests with two query tokens or more."""
     num_tokens, num_requests = call.q.shape[0], call.context_lens.shape[0]
-    constants = cut.apart or cut.whole
+    apart = cut.apart if call.form.sinks is None else None  # which knows of none
+    constants = apart or cut.whole
     num_tiles = num_tokens // constants["TOKENS"] + min(num_requests, num_tokens // 2)
     num_items = num_tiles * constants["KV_HEADS"]
     lengths = call.block_tables, call.query_start, call.context_lens
     exponent_scale, stride_table = call.scale * LOG2_E, call.block_tables.stride(0)
     stride_block, num_padded = call.kv_layer.stride(0), padded_requests(num_requests)
-    if cut.apart is None:
+    if apart is None:
         launch(
             attend_whole,
             (num_items,),
@@ -273,8 +279,9 @@ def _launch_whole(call: AttentionCall, cut: Cut, out: Tensor) -> None:
             call.kv_layer,
             out,
             *lengths,
+            call.form.sinks,
             exponent_scale,
-            call.window or 0,
+            call.form.window or 0,
             stride_block,
             stride_table,
             num_requests,
@@ -313,15 +320,15 @@ def _launch_split(call: AttentionCall, cut: Cut, out: Tensor, *, every: bool) ->
     constants, segment = cut.split, cut.tiles.segment
     num_blocks = min(call.block_tables.shape[1], call.kv_layer.shape[0])
     num_segments = -(-num_blocks * constants["BLOCK_SIZE"] // segment)
-    if call.window is not None:
-        num_segments = min(num_segments, -(-(call.window + most_tokens) // segment) + 1)
+    if call.form.window is not None:
+        num_segments = min(num_segments, -(-(call.form.window + most_tokens) // segment) + 1)
     num_heads, device = call.q.shape[1], call.q.device
     shape = (slots, num_heads, num_segments, constants["D"] + 4)
     partial = torch.empty(shape, dtype=torch.float32, device=device)
     every_and_requests = {"EVERY": every, "REQUESTS": padded_requests(num_requests)}
     items = slots * num_segments * constants["KV_HEADS"]
     programs = cut.tiles.programs_per_sm * multiprocessors(device)
-    window, exponent_scale = call.window or 0, call.scale * LOG2_E
+    window, exponent_scale = call.form.window or 0, call.scale * LOG2_E
     launch(
         attend_split,
         (min(items, programs),),
@@ -349,6 +356,7 @@ def _launch_split(call: AttentionCall, cut: Cut, out: Tensor, *, every: bool) ->
         out,
         call.query_start,
         call.context_lens,
+        call.form.sinks,
         exponent_scale,
         window,
         num_requests,

@@ -81,7 +81,7 @@ def latent_attention(
         (kv_layer.dtype, kv_layer.shape, kv_layer.stride()),
         latent_dim,
     )
-    call = AttentionCall(q, kv_layer, block_tables, query_start, context_lens, scale, None)
+    call = AttentionCall(q, kv_layer, block_tables, query_start, context_lens, scale)
     return attend_as(cut, call).view(len(q), q.shape[1], latent_dim)
 
 

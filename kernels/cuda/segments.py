@@ -5,7 +5,7 @@ segment the softmax is online over its tiles (Milakov and Gimelshein, arXiv 1805
 are merged one after another, ascending, by one formula. So an element has one order of operations,
 which its own position alone fixes, whoever computes a segment: one program does all of a row's
 segments (prefill), or many do one each and `merge` brings them together (decode). Tiles and
-segments that a row does not see change no bit of it.
+segments that a row does not see change no bit of it. A sink is merged last.
 
 Row sums are sums of integers, which no layout of threads can reorder: probabilities lie in [0, 1],
 so that 2 + p, rounded to fp32, has the bits of 2 plus a count of 2**-22. The bits of 2, once for
@@ -108,6 +108,22 @@ def merged(
 
 
 @triton.jit
+def with_sink(
+    total: tl.tensor,
+    total_mass: tl.tensor,
+    total_top: tl.tensor,
+    sink: tl.tensor,
+    exponent_scale: tl.tensor,
+) -> Any:
+    """Count a score without a value, ``sink``, which is not scaled, among each row's weights."""
+    score = sink * 1.4426950408889634 / exponent_scale
+    new_top = tl.maximum(total_top, score)
+    a = tl.exp2((total_top - new_top) * exponent_scale)
+    b = tl.exp2((score - new_top) * exponent_scale)
+    return total * a[:, None], total_mass * a + b
+
+
+@triton.jit
 def normalized(
     total: tl.tensor,
     total_mass: tl.tensor,
@@ -181,6 +197,7 @@ def merge(
     out: tl.tensor,
     query_start: tl.tensor,
     contexts: tl.tensor,
+    sinks: tl.tensor,
     exponent_scale: tl.tensor,
     window: tl.tensor,
     num_requests: tl.tensor,
@@ -206,6 +223,7 @@ def merge(
     Args:
         partial: ``[slots, heads, num_segments, D + 4]`` fp32: acc, mass, top.
         out: ``[tokens, heads, D]``.
+        sinks: ``[heads]`` fp32, or None.
     """
     wait_for_previous(OVERLAPS)
     slot, head = tl.program_id(0), tl.program_id(1)
@@ -247,6 +265,9 @@ def merge(
             total, total_mass, total_top = merged(
                 total, total_mass, total_top, acc, mass, top, exponent_scale
             )
+    if sinks is not None:
+        sink = tl.load(sinks + head + tl.zeros([1], tl.int32))
+        total, total_mass = with_sink(total, total_mass, total_top, sink, exponent_scale)
     into = out + (token * NUM_HEADS + head).to(tl.int64) * D
     value = normalized(total, total_mass).to(out.dtype.element_ty)
     tl.store(into + d[None, :], value, mask=d[None, :] < D)

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pdserve.kernels.ops import PagedAttention
+from pdserve.kernels.reference.attention import PLAIN, AttentionForm
+
 _DISTRIBUTION = "tokenspeed-fa3"
 _CAPABILITY = (9, 0)
 _FEW_TOKENS = 32
@@ -22,8 +25,6 @@ _HEAD_DIMS = (64, 128)
 _MOST_BLOCK_SIZE = 64
 """With larger pages, and with wider heads and a window, FA3 loads whole tiles: the contents of the
 last block after a request's tokens, perhaps NaN, would be multiplied by 0."""
-
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,11 @@ def find_flash(device: torch.device) -> Flash | str:
     return Flash(version, flash_attn_with_kvcache)
 
 
-def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
+def with_flash(flash: Callable[..., Tensor], ours: PagedAttention) -> PagedAttention:
     """Return a ``paged_attention`` that uses ``flash`` for the steps on which it is faster.
 
     The device is not involved: the numbers of tokens and requests decide, for all requests of a
-    step alike.
+    step alike. FA3 has no sinks of attention.
     """
 
     def paged_attention(
@@ -65,12 +66,13 @@ def with_flash(flash: Callable[..., Tensor], ours: Attend) -> Attend:
         query_start: Tensor,
         context_lens: Tensor,
         scale: float,
-        window: int | None = None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         num_tokens, _, head_dim = q.shape
         is_few = num_tokens <= max(len(context_lens), _FEW_TOKENS)
-        if is_few or not takes(q.dtype, head_dim, kv_layer):
-            return ours(q, kv_layer, block_tables, query_start, context_lens, scale, window)
+        window, sinks = form
+        if is_few or sinks is not None or not takes(q.dtype, head_dim, kv_layer):
+            return ours(q, kv_layer, block_tables, query_start, context_lens, scale, form)
         keys, values = kv_layer.transpose(2, 3).unbind(1)
         attended = flash(
             q,

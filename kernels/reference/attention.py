@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class AttentionForm(NamedTuple):
+    """What of a layer's attention differs between models.
+
+    Attributes:
+        window: Each query sees itself and the ``window - 1`` positions before it; None is all.
+        sinks: ``[H]`` fp32: of each head a score, not scaled, that every query has beside those of
+            the positions, and that has no value (gpt-oss; Xiao et al. 2023); None is none.
+    """
+
+    window: int | None = None
+    sinks: Tensor | None = None
+
+
+PLAIN = AttentionForm()
+"""Attention to all positions, and to nothing else."""
 
 
 def paged_attention(
@@ -13,7 +32,7 @@ def paged_attention(
     query_start: Tensor,
     context_lens: Tensor,
     scale: float,
-    window: int | None = None,
+    form: AttentionForm = PLAIN,
 ) -> Tensor:
     """Attend from each query token to its own request's cache, up to itself.
 
@@ -29,7 +48,7 @@ def paged_attention(
         query_start: ``[R + 1]`` int32, from 0 to T, never falling.
         context_lens: ``[R]`` int32: KV tokens of each request, this step's included.
         scale: Factor on the scores.
-        window: Each query sees itself and the ``window - 1`` positions before it; None is all.
+        form: Its window and its sinks.
 
     Returns:
         ``[T, H * Dh]``, same dtype.
@@ -51,9 +70,13 @@ def paged_attention(
         at = torch.arange(context, device=q.device)
         query_at = at[context - (last - first) :, None]
         hidden = at > query_at
-        if window is not None:
-            hidden |= at <= query_at - window
-        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        if form.window is not None:
+            hidden |= at <= query_at - form.window
+        scores.masked_fill_(hidden, float("-inf"))
+        if form.sinks is not None:
+            beside = form.sinks.view(num_kv_heads, group, 1, 1).expand(-1, -1, last - first, 1)
+            scores = torch.cat((scores, beside), dim=-1)
+        weights = scores.softmax(-1)[..., :context]
         attended = torch.einsum("kgts,ksd->tkgd", weights, kv[1])
         out[first:last] = attended.flatten(1, 2).to(q.dtype)
     return out.flatten(1, 2)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pdserve.kernels.ops import Ops
+from pdserve.kernels.reference.attention import PLAIN, AttentionForm
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.step import StepInputs
 
@@ -47,7 +48,7 @@ class AttentionWeights:
         q_norm: ``[Dh]`` or None.
         k_norm: ``[Dh]`` or None.
         scale: Factor on the scores.
-        window: Sliding window, or None.
+        form: Window and sinks of the attention.
     """
 
     norm: Tensor
@@ -58,7 +59,7 @@ class AttentionWeights:
     q_norm: Tensor | None
     k_norm: Tensor | None
     scale: float
-    window: int | None
+    form: AttentionForm = PLAIN
 
 
 class Mlp:
@@ -139,7 +140,7 @@ class Attention:
             step.query_start,
             step.context_lens,
             weights.scale,
-            weights.window,
+            weights.form,
         )
         return weights.out(attended)
 

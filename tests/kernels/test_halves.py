@@ -7,6 +7,7 @@ import torch
 
 from pdserve.errors import InternalError
 from pdserve.kernels.cases.attention import attention_inputs, rope_table
+from pdserve.kernels.reference.attention import AttentionForm
 from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, MlpWeights
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.step import StepInputs
@@ -39,7 +40,9 @@ def test_mlp(dtype: torch.dtype, add: bool, rows: int, inner: int) -> None:
     assert torch.equal(residual, expected_residual)
 
 
-def _attention(dtype: torch.dtype, window: int | None = None) -> AttentionWeights:
+def _attention(
+    dtype: torch.dtype, window: int | None = None, *, sinks: bool = False
+) -> AttentionWeights:
     return AttentionWeights(
         norm=torch.randn(WIDTH).to(dtype),
         eps=1e-5,
@@ -49,7 +52,7 @@ def _attention(dtype: torch.dtype, window: int | None = None) -> AttentionWeight
         q_norm=torch.randn(HEAD_DIM).to(dtype),
         k_norm=torch.randn(HEAD_DIM).to(dtype),
         scale=0.2,
-        window=window,
+        form=AttentionForm(window, torch.randn(HEADS) if sinks else None),
     )
 
 
@@ -73,9 +76,9 @@ def _step(
 
 @dtypes
 @adds
-@pytest.mark.parametrize("prompt", [9, 150])
-def test_attention(dtype: torch.dtype, add: bool, prompt: int) -> None:
-    weights = _attention(dtype, window=70)
+@pytest.mark.parametrize(("prompt", "sinks"), [(9, False), (150, False), (9, True)])
+def test_attention(dtype: torch.dtype, add: bool, prompt: int, sinks: bool) -> None:
+    weights = _attention(dtype, window=70, sinks=sinks)
     kv, step = _step([1, prompt, 1], [60, prompt, 130], dtype)
     x, residual = torch.randn(2, prompt + 2, WIDTH).to(dtype)
     expected_kv, expected_residual = kv.clone(), residual.clone()

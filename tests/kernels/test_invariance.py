@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.kernels.backend import KernelBackend
-from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table
+from pdserve.kernels.cases.attention import attention_inputs, kv_cache, rope_table, with_sinks
 from pdserve.kernels.cases.latent import latent_cache, latent_inputs
 from pdserve.kernels.reference.moe import RoutingRule
 from tests.kernels.builds import CPU, KERNELS, TARGETS, ZEN_3, kernels_for, marks_of, needs_native
@@ -114,14 +114,14 @@ def _seeded() -> torch.Generator:
 
 def _attend_in_chunks(inputs: tuple, chunks: list[int], kernels: KernelBackend = KERNELS) -> Tensor:
     """Attend to a single request's queries in several calls, as chunked prefill does."""
-    q, kv, tables, _, contexts, scale, window = inputs
+    q, kv, tables, _, contexts, *rest = inputs
     first_position = int(contexts[0]) - len(q)
     parts, done = [], 0
     for chunk in chunks:
         starts = torch.tensor([0, chunk], dtype=torch.int32)
         context = torch.tensor([first_position + done + chunk], dtype=torch.int32)
         part = q[done : done + chunk]
-        parts.append(kernels.paged_attention(part, kv, tables, starts, context, scale, window))
+        parts.append(kernels.paged_attention(part, kv, tables, starts, context, *rest))
         done += chunk
     return torch.cat(parts)
 
@@ -129,13 +129,16 @@ def _attend_in_chunks(inputs: tuple, chunks: list[int], kernels: KernelBackend =
 @dtypes
 @pytest.mark.covering(2)
 @pytest.mark.usefixtures("any_threads")
-@pytest.mark.parametrize("window", [None, 50, 700])
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(None, False), (50, False), (700, False), (None, True)]
+)
 @pytest.mark.parametrize("chunk", [1, 16, 100, 512])
 def test_attention_is_the_same_for_any_chunks(
-    dtype: torch.dtype, chunk: int, window: int | None
+    dtype: torch.dtype, chunk: int, window: int | None, sinks: bool
 ) -> None:
     tokens = 90 if chunk == 1 else 1100
     inputs = attention_inputs([tokens], [1100], (4, 2), 32, dtype=dtype, device=CPU, window=window)
+    inputs = with_sinks(inputs) if sinks else inputs
     chunks = [chunk] * (tokens // chunk) + ([tokens % chunk] if tokens % chunk else [])
     with threads(1):
         whole = KERNELS.paged_attention(*inputs)
@@ -170,7 +173,7 @@ def test_attention_of_a_request_is_the_same_in_any_company(data: st.DataObject) 
         block_size=block_size,
         window=window,
     )
-    q, kv, tables, starts, lens, scale, _ = inputs
+    q, kv, tables, starts, lens, scale, form = inputs
     together = KERNELS.paged_attention(*inputs)
 
     for r, count in enumerate(queries):
@@ -183,7 +186,7 @@ def test_attention_of_a_request_is_the_same_in_any_company(data: st.DataObject) 
             torch.tensor([0, count], dtype=torch.int32),
             lens[r : r + 1],
             scale,
-            window,
+            form,
         )
         assert torch.equal(together[first : first + count], alone)
 
@@ -338,8 +341,8 @@ def test_builds_for_lesser_cpus_are_invariant_too(target: str, dtype: torch.dtyp
     x = torch.randn(600, 701, generator=_seeded()).to(dtype)
     layer = kernels.linear_of(torch.randn(70, 701, generator=_seeded()).to(dtype))
     inputs = attention_inputs([150], [150], (2, 1), 32, dtype=dtype, device=CPU)
-    q, kv, tables, _, contexts, scale, window = inputs
-    last = (q[-1:], kv, tables, torch.tensor([0, 1], dtype=torch.int32), contexts, scale, window)
+    q, kv, tables, _, *rest = inputs
+    last = (q[-1:], kv, tables, torch.tensor([0, 1], dtype=torch.int32), *rest)
 
     # In one band of vectors and in several, by streams and by slices, in one panel and in more.
     expected = layer(x)

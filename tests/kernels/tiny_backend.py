@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.kernels.backend import KernelBackend, NotTakenError
+from pdserve.kernels.reference.attention import AttentionForm
 
 num_rows: list[int] = []
 """Rows of each call that was taken."""
@@ -25,10 +26,12 @@ def _attention(
     query_start: Tensor,
     context_lens: Tensor,
     scale: float,
-    window: int | None,
+    form: AttentionForm,
 ) -> Tensor:
-    if window is not None:
+    if form.window is not None:
         raise NotTakenError("the tiny kernels take no windows")
+    if form.sinks is not None:
+        raise NotTakenError("the tiny kernels take no sinks")
     num_rows.append(len(q))
     num_kv_heads, block_size = kv_layer.shape[2:4]
     out = torch.empty_like(q)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.backend import REFERENCE
+from pdserve.kernels.reference.attention import AttentionForm
 from pdserve.kernels.reference.norm import rms_norm
 from pdserve.kernels.reference.rope import rotate
 
@@ -47,8 +48,9 @@ def _paged_attention(
     query_start: Tensor,
     context_lens: Tensor,
     scale: float,
-    window: int | None,
+    form: AttentionForm,
 ) -> Tensor:
+    assert form.sinks is None
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv_layer.shape[2]
     # Some requests may have several tokens, and others none.
@@ -60,8 +62,8 @@ def _paged_attention(
     kv = kv_layer[block_tables[request].long()].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
     at = torch.arange(kv.shape[3])
     is_unseen = at >= seen[:, None]
-    if window is not None:
-        is_unseen |= at < seen[:, None] - window
+    if form.window is not None:
+        is_unseen |= at < seen[:, None] - form.window
     rows = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = (rows @ kv[:, 0].transpose(-1, -2)) * scale
     weights = scores.masked_fill(is_unseen[:, None, None], -torch.inf).softmax(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pdserve.kernels.reference.attention import AttentionForm
 from pdserve.kernels.reference.halves import AttentionWeights
 from pdserve.models.layers.linear import QKV, RowParallel
 from pdserve.models.layers.parameter import Parameter
@@ -85,7 +86,7 @@ class GroupedQueryAttention:
             q_norm=None if self._q_norm is None else self._q_norm.value,
             k_norm=None if self._k_norm is None else self._k_norm.value,
             scale=self._scale,
-            window=self._window,
+            form=AttentionForm(self._window),
         )
         return self._kernels.attention(self._kernels, weights)
 

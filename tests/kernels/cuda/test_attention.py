@@ -14,6 +14,7 @@ from pdserve.kernels.cases.attention import (
     HEAD_DIMS,
     attention_inputs,
     grouped_attention,
+    with_sinks,
     without_last_request,
 )
 from pdserve.kernels.cases.case import Case
@@ -26,6 +27,7 @@ from pdserve.kernels.cuda.attention import (
     tiles_for,
 )
 from pdserve.kernels.cuda.cache_rows import describe_cache
+from pdserve.kernels.reference.attention import AttentionForm
 
 CPU = torch.device("cpu")
 FP16, FP32 = torch.float16, torch.float32
@@ -38,7 +40,7 @@ CASES = {case.name: case for case in (*OPERATION.cases(), *EVERY_GROUP)}.values(
 QUICK = {
     *((name, FP16) for name in ("empty", "first_token", "mixed")),
     *((name, FP16) for name in ("window", "window_long", "window_of_one")),
-    *((name, FP16) for name in ("empty_rows", "group_4_head_192")),
+    *((name, FP16) for name in ("empty_rows", "group_4_head_192", "sinks", "sinks_window")),
     ("mixed", FP32),
 }
 """Both forms, several segments and tiles, every kind of window, what is never read."""
@@ -89,6 +91,7 @@ class Prompt:
         dtype: torch.dtype = FP16,
         window: int | None = None,
         tiles: AttentionTiles = SMALL,
+        sinks: bool = False,
     ) -> None:
         self.length, self.tiles = length, tiles
         self.q, layer, tables, _, _, self.scale, _ = attention_inputs(
@@ -99,7 +102,7 @@ class Prompt:
         self.table = tables[0, :num_blocks].long()
         self.layer[self.table] = layer[self.table]
         self.layer[self.table[-1], :, :, (self.length - 1) % block_size + 1 :] = float("nan")
-        self.window = window
+        self.form = AttentionForm(window, torch.randn(heads[0]) if sinks else None)
 
     def rows(self, *parts: tuple[int, int]) -> torch.Tensor:
         """Attend tokens ``[first, last)`` of each part, all in one batch, each a request."""
@@ -112,7 +115,7 @@ class Prompt:
                 lengths.cumsum(0).int(),
                 torch.tensor([last for _, last in parts], dtype=torch.int32),
                 self.scale,
-                self.window,
+                self.form,
             ),
             self.tiles,
         )
@@ -127,19 +130,20 @@ class Prompt:
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper_products")
 @pytest.mark.parametrize(
-    ("block_size", "heads", "dtype", "window"),
+    ("block_size", "heads", "dtype", "window", "sinks"),
     [
-        (8, (3, 1), FP16, 9),  # shorter than a segment: of the last rows one is left out
-        pytest.param(8, (6, 2), FP16, 21, marks=pytest.mark.matrix),
-        pytest.param(8, (6, 2), FP16, None, marks=pytest.mark.matrix),
-        pytest.param(32, (6, 2), FP32, None, marks=pytest.mark.matrix),
-        pytest.param(32, (6, 2), FP32, 21, marks=pytest.mark.matrix),
+        (8, (3, 1), FP16, 9, False),  # shorter than a segment: of the last rows one is left out
+        (8, (6, 2), FP16, None, True),
+        pytest.param(8, (6, 2), FP16, 21, True, marks=pytest.mark.matrix),
+        pytest.param(8, (6, 2), FP16, None, False, marks=pytest.mark.matrix),
+        pytest.param(32, (6, 2), FP32, None, False, marks=pytest.mark.matrix),
+        pytest.param(32, (6, 2), FP32, 21, False, marks=pytest.mark.matrix),
     ],
 )
 def test_bits_depend_on_neither_chunks_nor_batch_nor_form(
-    block_size: int, heads: tuple[int, int], dtype: torch.dtype, window: int | None
+    block_size: int, heads: tuple[int, int], dtype: torch.dtype, window: int | None, sinks: bool
 ) -> None:
-    prompt = Prompt(block_size, heads=heads, dtype=dtype, window=window)
+    prompt = Prompt(block_size, heads=heads, dtype=dtype, window=window, sinks=sinks)
     whole = prompt.rows((0, prompt.length))
     assert whole.isfinite().all()
     chunks = [(0, 7), (7, 32), (32, 33), (33, 42)]
@@ -237,8 +241,10 @@ def test_what_lies_behind_a_steps_inputs_is_not_read() -> None:
 def test_rows_without_context_are_zero_and_leave_others_alone(
     num_tokens: int, window: int | None
 ) -> None:
-    args = attention_inputs(
-        [1, 2, num_tokens], [42, 9, 0], (3, 1), 32, dtype=FP16, device=CPU, window=window
+    args = with_sinks(
+        attention_inputs(
+            [1, 2, num_tokens], [42, 9, 0], (3, 1), 32, dtype=FP16, device=CPU, window=window
+        )
     )
     found = attend(AttentionCall(*args), SMALL)
     assert torch.equal(found[:3], attend(AttentionCall(*without_last_request(args)), SMALL))

@@ -9,6 +9,7 @@ import torch
 
 from pdserve.kernels.cuda.attention import paged_attention
 from pdserve.kernels.cuda.latent import latent_attention
+from pdserve.kernels.reference.attention import AttentionForm
 from tests.kernels.cuda import gate
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -43,6 +44,8 @@ ROWS = {
     "prompt, blocks of 16": Wanted(255, 128, 1, HGMMA, 24),
     "tokens, windowed": Wanted(192, 70, 2, HMMA),
     "prompt, windowed": Wanted(255, 128, 1, HGMMA, 16),
+    "tokens, sinks": Wanted(112, 36, 4, HMMA),
+    "prompt, sinks": Wanted(192, 64, 1, HGMMA),
     "tokens, wide": Wanted(216, 74, 2, HMMA),
     "prompt, wide": Wanted(255, 160, 1, HGMMA, 200),
     "tokens, wide, windowed": Wanted(255, 74, 2, HMMA),
@@ -76,6 +79,7 @@ def attention(
     block_size: int = 64,
     num_blocks: int = 100,
     window: int | None = None,
+    sinks: bool = False,
     dtype: torch.dtype = BF16,
 ) -> object:
     """Attend so many tokens of so many requests."""
@@ -84,7 +88,8 @@ def attention(
     q = tensor(num_tokens, heads[0], head_dim, dtype=dtype)
     lengths = tensor(num_requests + 1), tensor(num_requests)
     tables = tensor(num_requests, 128)
-    return paged_attention(q, layer, tables, *lengths, head_dim**-0.5, window)
+    form = AttentionForm(window, tensor(heads[0], dtype=FP32) if sinks else None)
+    return paged_attention(q, layer, tables, *lengths, head_dim**-0.5, form)
 
 
 def latents(queries: tuple[int, int], num_heads: int, dtype: torch.dtype = BF16) -> object:
@@ -97,8 +102,8 @@ def latents(queries: tuple[int, int], num_heads: int, dtype: torch.dtype = BF16)
 
 
 def calls() -> gate.Calls:
-    """Heads of Llama-3.1-8B and of Gemma-2-9B, whose layers are windowed in turn; latents."""
-    tokens, prompt, gemma = (64, 64), (4096, 1), ((16, 8), 256)
+    """Heads of Llama-3.1-8B, and of gpt-oss and Gemma-2-9B, windowed in turn; latents."""
+    tokens, prompt, gemma, oss = (64, 64), (4096, 1), ((16, 8), 256), ((64, 8), 64)
     return {
         "tokens": lambda: attention(tokens),
         "prompt": lambda: attention(prompt),
@@ -108,6 +113,8 @@ def calls() -> gate.Calls:
         "prompt, blocks of 16": lambda: attention(prompt, block_size=16),
         "tokens, windowed": lambda: attention(tokens, window=4096),
         "prompt, windowed": lambda: attention(prompt, window=4096),
+        "tokens, sinks": lambda: attention(tokens, *oss, sinks=True),
+        "prompt, sinks": lambda: attention(prompt, *oss, sinks=True),
         "tokens, wide": lambda: attention(tokens, *gemma),
         "prompt, wide": lambda: attention(prompt, *gemma),
         "tokens, wide, windowed": lambda: attention(tokens, *gemma, window=4096),

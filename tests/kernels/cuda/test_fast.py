@@ -13,7 +13,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pdserve.kernels.backend import REFERENCE, KernelBackend
-from pdserve.kernels.cases.attention import attention_inputs, rope_table, with_nan_in_unused_slots
+from pdserve.kernels.cases.attention import (
+    attention_inputs,
+    rope_table,
+    with_nan_in_unused_slots,
+    with_sinks,
+)
 from pdserve.kernels.cuda import backend
 from pdserve.kernels.cuda.linear import CudaLinear
 from pdserve.kernels.fast.attention import Flash, find_flash, with_flash
@@ -188,8 +193,13 @@ def test_what_flash_does_not_take_is_left_to_the_kernels(
     assert torch.equal(with_flash(refused, paged_attention)(*args), paged_attention(*args))
 
 
+def test_sinks_are_left_to_the_kernels() -> None:
+    args = with_sinks(attention_inputs([40], [40], (4, 2), 64, dtype=FP16, device=CPU))
+    assert torch.equal(with_flash(refused, paged_attention)(*args), paged_attention(*args))
+
+
 def test_padded_steps_are_left_to_the_kernels() -> None:
-    _, kv, tables, starts, lens, scale, window = attention_inputs(
+    _, kv, tables, starts, lens, scale, form = attention_inputs(
         [40], [40], (4, 2), 64, dtype=FP16, device=CPU
     )
     step = StepInputs(
@@ -209,7 +219,7 @@ def test_padded_steps_are_left_to_the_kernels() -> None:
         q_norm=None,
         k_norm=None,
         scale=scale,
-        window=window,
+        form=form,
     )
     kernels = faster(REFERENCE, Flash("3.0", refused), lambda _: None)
     half, normed = kernels.attention(kernels, weights), torch.randn(40, 32).to(FP16)
