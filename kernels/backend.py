@@ -27,7 +27,7 @@ from pdserve.kernels.ops import Ops, SamplingOps
 from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, MlpWeights
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.reference.mla import PackedHeads
-from pdserve.kernels.reference.moe import PackedExperts
+from pdserve.kernels.reference.moe import PLAIN, ExpertForm, PackedExperts
 
 
 class NotTakenError(Exception):
@@ -63,7 +63,14 @@ class MakeExperts(Protocol):
     """Makes `PackedExperts` from the same arguments."""
 
     def __call__(
-        self, num_experts: int, width: int, inner: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        num_experts: int,
+        width: int,
+        inner: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: ExpertForm = PLAIN,
     ) -> PackedExperts:
         """Allocate them."""
         ...

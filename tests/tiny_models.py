@@ -30,6 +30,7 @@ CLASSES = {
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
 }
 """Of transformers: a family's configuration and its model."""
 
@@ -87,6 +88,13 @@ FIELDS_OF: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {**_LATENT, "n_group": 1, "topk_group": 1},
     "phi3": {"pad_token_id": 0},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 40,
+        "sliding_window": 20,
+    },
 }
 """What a family has beyond the shape of all."""
 
@@ -104,6 +112,8 @@ def write_tiny_model(directory: Path, family: str = "llama", **fields: Any) -> P
         # transformers starts biases at 0 and norms at 1, which would hide a lost one.
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
+        elif name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
         elif "norm" in name:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
     for name, buffer in model.named_buffers():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pdserve.kernels.cases.case import Case, draw
+from pdserve.kernels.reference.activation import ClampedGlu
 from pdserve.kernels.reference.moe import RoutingRule
 
 
@@ -58,7 +59,7 @@ def route() -> list[Case]:
 
 
 def experts() -> list[Case]:
-    """x, ids, weights, gate_up, down: experts nobody chose, or that are not here, odd sizes."""
+    """The seven arguments: experts nobody chose, or elsewhere, odd sizes, biases and clamps."""
 
     def case(
         name: str,
@@ -70,16 +71,24 @@ def experts() -> list[Case]:
         *,
         absent: int = 0,
     ) -> Case:
+        is_plain = "clamped" not in name
+
         def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             generator = torch.Generator().manual_seed(3)
             scores = torch.rand(tokens, num_experts + absent, generator=generator)
             ids = scores.argsort(dim=-1)[:, :top_k] - absent
+            biases = (
+                draw((num_experts, 2 * inner), dtype, device, seed=5),
+                draw((num_experts, width), dtype, device, seed=6),
+            )
             return (
-                draw((tokens, width), dtype, device, seed=1),
+                draw((tokens, width), dtype, device, seed=1) * (1 if is_plain else 4),
                 ids.to(device),
                 torch.rand(tokens, top_k, generator=generator).to(device),
                 draw((num_experts, 2 * inner, width), dtype, device, seed=2) / width**0.5,
                 draw((num_experts, width, inner), dtype, device, seed=4) / inner**0.5,
+                None if is_plain else biases,
+                None if is_plain else ClampedGlu(1.702, 7.0),
             )
 
         return Case(name, make)
@@ -94,4 +103,6 @@ def experts() -> list[Case]:
         case("odd_sizes", 11, 5, 3, 67, 37),
         case("some_elsewhere", 40, 4, 3, 64, 32, absent=12),
         case("all_elsewhere", 2, 1, 2, 64, 32, absent=40),
+        case("clamped", 40, 4, 2, 64, 96),
+        case("clamped_odd_sizes", 1, 5, 4, 67, 37, absent=1),
     ]

@@ -21,6 +21,7 @@ from pdserve.kernels.ops import Ops
 from pdserve.kernels.reference import linear as products
 from pdserve.kernels.reference import mla
 from pdserve.kernels.reference import moe as experts
+from pdserve.kernels.reference.activation import ClampedGlu
 
 _ELEMENTWISE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _EXACT = dict.fromkeys(_ELEMENTWISE, 0.0)
@@ -63,13 +64,29 @@ def _heads(kernels: KernelBackend) -> Callable[..., Tensor]:
 
 
 def _experts(kernels: KernelBackend) -> Callable[..., Tensor]:
-    def run(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def run(
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        biases: tuple[Tensor, Tensor] | None,
+        glu: ClampedGlu | None,
+    ) -> Tensor:
         num_experts, width, inner = down.shape
-        layer = kernels.experts(num_experts, width, inner, dtype=x.dtype, device=x.device)
+        form = experts.ExpertForm(biases is not None, glu)
+        layer = kernels.experts(
+            num_experts, width, inner, dtype=x.dtype, device=x.device, form=form
+        )
         for expert in range(num_experts):
             layer.write_gate(expert, gate_up[expert, :inner])
             layer.write_up(expert, gate_up[expert, inner:])
             layer.write_down(expert, down[expert])
+            if biases is not None:
+                gate, up = biases[0][expert].chunk(2)
+                layer.write_gate_bias(expert, gate)
+                layer.write_up_bias(expert, up)
+                layer.write_down_bias(expert, biases[1][expert])
         return layer(x, ids, weights)
 
     return run

@@ -151,15 +151,17 @@ struct PdRoute {
     int32_t num_threads;
 };
 
-// y = sum over c of weights[:, c] * down(silu(gate(x)) * up(x)) of expert ids[:, c], in order of c.
+// y = sum over c of weights[:, c] * down(gated(gate(x), up(x))) of expert ids[:, c], in order of c.
 struct PdExperts {
     const void* x;         // [rows, width]
     const int64_t* ids;    // [rows, top_k]; negative: not here, adds nothing
     const float* weights;  // [rows, top_k]
-    const void* experts;   // [num_experts] of expert_bytes: packed gate_up, and down at down_at
+    const void* experts;   // [num_experts] of expert_bytes: packed gate_up, down at down_at, biases
     void* y;               // [rows, width]
     int64_t rows, top_k, num_experts, width, inner;
     int64_t expert_bytes, down_at;
+    int64_t bias_at;     // of [2 * inner] and [width] fp32; 0: there are none
+    float alpha, limit;  // of clamped_glu_row; a limit of 0: gates are those of silu_row
     PdType type;
     int32_t num_threads;
 };

@@ -11,6 +11,7 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "rows.h"
 
 namespace pd {
 namespace {
@@ -135,6 +136,20 @@ Groups group(const PdExperts& p, const int64_t* ids, int64_t num_rows) {
     return groups;
 }
 
+// From [rows, 2 * inner] to [rows, inner].
+template <class T>
+void gate(const PdExperts& p, const T* from, T* to, int64_t rows) {
+    if (p.limit == 0) {
+        const PdSiluAndMul silu{from, to, rows, p.inner, p.type, p.num_threads};
+        return pd_silu_and_mul(&silu);
+    }
+    parallel_for(rows, 8, false, p.num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            clamped_glu_row(from + row * 2 * p.inner, to + row * p.inner, p.inner, p.alpha, p.limit);
+        }
+    });
+}
+
 template <class T>
 void run_experts(const PdExperts& p, int64_t first, int64_t num_rows) {
     const int64_t width = p.width, inner = p.inner;
@@ -163,13 +178,15 @@ void run_experts(const PdExperts& p, int64_t first, int64_t num_rows) {
         const char* expert = static_cast<const char*>(p.experts) + e * p.expert_bytes;
         void* wide = scratch(Scratch::kWide, count * 2 * inner * size);
         void* narrow = scratch(Scratch::kNarrow, count * inner * size);
-        const PdLinear gate_up{input, expert,    nullptr, wide,   count,
-                               2 * inner, width, p.type,  p.type, p.num_threads};
-        const PdSiluAndMul gate{wide, narrow, count, inner, p.type, p.num_threads};
-        const PdLinear down{narrow, expert + p.down_at, nullptr, results + begin * width, count,
-                            width,  inner,              p.type,  kFp32,                   p.num_threads};
+        const float* bias =
+            p.bias_at == 0 ? nullptr : reinterpret_cast<const float*>(expert + p.bias_at);
+        const float* down_bias = bias == nullptr ? nullptr : bias + 2 * inner;
+        const PdLinear gate_up{input,     expert, bias,   wide,   count,
+                               2 * inner, width,  p.type, p.type, p.num_threads};
+        const PdLinear down{narrow, expert + p.down_at, down_bias, results + begin * width, count,
+                            width,  inner,              p.type,    kFp32, p.num_threads};
         pd_linear(&gate_up);
-        pd_silu_and_mul(&gate);
+        gate<T>(p, static_cast<T*>(wide), static_cast<T*>(narrow), count);
         pd_linear(&down);
     }
     const auto sum = [&](int64_t begin, int64_t end) {

@@ -14,7 +14,7 @@ from pdserve.kernels.cpu.packing import Packing, aligned
 from pdserve.kernels.reference.moe import PackedExperts, RoutingRule
 
 _ROUTE = struct.Struct("@4P5qf4i").pack
-_EXPERTS = struct.Struct("@5P7q2i").pack
+_EXPERTS = struct.Struct("@5P8q2f2i").pack
 
 
 class RouterOps:
@@ -55,7 +55,7 @@ class RouterOps:
 
 
 class CpuExperts(PackedExperts):
-    """Experts of packed weights: of each, ``gate_up`` lies at the start, and ``down`` behind it."""
+    """Experts of packed weights; ``gate_up``, ``down`` and fp32 biases lie in this order."""
 
     def __init__(self, packing: Packing, *sizes: int, **fields: Any) -> None:
         self._packing = packing
@@ -65,12 +65,19 @@ class CpuExperts(PackedExperts):
     def _allocate(self, num_experts: int, device: torch.device) -> None:
         width, inner, dtype = self._width, self._inner, self._dtype
         self._down_at = aligned(self._packing.num_bytes(2 * inner, width, dtype))
-        each = aligned(self._down_at + self._packing.num_bytes(width, inner, dtype))
+        end = aligned(self._down_at + self._packing.num_bytes(width, inner, dtype))
+        self._bias_at = end if self._form.has_bias else 0
+        each = aligned(end + 4 * (2 * inner + width)) if self._form.has_bias else end
         self._bytes = self._packing.memory_of(num_experts, each)
 
     def write_down(self, local: int, weight: Tensor) -> None:
         """See `PackedExperts.write_down`."""
         self._packing.pack(weight.to(self._dtype), self._bytes[local, self._down_at :])
+
+    def _write_bias(self, local: int, first: int, bias: Tensor) -> None:
+        assert self._form.has_bias
+        biases = self._bytes[local, self._bias_at :].view(torch.float32)
+        biases[first : first + len(bias)] = bias.to(self._dtype)
 
     def _write_gate_up(self, local: int, first: int, weight: Tensor) -> None:
         self._packing.pack(weight.to(self._dtype), self._bytes[local], first)
@@ -85,6 +92,7 @@ class CpuExperts(PackedExperts):
             raise TypeError(f"want contiguous, got {local_ids.stride()} and {weights.stride()}")
         out = torch.empty_like(x)
         num_experts, expert_bytes = self._bytes.shape
+        glu = self._form.glu
         status = self._experts(
             _EXPERTS(
                 x.data_ptr(),
@@ -99,6 +107,9 @@ class CpuExperts(PackedExperts):
                 self._inner,
                 expert_bytes,
                 self._down_at,
+                self._bias_at,
+                0.0 if glu is None else glu.alpha,
+                0.0 if glu is None else glu.limit,
                 kind,
                 get_num_threads(),
             )

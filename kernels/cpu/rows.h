@@ -36,4 +36,18 @@ void silu_row(const T* x, T* y, int64_t width) {
     });
 }
 
+// y = (u + 1) * g * sigmoid(alpha * g) for g and u of [width], side by side at x, once g is at most
+// limit and u between -limit and limit. NaN stays NaN.
+template <class T>
+void clamped_glu_row(const T* x, T* y, int64_t width, float alpha, float limit) {
+    const F16 least = splat(-limit), most = splat(limit), one = splat(1.0f);
+    const auto at_most = [&](F16 a) { return zero() - max(least, zero() - a); };
+    for_lanes(width, [&](int64_t i, int count) {
+        const F16 gate = at_most(load_some(x + i, count));
+        const F16 up = at_most(max(zero() - most, load_some(x + width + i, count)));
+        const F16 decay = exp2_of(zero() - max(gate * splat(alpha * kLog2E), splat(-126.0f)));
+        store_some(y + i, (up + one) * (gate / (one + decay)), count);
+    });
+}
+
 }  // namespace pd

@@ -17,7 +17,7 @@ from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
 from pdserve.kernels.cuda.product import place_of, product, product_pair
 from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
 from pdserve.kernels.cuda.tiles import experts_tiles
-from pdserve.kernels.reference.moe import PackedExperts
+from pdserve.kernels.reference.moe import PLAIN, ExpertForm, PackedExperts
 
 _MOST_PARTS_BYTES = 512 << 20
 """Limit for the experts' unsummed results; more tokens are computed in several rounds."""
@@ -95,10 +95,20 @@ def sort_kernel(
             place += tl.sum(own.to(tl.int32), 0)
 
 
+@triton.jit
+def clamped(gate: tl.tensor, up: tl.tensor, ALPHA: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
+    """Return `clamped_glu` of the reference, rounded to the dtype of ``gate``; NaN stays NaN."""
+    wide, other = gate.to(tl.float32), up.to(tl.float32)
+    wide = tl.where(wide > LIMIT, LIMIT, wide)
+    other = tl.where(other > LIMIT, LIMIT, tl.where(other < -LIMIT, -LIMIT, other))
+    return ((other + 1.0) * (wide / (1.0 + tl.exp(-(wide * ALPHA))))).to(gate.dtype)
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def gate_up_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     out: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
@@ -115,6 +125,8 @@ def gate_up_kernel(
     EVEN_K: tl.constexpr,
     SWAPPED: tl.constexpr,
     GROUP: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Gate the sorted choices' tokens by one expert; grid (tiles * column tiles,).
@@ -123,8 +135,10 @@ def gate_up_kernel(
         x: ``[T, depth]``.
         weight: ``[E, 2 * inner, depth]``, strided by ``to_expert`` over experts: gate and,
             ``to_up`` elements after it, up.
+        bias: ``[E, 2 * inner]``, strided likewise; or None.
         out: ``[T * top_k, inner]``, by place.
         order: As of `sort_kernel`, and ``tiles``.
+        LIMIT: Of `clamped`, and ALPHA; None is `gated`.
     """
     wait_for_previous(OVERLAPS)
     tile, column = place_of(tl.program_id(0), num_tiles, tl.cdiv(inner, BLOCK_N), GROUP)
@@ -152,7 +166,14 @@ def gate_up_kernel(
         )
         dtype = out.dtype.element_ty
         at = out + (place.to(tl.int64) * inner)[:, None] + n[None, :]
-        result = gated(gate.to(dtype), up.to(dtype))
+        if bias is not None:
+            of = bias + expert.to(tl.int64) * to_expert + n
+            gate += tl.load(of, mask=n < inner, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(of + inner, mask=n < inner, other=0.0).to(tl.float32)[None, :]
+        if LIMIT is None:
+            result = gated(gate.to(dtype), up.to(dtype))
+        else:
+            result = clamped(gate.to(dtype), up.to(dtype), ALPHA, LIMIT)
         tl.store(at, result, mask=live[:, None] & (n < inner)[None, :])
 
 
@@ -160,6 +181,7 @@ def gate_up_kernel(
 def down_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     out: tl.tensor,
     order: tl.tensor,
     tiles: tl.tensor,
@@ -181,6 +203,7 @@ def down_kernel(
     Args:
         x: ``[num_ids, depth]``, by place.
         weight: ``[E, num_cols, depth]``, strided by ``to_expert`` over experts.
+        bias: ``[E, num_cols]``, strided likewise; or None.
         out: ``[num_ids, num_cols]`` fp32, by choice.
         order: As of `sort_kernel`, and ``tiles``.
     """
@@ -206,6 +229,9 @@ def down_kernel(
             EVEN_K,
             SWAPPED,
         )
+        if bias is not None:
+            of = bias + expert.to(tl.int64) * to_expert + n
+            total += tl.load(of, mask=n < num_cols, other=0.0).to(tl.float32)[None, :]
         at = out + (choice.to(tl.int64) * num_cols)[:, None] + n[None, :]
         tl.store(at, total, mask=live[:, None] & (n < num_cols)[None, :])
 
@@ -254,10 +280,17 @@ class CudaExperts(PackedExperts):
     """
 
     def __init__(
-        self, num_experts: int, width: int, inner: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        num_experts: int,
+        width: int,
+        inner: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: ExpertForm = PLAIN,
     ) -> None:
         check_float(dtype)
-        super().__init__(num_experts, width, inner, dtype=dtype, device=device)
+        super().__init__(num_experts, width, inner, dtype=dtype, device=device, form=form)
 
     def __call__(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
         """See `PackedExperts.__call__`.
@@ -284,6 +317,8 @@ class CudaExperts(PackedExperts):
         num_experts, width, inner = self._down.shape
         num_ids = ids.numel()
         gate_up_tile, down_tile = experts_tiles(num_ids, num_experts, x.dtype)
+        of_both, of_down = self._biases or (None, None)
+        glu = self._form.glu
         order, tiles = _sort(ids, num_experts, down_tile.rows)
         middle = torch.empty((num_ids, inner), dtype=x.dtype, device=x.device)
         launch(
@@ -291,6 +326,7 @@ class CudaExperts(PackedExperts):
             (len(tiles) * divided_up(inner, gate_up_tile.cols),),
             x,
             self._gate_up,
+            of_both,
             middle,
             order,
             tiles,
@@ -302,6 +338,8 @@ class CudaExperts(PackedExperts):
             self._gate_up.stride(0),
             tuning=gate_up_tile.tuning,
             GROUP=gate_up_tile.group,
+            ALPHA=None if glu is None else glu.alpha,
+            LIMIT=None if glu is None else glu.limit,
             **gate_up_tile.constants(inner, width),
         )
         parts = torch.empty((num_ids, width), dtype=torch.float32, device=x.device)
@@ -310,6 +348,7 @@ class CudaExperts(PackedExperts):
             (len(tiles) * divided_up(width, down_tile.cols),),
             middle,
             self._down,
+            of_down,
             parts,
             order,
             tiles,

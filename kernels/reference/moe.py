@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.reference.activation import silu_and_mul
+from pdserve.kernels.reference.activation import ClampedGlu, clamped_glu, silu_and_mul
 
 # Added to the sum that weights are divided by, as DeepSeek-V3 has it.
 _LEAST_SUM = 1e-20
@@ -74,11 +74,37 @@ def _best(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """What of a layer's experts differs between models.
+
+    Attributes:
+        has_bias: Whether gate, up and down have biases.
+        glu: The gate; None is `silu_and_mul`.
+    """
+
+    has_bias: bool = False
+    glu: ClampedGlu | None = None
+
+
+PLAIN = ExpertForm()
+"""No biases, and SiLU."""
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    biases: tuple[Tensor, Tensor] | None = None,
+    glu: ClampedGlu | None = None,
+) -> Tensor:
     """Return the weighted sum of the results of each token's chosen experts.
 
-    An expert is a gated MLP with the rounding of `silu_and_mul`; the weighted sum is taken in fp32,
-    in the order of the choices, and rounded once. Cost: one pass of Python per chosen expert.
+    An expert is a gated MLP with the rounding of `silu_and_mul` or `clamped_glu`; the weighted sum
+    is taken in fp32, in the order of the choices, and rounded once. Cost: one pass of Python per
+    chosen expert.
 
     Args:
         x: ``[T, D]``.
@@ -86,6 +112,8 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
         weights: ``[T, k]`` fp32.
         gate_up: ``[E, 2 * I, D]``, same dtype as ``x``: gate, then up.
         down: ``[E, D, I]``, same dtype.
+        biases: ``[E, 2 * I]`` and ``[E, D]``, same dtype, or None.
+        glu: See `ExpertForm`.
 
     Returns:
         ``[T, D]``, same dtype.
@@ -93,8 +121,11 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     parts = x.new_zeros((*ids.shape, x.shape[1]), dtype=torch.float32)
     for expert in sorted(set(ids[ids >= 0].tolist())):
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        gated = silu_and_mul(functional.linear(x[token], gate_up[expert]))
-        parts[token, choice] = functional.linear(gated.float(), down[expert].float())
+        of_both, of_down = (None, None) if biases is None else (each[expert] for each in biases)
+        both = functional.linear(x[token], gate_up[expert], of_both)
+        gated = silu_and_mul(both) if glu is None else clamped_glu(both, glu)
+        of_down = None if of_down is None else of_down.float()
+        parts[token, choice] = functional.linear(gated.float(), down[expert].float(), of_down)
     total = torch.zeros_like(x, dtype=torch.float32)
     for choice in range(ids.shape[1]):
         total += weights[:, choice, None] * parts[:, choice]
@@ -113,22 +144,33 @@ class PackedExperts:
         inner: I, the width between.
         dtype: Of weights and values: bf16, fp16 or fp32.
         device: Their device.
+        form: Their biases and their gate.
     """
 
     _bytes: Tensor
 
     def __init__(
-        self, num_experts: int, width: int, inner: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        num_experts: int,
+        width: int,
+        inner: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: ExpertForm = PLAIN,
     ) -> None:
-        self._width, self._inner, self._dtype = width, inner, dtype
+        self._width, self._inner, self._dtype, self._form = width, inner, dtype, form
         self._allocate(num_experts, device)
 
     def _allocate(self, num_experts: int, device: torch.device) -> None:
         width, inner = self._width, self._inner
-        weights = torch.empty((num_experts, 3 * inner * width), dtype=self._dtype, device=device)
-        self._bytes = weights.view(torch.uint8)
-        self._gate_up = weights[:, : 2 * inner * width].view(num_experts, 2 * inner, width)
-        self._down = weights[:, 2 * inner * width :].view(num_experts, width, inner)
+        of_both, both = 2 * inner * width, 3 * inner * width
+        size = both + (2 * inner + width if self._form.has_bias else 0)
+        numbers = torch.empty((num_experts, size), dtype=self._dtype, device=device)
+        self._bytes = numbers.view(torch.uint8)
+        self._gate_up = numbers[:, :of_both].view(num_experts, 2 * inner, width)
+        self._down = numbers[:, of_both:both].view(num_experts, width, inner)
+        self._bias = numbers[:, both:]
 
     def write_gate(self, local: int, weight: Tensor) -> None:
         """Set ``gate`` of an expert, ``[I, D]``, of any dtype and device."""
@@ -144,6 +186,28 @@ class PackedExperts:
 
     def _write_gate_up(self, local: int, first: int, weight: Tensor) -> None:
         self._gate_up[local, first : first + self._inner] = weight
+
+    def write_gate_bias(self, local: int, bias: Tensor) -> None:
+        """Set the bias of ``gate`` of an expert, ``[I]``, rounded to the weights' dtype."""
+        self._write_bias(local, 0, bias)
+
+    def write_up_bias(self, local: int, bias: Tensor) -> None:
+        """Set the bias of ``up`` of an expert, ``[I]``."""
+        self._write_bias(local, self._inner, bias)
+
+    def write_down_bias(self, local: int, bias: Tensor) -> None:
+        """Set the bias of ``down`` of an expert, ``[D]``."""
+        self._write_bias(local, 2 * self._inner, bias)
+
+    def _write_bias(self, local: int, first: int, bias: Tensor) -> None:
+        self._bias[local, first : first + len(bias)] = bias
+
+    @property
+    def _biases(self) -> tuple[Tensor, Tensor] | None:
+        """``[E, 2 * I]`` and ``[E, D]``, strided, if there are any."""
+        if not self._form.has_bias:
+            return None
+        return self._bias[:, : 2 * self._inner], self._bias[:, 2 * self._inner :]
 
     def read(self, local: int) -> Tensor:
         """Return the bytes of an expert, ``[n]`` uint8, without a copy."""
@@ -164,4 +228,6 @@ class PackedExperts:
         Returns:
             ``[T, D]``, same dtype.
         """
-        return experts(x, local_ids, weights, self._gate_up, self._down)
+        return experts(
+            x, local_ids, weights, self._gate_up, self._down, self._biases, self._form.glu
+        )

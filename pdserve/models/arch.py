@@ -61,6 +61,18 @@ class GroupScore(enum.Enum):
     SUM_OF_TOP_2 = "sum_of_top_2"
 
 
+class GluArch(msgspec.Struct, frozen=True, kw_only=True):
+    """gpt-oss's gate, `(up + 1) * gate * sigmoid(alpha * gate)`, of clamped values.
+
+    Attributes:
+        alpha: Factor in the sigmoid.
+        limit: `gate` is at most this, and `up` between this and its negative.
+    """
+
+    alpha: float
+    limit: float
+
+
 class MoeArch(msgspec.Struct, frozen=True, kw_only=True):
     """The mixture-of-experts layers of a model.
 
@@ -77,6 +89,9 @@ class MoeArch(msgspec.Struct, frozen=True, kw_only=True):
         group_score: The value that ranks a group.
         has_correction_bias: Whether a bias per expert affects the choice, but not the weights
             (DeepSeek-V3, section 2.1.2).
+        router_bias: Whether the router's logits have a bias.
+        experts_bias: Whether the experts' matrices have biases.
+        glu: The experts' gate; None is SiLU's.
     """
 
     layers: tuple[bool, ...]
@@ -91,6 +106,9 @@ class MoeArch(msgspec.Struct, frozen=True, kw_only=True):
     top_k_groups: int = 1
     group_score: GroupScore = GroupScore.MAX
     has_correction_bias: bool = False
+    router_bias: bool = False
+    experts_bias: bool = False
+    glu: GluArch | None = None
 
 
 class MlaArch(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +146,7 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
             for itself.
         qk_norm: Whether each head of q and k has an RMS norm before rotation.
         qkv_bias, o_bias, mlp_bias: Which linear layers have a bias.
+        attention_sinks: Whether each head has a score without a value.
         windows: Per layer: the sliding window in tokens (a token sees itself and the
             `window - 1` before it), or None for full attention.
         max_position_embeddings: As in `config.json`.
@@ -165,6 +184,7 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
     initializer_range: float
     moe: MoeArch | None = None
     mla: MlaArch | None = None
+    attention_sinks: bool = False
     num_extra_layers: int = 0
 
     @property

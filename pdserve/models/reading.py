@@ -77,6 +77,7 @@ _FAMILIES: dict[str, tuple[Callable[[Fields], ModelArch], tuple[str, ...]]] = {
     "Glm4MoeLiteForCausalLM": (latent.glm4_moe_lite, ("glm4_moe_lite",)),
     "Phi3ForCausalLM": (dense.phi3, ("phi3",)),
     "SeedOssForCausalLM": (dense.seed_oss, ("seed_oss",)),
+    "GptOssForCausalLM": (experts.gpt_oss, ("gpt_oss",)),
 }
 """Reader of each architecture, and the values of `model_type`, by which transformers chooses the
 model that it builds."""

@@ -49,6 +49,7 @@ _MODELS = {
     "Glm4MoeLiteForCausalLM": "pdserve.models.glm",
     "Phi3ForCausalLM": "pdserve.models.phi",
     "SeedOssForCausalLM": "pdserve.models.llama",
+    "GptOssForCausalLM": "pdserve.models.gpt_oss",
 }
 
 _DTYPES = {

@@ -29,7 +29,7 @@ NUM_TOKENS = 40
 NUM_LAYERS = 5
 
 DENSE = ("llama", "qwen3")
-MOE = ("mixtral", "qwen3_moe", "deepseek_v3")
+MOE = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 SHAPES = {
     "tp2": ("-tp", "2"),

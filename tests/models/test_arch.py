@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.models.arch import GroupScore, MlaArch, ModelArch, MoeArch, RopeKind, Scoring
+from pdserve.models.arch import (
+    GluArch,
+    GroupScore,
+    MlaArch,
+    ModelArch,
+    MoeArch,
+    RopeKind,
+    Scoring,
+)
 from pdserve.models.reading import KNOWN, parse_arch, read_arch
 
 if TYPE_CHECKING:
@@ -278,6 +286,51 @@ def test_heads_of_glm_lite_have_sizes_of_their_own() -> None:
     assert arch.rms_norm_eps == 1e-5
 
 
+OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "initial_context_length": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 32,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+}
+"""gpt-oss-20b's, but for the sizes that `LLAMA` has."""
+
+
+def test_gpt_oss_says_by_default_what_its_checkpoints_say() -> None:
+    arch = parse_arch(config(**OSS))
+    assert arch.moe is not None
+    assert (arch.windows, arch.attention_sinks) == ((128, None, 128, None), True)
+    assert (arch.qkv_bias, arch.o_bias, arch.moe.router_bias, arch.moe.experts_bias) == (True,) * 4
+    assert arch.moe.glu == GluArch(alpha=1.702, limit=7.0)
+    assert arch.max_context_len == 131072
+    assert (arch.rope.theta, arch.rope.truncate) == (150_000.0, False)
+    assert arch.rope.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+    silent = (
+        "architectures",
+        "num_key_value_heads",
+        "num_local_experts",
+        "max_position_embeddings",
+    )
+    assert parse_arch(config(**{name: OSS[name] for name in silent})) == arch
+
+
 def test_what_is_cached_of_a_token_is_its_latent_and_one_rotated_key() -> None:
     arch, mla = mla_of(**V2_LITE)
     assert (arch.num_kv_heads, arch.head_dim, arch.num_heads) == (1, 576, 4)
@@ -456,6 +509,10 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], named:
         ({**GLM_LITE, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only 1"),
         ({**GLM_LITE, "mlp_layer_types": ["dense"] * 3}, "4 of dense or sparse are needed"),
         ({**GLM_LITE, "first_k_dense_replace": 2}, "first_k_dense_replace is 2: only 1"),
+        ({**OSS, "sliding_window": None}, "sliding_window is None: sliding layers need one"),
+        ({**OSS, "layer_types": ["full_attention"]}, "4 of sliding_attention or full_attention"),
+        ({**OSS, "swiglu_limit": 0}, "swiglu_limit is 0.0: a number above 0"),
+        ({**OSS, "num_experts_per_tok": 33}, "num_experts_per_tok is 33: only 32 experts"),
     ],
 )
 def test_routers_that_are_not_built_or_cannot_choose_are_refused(

@@ -107,6 +107,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
     ),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, layers by type, other rope, gate and biases": (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {**YARN, "truncate": False},
+            "swiglu_alpha": 0.9,
+            "swiglu_limit": 1.5,
+            "attention_bias": False,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "glm4_moe_lite, experts alternate": (
         "glm4_moe_lite",
@@ -121,8 +134,17 @@ ON_RANKS = (
     "deepseek_v3, no groups, plain scores, biases",
     "glm4_moe",
     "glm4_moe_lite, experts alternate",
+    "gpt_oss",
 )
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+FAMILIES = (
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+)
 
 MESHES: dict[str, tuple[MeshShape, dict[str, Any]]] = {
     "tp 2": (MeshShape(tp=2), {}),

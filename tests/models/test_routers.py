@@ -73,6 +73,7 @@ CASES = {
         "Glm4MoeLiteTopkRouter",
         {**DEEPSEEK, "first_k_dense_replace": 1, "routed_scaling_factor": 3.0},
     ),
+    "gpt_oss": Case("GptOss", "GptOssTopKRouter", {**BASE, "num_local_experts": 32}),
 }
 
 
@@ -88,6 +89,7 @@ def make(case: Case) -> tuple[Any, ExpertRouter]:
         "DeepseekV3": "deepseek_v3",
         "Glm4Moe": "glm4_moe",
         "Glm4MoeLite": "glm4_moe_lite",
+        "GptOss": "gpt_oss",
     }.get(case.family, case.family.lower())
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     theirs = getattr(module, case.router)(config)
@@ -96,6 +98,8 @@ def make(case: Case) -> tuple[Any, ExpertRouter]:
     bias = getattr(theirs, "e_score_correction_bias", None)
     if bias is not None:
         stored["gate.e_score_correction_bias"] = bias.normal_(std=0.3)
+    if hasattr(theirs, "bias"):
+        stored["gate.bias"] = torch.nn.init.normal_(theirs.bias).data
     described = {**config.to_dict(), "architectures": [f"{case.family}ForCausalLM"]}
     moe = parse_arch(described).moe
     assert moe is not None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+import torch
 
 from pdserve.kernels.reference.attention import AttentionForm
 from pdserve.kernels.reference.halves import AttentionWeights
@@ -61,6 +64,15 @@ class GroupedQueryAttention:
         self._kernels = placement.kernels
         self._q_norm = Parameter((arch.head_dim,), placement) if arch.qk_norm else None
         self._k_norm = Parameter((arch.head_dim,), placement) if arch.qk_norm else None
+        self._sinks = (
+            Parameter(
+                (arch.num_heads,),
+                replace(placement, dtype=torch.float32),
+                placement.part("num_attention_heads", arch.num_heads),
+            )
+            if arch.attention_sinks
+            else None
+        )
         self._cos_sin = cos_sin
         self._eps = arch.rms_norm_eps
         self._scale = arch.head_dim**-0.5
@@ -74,6 +86,8 @@ class GroupedQueryAttention:
         if self._q_norm is not None and self._k_norm is not None:
             yield f"{prefix}self_attn.q_norm.weight", self._q_norm.slot()
             yield f"{prefix}self_attn.k_norm.weight", self._k_norm.slot()
+        if self._sinks is not None:
+            yield f"{prefix}self_attn.sinks", self._sinks.slot()
 
     @cached_property
     def _half(self) -> halves.Attention:
@@ -86,7 +100,7 @@ class GroupedQueryAttention:
             q_norm=None if self._q_norm is None else self._q_norm.value,
             k_norm=None if self._k_norm is None else self._k_norm.value,
             scale=self._scale,
-            form=AttentionForm(self._window),
+            form=AttentionForm(self._window, None if self._sinks is None else self._sinks.value),
         )
         return self._kernels.attention(self._kernels, weights)
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.kernels.reference.moe import RoutingRule
+from pdserve.kernels.reference.activation import ClampedGlu
+from pdserve.kernels.reference.moe import ExpertForm, RoutingRule
 from pdserve.models.arch import GroupScore, Scoring
 from pdserve.models.layers.linear import ColumnParallel, Linear, RowParallel
 from pdserve.models.layers.norm import RMSNorm
@@ -88,7 +89,11 @@ class ExpertRouter:
 
     def __init__(self, moe: MoeArch, hidden_size: int, placement: Placement) -> None:
         self._gate = Linear(
-            hidden_size, {"gate": moe.num_experts}, placement, out_dtype=torch.float32
+            hidden_size,
+            {"gate": moe.num_experts},
+            placement,
+            bias=moe.router_bias,
+            out_dtype=torch.float32,
         )
         self._bias = (
             Parameter((moe.num_experts,), replace(placement, dtype=torch.float32))
@@ -159,11 +164,16 @@ class RoutedExperts:
         for index, expert in enumerate(local):
             self._copies.setdefault(expert, []).append(index)
         self._num_local = len(local)
+        self._form = ExpertForm(
+            moe.experts_bias,
+            None if moe.glu is None else ClampedGlu(moe.glu.alpha, moe.glu.limit),
+        )
         self._inner = (
             placement.part("moe_intermediate_size", moe.intermediate_size)
             if placement.experts.slices_experts
             else range(moe.intermediate_size)
         )
+        self._adds_down_bias = not placement.experts.slices_experts or placement.world.tp.is_first
 
     @cached_property
     def packed(self) -> PackedExperts:
@@ -174,6 +184,7 @@ class RoutedExperts:
             len(self._inner),
             dtype=self._placement.dtype,
             device=self._placement.device,
+            form=self._form,
         )
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
@@ -189,6 +200,9 @@ class RoutedExperts:
             ):
                 load = self._loader(part, copies) if copies else None
                 yield f"{prefix}{expert}.{part}_proj.weight", Slot(shape, load, region)
+                if self._form.has_bias:
+                    load = self._loader(f"{part} bias", copies) if copies else None
+                    yield f"{prefix}{expert}.{part}_proj.bias", Slot(shape[:1], load, region[:1])
 
     def _loader(self, part: str, copies: list[int]) -> Callable[[Tensor], None]:
         def load(tensor: Tensor) -> None:
@@ -196,7 +210,12 @@ class RoutedExperts:
                 "gate": self.packed.write_gate,
                 "up": self.packed.write_up,
                 "down": self.packed.write_down,
+                "gate bias": self.packed.write_gate_bias,
+                "up bias": self.packed.write_up_bias,
+                "down bias": self.packed.write_down_bias,
             }[part]
+            if part == "down bias" and not self._adds_down_bias:
+                tensor = torch.zeros_like(tensor)  # of the ranks' sum one term has it
             for local in copies:
                 write(local, tensor)
 

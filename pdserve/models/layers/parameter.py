@@ -72,21 +72,27 @@ class Placement:
 
 
 class Parameter:
-    """A tensor that is used as it is stored, whole on every rank.
+    """A tensor that is used as it is stored, whole on every rank, or a rank's part of it.
+
+    Args:
+        part: This rank's elements of a tensor of one dim; None: all.
 
     Attributes:
-        value: `shape`, allocated when it is loaded.
+        value: `shape`, or the part; allocated when it is loaded.
     """
 
     value: Tensor
 
-    def __init__(self, shape: tuple[int, ...], placement: Placement) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], placement: Placement, part: range | None = None
+    ) -> None:
         self._shape = shape
         self._placement = placement
+        self._region = None if part is None else (slice(part.start, part.stop),)
 
     def slot(self) -> Slot:
         """How to load it."""
-        return Slot(self._shape, self._load)
+        return Slot(self._shape, self._load, self._region)
 
     def _load(self, tensor: Tensor) -> None:
-        self.value = self._placement.empty(*self._shape).copy_(tensor)
+        self.value = self._placement.empty(*tensor.shape).copy_(tensor)

@@ -123,3 +123,15 @@ def window_of(fields: Fields) -> int | None:
     if "sliding_window" in fields and fields.get("sliding_window") is None:
         return None
     return fields.count("sliding_window", 4096)
+
+
+def layer_types(fields: Fields) -> list[str]:
+    """`sliding_attention` or `full_attention` for each layer; empty if it is not there."""
+    num_layers = fields.count("num_hidden_layers")
+    kinds = fields.get("layer_types") or []
+    is_list = isinstance(kinds, list) and len(kinds) in (0, num_layers)
+    if not is_list or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
+        raise fields.error(
+            "layer_types", kinds, f"{num_layers} of sliding_attention or full_attention are needed"
+        )
+    return list(kinds)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.models.readers.decoder import Biases, Defaults, no_windows, read_decoder, window_of
+from pdserve.models.readers.decoder import (
+    Biases,
+    Defaults,
+    layer_types,
+    no_windows,
+    read_decoder,
+    window_of,
+)
 
 if TYPE_CHECKING:
     from pdserve.models.arch import ModelArch
@@ -77,12 +84,7 @@ def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """If any layers slide, those from `max_window_layers` on do; `layer_types` overrides this."""
     num_layers = fields.count("num_hidden_layers")
     slides = fields.flag("use_sliding_window", default=False)
-    kinds = fields.get("layer_types") or []
-    is_list = isinstance(kinds, list) and len(kinds) in (0, num_layers)
-    if not is_list or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
-        raise fields.error(
-            "layer_types", kinds, f"{num_layers} of sliding_attention or full_attention are needed"
-        )
+    kinds = layer_types(fields)
     if "sliding_attention" in kinds and not slides:
         raise fields.error(
             "layer_types", kinds, "sliding layers need use_sliding_window and sliding_window"

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdserve.models.arch import GroupScore, MoeArch, Scoring
+from pdserve.models.arch import GluArch, GroupScore, MoeArch, RopeArch, RopeKind, Scoring
 from pdserve.models.readers.decoder import (
     Biases,
     Defaults,
+    layer_types,
     no_windows,
     num_extra_layers,
     read_decoder,
     window_of,
 )
+from pdserve.models.readers.rope import mscale_of, rope_section
 
 if TYPE_CHECKING:
     from pdserve.models.arch import ModelArch
@@ -87,6 +89,52 @@ def glm4_moe(fields: Fields) -> ModelArch:
         moe=moe,
     )
     return msgspec.structs.replace(arch, num_extra_layers=num_extra_layers(fields))
+
+
+def gpt_oss(fields: Fields) -> ModelArch:
+    """gpt-oss: sinks and biases everywhere; every second layer slides, unless layers have types."""
+    num_layers = fields.count("num_hidden_layers")
+    kinds = layer_types(fields) or [
+        "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
+    ]
+    window = None
+    if "sliding_attention" in kinds:
+        if "sliding_window" in fields and fields.get("sliding_window") is None:
+            raise fields.error("sliding_window", None, "sliding layers need one")
+        window = fields.count("sliding_window", 128)
+    bias = fields.flag("attention_bias", default=True)
+    arch = read_decoder(
+        fields,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        defaults=Defaults(8, head_dim=64, eps=1e-5, theta=150_000.0),
+        biases=Biases(qkv=bias, o=bias),
+        moe=read_moe(
+            fields,
+            (True,) * num_layers,
+            num_experts=fields.count("num_local_experts", 128),
+            top_k=fields.count("num_experts_per_tok", 4),
+            intermediate_size=fields.count("intermediate_size"),
+            # The softmax of those that are chosen is that of all, divided by its sum over them.
+            normalize_weights=True,
+            router_bias=True,
+            experts_bias=True,
+            glu=GluArch(
+                alpha=fields.number("swiglu_alpha", 1.702),
+                limit=fields.above(0, "swiglu_limit", 7.0),
+            ),
+        ),
+    )
+    rope = arch.rope
+    if rope_section(fields) is None:
+        rope = RopeArch(
+            theta=rope.theta,
+            kind=RopeKind.YARN,
+            factor=32.0,
+            original_max_positions=4096,
+            attention_factor=mscale_of(32.0, 1.0),
+            truncate=False,
+        )
+    return msgspec.structs.replace(arch, attention_sinks=True, rope=rope)
 
 
 def sigmoid_rule(

@@ -57,6 +57,10 @@ ROWS = {
     "gate_up 1": Wanted(96, 2, HMMA, waits=False),
     "gate_up 128": Wanted(160, 1, HGMMA.format(64)),
     "gate_up 2048": Wanted(240, 1, HGMMA.format(128)),
+    "gate_up of gpt-oss 1": Wanted(96, 2, HMMA, waits=False),
+    "gate_up of gpt-oss 128": Wanted(160, 1, HGMMA.format(64)),
+    "down of gpt-oss 1": Wanted(80, 2, HMMA, waits=False),
+    "down of gpt-oss 128": Wanted(112, 2, HGMMA.format(64)),
     "down 1": Wanted(80, 2, HMMA, waits=False),
     "down 128": Wanted(112, 2, HGMMA.format(64)),
     "down 2048": Wanted(136, 1, HGMMA.format(128)),
@@ -73,7 +77,8 @@ def every_call() -> gate.Calls:
     from pdserve.kernels.cuda.router import route
     from pdserve.kernels.cuda.sizes import empty_rows
     from pdserve.kernels.cuda.tiles import linear_tile
-    from pdserve.kernels.reference.moe import RoutingRule
+    from pdserve.kernels.reference.activation import ClampedGlu
+    from pdserve.kernels.reference.moe import PLAIN, ExpertForm, RoutingRule
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
@@ -94,10 +99,10 @@ def every_call() -> gate.Calls:
     def heads(m: int) -> None:
         CudaHeads(empty(16, 512, 128))(empty(m, 16, 192)[..., :128])
 
-    def experts(tokens: int) -> None:
-        layer = CudaExperts(8, 4096, 14336, dtype=torch.bfloat16, device=META)
+    def experts(tokens: int, width: int = 4096, form: ExpertForm = PLAIN) -> None:
+        layer = CudaExperts(8, width, 14336, dtype=torch.bfloat16, device=META, form=form)
         ids, weights = empty(tokens, 2, dtype=torch.int64), empty(tokens, 2, dtype=torch.float32)
-        layer(empty(tokens, 4096), ids, weights)
+        layer(empty(tokens, width), ids, weights)
 
     many = {}
     for m in range(2048, 64, -32):
@@ -106,6 +111,7 @@ def every_call() -> gate.Calls:
             call = partial(linear, m, n)
             many[f"many {tile.rows}x{tile.cols + tile.extra_cols}"] = call
 
+    clamped = ExpertForm(has_bias=True, glu=ClampedGlu(1.702, 7.0))
     rule = RoutingRule(8, True, True, 2.5, 8, 4, True)
     return many | {
         "linear 1x4096": lambda: linear(1, 4096),
@@ -124,6 +130,8 @@ def every_call() -> gate.Calls:
         "experts 1": lambda: experts(1),
         "experts 128": lambda: experts(128),
         "experts 2048": lambda: experts(2048),
+        "experts of gpt-oss 1": lambda: experts(1, 2880, clamped),
+        "experts of gpt-oss 128": lambda: experts(128, 2880, clamped),
         "route": lambda: route(
             empty(4, 256, dtype=torch.float32), empty(256, dtype=torch.float32), rule
         ),
