@@ -31,6 +31,9 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 """Types of parts that are text, and their fields for it: clients send back what any API sent."""
 _THOUGHTS = ("thinking", "redacted_thinking")
 """Types of parts that are the assistant's reasoning; the latter is encrypted."""
+_SHORT_IDS = re.compile(r"id\s*\|\s*length\s*!=\s*9\b")
+"""What templates of Mistral have that refuse calls whose ids have another length."""
+_SHORT = 9
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -103,6 +106,7 @@ class ChatTemplate:
             ) from error
         self._special_tokens = dict(special_tokens)
         self._source = source
+        self._shortens_ids = _SHORT_IDS.search(source) is not None
 
     def render(
         self,
@@ -181,6 +185,10 @@ class ChatTemplate:
             plain["tool_calls"] = _with_objects(message["tool_calls"], f"{where}.tool_calls")
             if not plain["tool_calls"]:  # some templates ask only whether the field is there
                 del plain["tool_calls"]
+        if self._shortens_ids:
+            _shorten(plain, "tool_call_id")
+            for call in plain.get("tool_calls", ()):
+                _shorten(call, "id")
         said = (message[name] for name in _REASONING if isinstance(message.get(name), str))
         thought = next(said, None)
         thought = _thought_in(message, where) if thought is None else thought
@@ -237,6 +245,12 @@ def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
         arguments = arguments if isinstance(arguments, dict) else {}
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
+
+
+def _shorten(named: dict[str, Any], field: str) -> None:
+    """Replace the id of a call by its end, as vLLM does for Mistral's models."""
+    if isinstance(call_id := named.get(field), str):
+        named[field] = call_id[-_SHORT:].rjust(_SHORT, "0")
 
 
 def _thought_in(message: Mapping[str, Any], where: str) -> str | None:

@@ -33,6 +33,33 @@ def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments, shown
     assert template.render([{"role": "assistant", "tool_calls": [call]}], now_s=0.0) == shown
 
 
+NINE = """
+{%- for m in messages %}
+    {%- for call in m.tool_calls or [] %}
+        {%- if call.id|length != 9 %}{{ raise_exception("9!") }}{% endif %}
+        {{- call.id }}={% endfor %}
+    {%- if m.role == "tool" %}{{ m.tool_call_id }};{% endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("call_id", "shown"),
+    [("call_MFZWIZTBONSGMYLTMRTGC43E", "MRTGC43E"), ("toolu_123456789", "23456789"), ("c1", "c1")],
+)
+def test_ids_of_calls_have_the_length_that_mistrals_templates_ask_for(call_id, shown) -> None:
+    call = {"id": call_id, "function": {"name": "see", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": "1"},
+    ]
+    text = ChatTemplate(NINE, {}).render(messages, now_s=0.0)
+    asked, _, answered = text.removesuffix(";").partition("=")
+    assert (asked, len(asked)) == (answered, 9)
+    assert asked.endswith(shown)
+    anything = ChatTemplate(NINE.replace("!= 9", "< 1"), {}).render(messages, now_s=0.0)
+    assert anything == f"{call_id}={call_id};"
+
+
 ROLES = "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content }};"
 SAID = [
     {"role": "developer", "content": "Be brief."},
