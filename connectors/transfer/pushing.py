@@ -25,9 +25,8 @@ from pdserve.observe.log import log_event
 from pdserve.wire.transfer import LeaseEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Hashable, Iterable, Iterator
 
-    from pdserve.config.schema import TransferConfig
     from pdserve.connectors.handover.instructions import Expect, Grant, Stop
     from pdserve.connectors.handover.lease import LeaseTable
     from pdserve.connectors.transfer.protocol import Abort, Hello, Register, Taken
@@ -60,7 +59,9 @@ class Pushing:
 
     def __init__(self, seams: Seams, leases: LeaseTable, facts: Facts) -> None:
         self._shape, self._rank = seams.context.shape, seams.context.rank
-        self._transfer = seams.transfer
+        self._transfer = transfer = seams.transfer
+        self._lease = f"{transfer.lease_s:.1f} s"
+        self._timeout = f"{transfer.transfer_timeout_s:.1f} s"
         self._leases = leases
         self._facts = facts
         self._clock = seams.clock
@@ -88,13 +89,9 @@ class Pushing:
 
     def due_s(self) -> float:
         """When `tick` has to be called next. O(pushes x ranks of D)."""
-        return min(
-            (
-                _due_s(push, transfer=self._transfer, last_step_s=self.last_step_s)
-                for push in self._pushes.values()
-            ),
-            default=_NEVER,
-        )
+        live = [push for push in self._pushes.values() if push.ending is None]
+        ends_s = (until_s for push in live for until_s, _ in self._deadlines(push))
+        return min((*ends_s, *(push.next_progress_s for push in live)), default=_NEVER)
 
     def tick(self) -> None:
         """Do what is due by the clock. O(pushes x ranks of D)."""
@@ -102,7 +99,8 @@ class Pushing:
         for push in list(self._pushes.values()):
             if push.ending is not None:
                 continue
-            why = _why_overdue(push, now_s, transfer=self._transfer, last_step_s=self.last_step_s)
+            overdue = (why for until_s, why in self._deadlines(push) if until_s <= now_s)
+            why = next(overdue, None)
             if why is not None:
                 push.end(why)
             elif now_s >= push.next_progress_s:
@@ -316,6 +314,25 @@ class Pushing:
         if push.release is not None:
             self._leases.release(push.nonce, now_s, push.release)
 
+    def _deadlines(self, push: Push) -> Iterator[tuple[float, str]]:
+        """Yield until when a push goes on as it stands now, and why not longer."""
+        lease_s, timeout_s = self._transfer.lease_s, self._transfer.transfer_timeout_s
+        if push.expect is None:
+            yield push.since_s + lease_s, f"no request came for it within {self._lease}"
+            return
+        decode = push.expect.decode.engine_id
+        yield push.alive_s + lease_s, f"no sign of life from {decode} for {self._lease}"
+        # Perhaps one of its ranks has given up, and another still waits, unaware of it.
+        incomplete_s = push.incomplete_since_s + lease_s
+        yield incomplete_s, f"after {self._lease} only some of D's ranks have registered"
+        # P's pool may be full of KV that D could read only into the blocks that wait here.
+        stuck_s = max(push.waits_since_s, self.last_step_s) + lease_s
+        yield stuck_s, f"D's blocks are waiting, but no step has run here for {self._lease}"
+        for part in push.parts.values():
+            late_s = part.posted_since_s + timeout_s
+            yield late_s, f"a write to {decode} has not ended within {self._timeout}"
+            yield part.until_s, f"D did not confirm within {self._timeout} that everything arrived"
+
     def _why_refused(
         self, push: Push | None, destination: Destination, message: Register
     ) -> str | None:
@@ -384,52 +401,3 @@ def _why_not_expected(push: Push, hello: Hello) -> str | None:
     if decode.shape != hello.shape:
         return f"{hello.engine_id} reports another KV shape than the ticket"
     return None
-
-
-def _why_overdue(
-    push: Push, now_s: float, *, transfer: TransferConfig, last_step_s: float
-) -> str | None:
-    """Return why a push is given up now; None = it is not.
-
-    Args:
-        now_s: Monotonic seconds, like all times here.
-        last_step_s: When this rank of P last ran a step.
-    """
-    lease_s = transfer.lease_s
-    if push.expect is None:
-        late = now_s >= push.since_s + lease_s
-        return f"no request came for it within {lease_s:.1f} s" if late else None
-    if now_s >= push.alive_s + lease_s:
-        return f"no sign of life from {push.expect.decode.engine_id} for {lease_s:.1f} s"
-    if now_s >= push.incomplete_since_s + lease_s:
-        # Perhaps one of its ranks has given up, and another still waits, unaware of it.
-        return f"after {lease_s:.1f} s only some of D's ranks have registered"
-    if now_s >= _stuck_at_s(push, lease_s, last_step_s):
-        # P's pool may be full of KV that D could read only into the blocks that wait here.
-        return f"D's blocks are waiting, but no step has run here for {lease_s:.1f} s"
-    timeout_s = transfer.transfer_timeout_s
-    if any(now_s >= part.posted_since_s + timeout_s for part in push.parts.values()):
-        return f"a write to {push.expect.decode.engine_id} has not ended within {timeout_s:.1f} s"
-    if any(now_s >= part.until_s for part in push.parts.values()):
-        return f"D did not confirm within {timeout_s:.1f} s that everything arrived"
-    return None
-
-
-def _due_s(push: Push, *, transfer: TransferConfig, last_step_s: float) -> float:
-    """Return the next time at which a push needs attention; inf = never."""
-    if push.ending is not None:
-        return _NEVER
-    lease_s = transfer.lease_s
-    since_s = push.since_s if push.expect is None else push.alive_s
-    untils_s = (
-        min(part.until_s, part.posted_since_s + transfer.transfer_timeout_s)
-        for part in push.parts.values()
-    )
-    stuck_s = _stuck_at_s(push, lease_s, last_step_s)
-    since_s = min(since_s, push.incomplete_since_s)
-    return min(since_s + lease_s, stuck_s, push.next_progress_s, *untils_s)
-
-
-def _stuck_at_s(push: Push, lease_s: float, last_step_s: float) -> float:
-    """Return when a push that has not begun is given up because this engine makes no progress."""
-    return max(push.waits_since_s, last_step_s) + lease_s
