@@ -108,7 +108,7 @@ class MemoryRank:
     @property
     def observations(self) -> deque[Observation]:
         """See `Runner`."""
-        return self.machine.observations
+        return self.machine.server.pushing.observations
 
     def submit(self, metadata: ConnectorMetadata) -> None:
         """See `Runner`."""
@@ -128,14 +128,14 @@ class MemoryRank:
         """See `Runner`."""
         with self._exchange.lock:
             self._note_handed_out(step.chunk.block_ids, step.chunk.generations)
-            self.machine.add_step(step)
+            self.machine.server.add_step(step)
             self.has_heard = True
             self._exchange.turn()
         self._wake()
 
     def note_step(self, now_s: float) -> None:
         """See `Runner`."""
-        self.machine.note_step(now_s)
+        self.machine.server.pushing.last_step_s = now_s
 
     def take_report(self) -> ConnectorReport:
         """See `Runner`. This call moves bytes."""
@@ -191,7 +191,7 @@ class MemoryRank:
 
     def accept(self, link: PeerLink) -> None:
         """See `ExchangeMember`."""
-        self.machine.accept(link)
+        self.machine.server.accept(link)
 
     def turn(self) -> bool:
         """See `ExchangeMember`."""

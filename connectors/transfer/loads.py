@@ -86,19 +86,10 @@ class Loads:
     def begin(self, load: Load) -> None:
         """Begin a load."""
         loading = self._loads[load.load_id] = _Loading(load, self)
-        shape = load.owner.shape
-        try:
-            routes = routes_to(shape, self.seams.context.shape, self.seams.context.rank)
-            if len(load.owner.endpoints) != shape.num_ranks:
-                raise PeerError(
-                    f"{load.owner.engine_id} has {shape.num_ranks} ranks but "
-                    f"{len(load.owner.endpoints)} endpoints"
-                )
-        except PeerError as error:
-            loading.lose(LoadFailure.INCOMPATIBLE, str(error))
-            return
+        context = self.seams.context
         loading.parts = [
-            _Part(loading, route, self._peers.of(load.owner, route.source_rank)) for route in routes
+            _Part(loading, route, self._peers.of(load.owner, route.source_rank))
+            for route in routes_to(load.owner.shape, context.shape, context.rank)
         ]
         for part in loading.parts:
             if loading.failure is None:

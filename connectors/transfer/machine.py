@@ -18,12 +18,10 @@ from pdserve.connectors.transfer.serving import Server
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Iterator
 
     from pdserve.connectors.handover.instructions import Instructions, Load, Reserve
-    from pdserve.connectors.transfer.pushes import ChunkStep, Observation
-    from pdserve.connectors.transfer.seams import PeerLink, Seams
+    from pdserve.connectors.transfer.seams import Seams
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import ConnectorReport
 
@@ -35,7 +33,7 @@ class TransferMachine:
 
     Attributes:
         facts: The facts to report.
-        server: The P side.
+        server: The P side: it takes new connections, and what steps have computed.
         peers, loads, receiving: The D side: its connections, KV that it reads, and KV that is
             written to it.
     """
@@ -61,16 +59,7 @@ class TransferMachine:
     @property
     def num_open(self) -> int:
         """Number of transfers that are not over, leases excepted."""
-        return len(self.loads) + self.receiving.num_open + self.server.pushing.num_live
-
-    @property
-    def observations(self) -> deque[Observation]:
-        """Costs of pushed chunks; the thread that runs the steps removes them."""
-        return self.server.pushing.observations
-
-    def note_step(self, now_s: float) -> None:
-        """Record that a step has run. Any thread may call it."""
-        self.server.pushing.last_step_s = now_s
+        return len(self.loads) + len(self.receiving.open) + self.server.pushing.num_live
 
     def apply(self, todo: Instructions) -> None:
         """Carry out the scheduler half's instructions."""
@@ -98,14 +87,6 @@ class TransferMachine:
         for nonce in todo.ends:
             server.leases.release(nonce, now_s)
         server.leases.heartbeat(todo.keeps, now_s)
-
-    def add_step(self, step: ChunkStep) -> None:
-        """Take note that the KV of a chunk is complete."""
-        self.server.add_step(step)
-
-    def accept(self, link: PeerLink) -> None:
-        """Serve a new connection."""
-        self.server.accept(link)
 
     def due_s(self) -> float:
         """When `tick` has to be called next (monotonic seconds); inf = never by the clock."""

@@ -58,6 +58,7 @@ class Peer:
     """The link to one rank of P, and the leases kept alive there.
 
     Attributes:
+        state: See the module.
         users: The users, by the read id under which the peer knows them.
         process: The peer's process on its host; None before the first handshake.
     """
@@ -69,7 +70,7 @@ class Peer:
         self._mover = seams.mover
         self._receiver = receiver
         self._owner = peer_id.owner
-        self._state = PeerState.IDLE
+        self.state = PeerState.IDLE
         self._since_s = seams.clock.monotonic_s()
         self._link: PeerLink | None = None
         self._remote: Remote | None = None
@@ -87,11 +88,6 @@ class Peer:
     # ---- questions -------------------------------------------------------------------
 
     @property
-    def state(self) -> PeerState:
-        """See the module's docstring."""
-        return self._state
-
-    @property
     def remote(self) -> Remote:
         """The peer's memory, while it is WIRING or READY."""
         assert self._remote is not None
@@ -102,14 +98,14 @@ class Peer:
         """Why no connection is even tried now; None = it is connected, or may be soon."""
         if self._refusal is not None:
             return self._refusal
-        is_away = self._state in (PeerState.IDLE, PeerState.DRAINING)
+        is_away = self.state in (PeerState.IDLE, PeerState.DRAINING)
         return self._rest.why(self._now_s()) if is_away else None
 
     @property
     def is_forgettable(self) -> bool:
         """Whether this object can be dropped without losing anything."""
         return (
-            self._state in (PeerState.IDLE, PeerState.REFUSED)
+            self.state in (PeerState.IDLE, PeerState.REFUSED)
             and not self._is_wanted
             and self._now_s() >= self._rest.until_s + MAX_REST_S
         )
@@ -120,7 +116,7 @@ class Peer:
 
     @property
     def _is_met(self) -> bool:
-        return self._state in (PeerState.WIRING, PeerState.READY)
+        return self.state in (PeerState.WIRING, PeerState.READY)
 
     @property
     def _has_unsettled(self) -> bool:
@@ -128,7 +124,7 @@ class Peer:
 
     def due_s(self) -> float:
         """When `tick` has to be called next."""
-        match self._state:
+        match self.state:
             case PeerState.IDLE:
                 if self.users:
                     return -_NEVER  # users are carried on or turned away at once
@@ -142,7 +138,7 @@ class Peer:
             case PeerState.REFUSED:
                 return -_NEVER if self._is_wanted else _NEVER
             case _:
-                assert_never(self._state)
+                assert_never(self.state)
 
     @property
     def _handshake_ends_s(self) -> float:
@@ -152,11 +148,11 @@ class Peer:
 
     def call(self) -> None:
         """Connect to the peer once, although it has no users yet."""
-        self._is_called = self._state in (PeerState.IDLE, PeerState.DRAINING)
+        self._is_called = self.state in (PeerState.IDLE, PeerState.DRAINING)
 
     def watch(self, watch: Watch) -> None:
         """Keep a lease alive."""
-        if self._state is PeerState.REFUSED:
+        if self.state is PeerState.REFUSED:
             return
         self._heartbeats.add(watch, self._now_s())
         if self._is_met:
@@ -172,8 +168,8 @@ class Peer:
         release = LeaseRelease(nonce, end)
         if self._is_met:
             self.send(release)
-        elif self._state is PeerState.CONNECTING or (
-            self._state in (PeerState.IDLE, PeerState.DRAINING)
+        elif self.state is PeerState.CONNECTING or (
+            self.state in (PeerState.IDLE, PeerState.DRAINING)
             and self._now_s() >= self._rest.until_s
         ):
             self._releases.append(release)
@@ -181,7 +177,7 @@ class Peer:
     def enter(self, read_id: int, user: PeerUser) -> None:
         """Add a user; `on_ready` is called at once if the peer is READY."""
         self.users[read_id] = user
-        if self._state is PeerState.READY:
+        if self.state is PeerState.READY:
             user.on_ready()
 
     def leave(self, read_id: int) -> None:
@@ -201,10 +197,10 @@ class Peer:
         A READY peer is met again at once, and its agent, which is in order, stays known: UCX keeps
         its connection to a forgotten agent until a process ends.
         """
-        if self._state in (PeerState.CONNECTING, PeerState.WIRING, PeerState.READY):
-            self._is_called = self._is_remote_kept = self._state is PeerState.READY
+        if self.state in (PeerState.CONNECTING, PeerState.WIRING, PeerState.READY):
+            self._is_called = self._is_remote_kept = self.state is PeerState.READY
             self.say_bye(reason)
-            self._end_connection(LoadFailure.PEER_LOST, reason)
+            self._end_connection(reason)
 
     def say_bye(self, reason: str) -> None:
         """Close the connection, if there is one."""
@@ -219,7 +215,7 @@ class Peer:
         """Do what is due; return whether anything moved."""
         now_s = self._now_s()
         moved = False
-        match self._state:
+        match self.state:
             case PeerState.IDLE:
                 trouble = self.trouble
                 if trouble is not None:
@@ -232,7 +228,7 @@ class Peer:
                     self._give_up(
                         LoadFailure.HANDSHAKE,
                         f"no complete handshake with {self.id} in "
-                        f"{self._seams.transfer.handshake_timeout_s} s ({self._state.value})",
+                        f"{self._seams.transfer.handshake_timeout_s} s ({self.state.value})",
                     )
                     moved = True
             case PeerState.READY:
@@ -248,7 +244,7 @@ class Peer:
                 self._is_called = False
                 self._turn_away(*self._refusal)
             case _:
-                assert_never(self._state)
+                assert_never(self.state)
         if now_s >= self._heartbeats.due_s:
             if self._is_met:
                 self._send_heartbeats()
@@ -277,10 +273,10 @@ class Peer:
     def _on_message(self, message: ToClient) -> None:
         match message:
             case Welcome():
-                if self._state is PeerState.CONNECTING:
+                if self.state is PeerState.CONNECTING:
                     self._wire(message)
             case Refuse():
-                if self._state is PeerState.CONNECTING:
+                if self.state is PeerState.CONNECTING:
                     self._on_refused(message)
             case Confirm():
                 user = self.users.get(message.read_id)
@@ -331,7 +327,7 @@ class Peer:
     def _on_warm(self, failure: str | None) -> None:
         """Handle the end of the warm-up."""
         self._is_warming_up = False
-        if self._state is not PeerState.WIRING:
+        if self.state is not PeerState.WIRING:
             return
         if failure is not None:
             self._give_up(LoadFailure.HANDSHAKE, failure)
@@ -372,7 +368,7 @@ class Peer:
         """Handle a lost connection: retry at once if it was in service, otherwise later."""
         self._hang_up()
         self._is_remote_kept = False
-        if self._state is not PeerState.READY:
+        if self.state is not PeerState.READY:
             is_unreachable = isinstance(error, UnreachableError)
             reason = LoadFailure.PEER_LOST if is_unreachable else LoadFailure.HANDSHAKE
             self._give_up(reason, str(error))
@@ -388,14 +384,14 @@ class Peer:
         )
         if lived_s < MIN_REST_S:
             self._rest.begin(LoadFailure.PEER_LOST, str(error), self._now_s())
-        self._end_connection(LoadFailure.PEER_LOST, str(error))
+        self._end_connection(str(error))
 
-    def _end_connection(self, reason: LoadFailure, detail: str) -> None:
+    def _end_connection(self, detail: str) -> None:
         self._stop_warming_up()
         self._become(PeerState.DRAINING)
         for user in list(self.users.values()):
-            user.on_lost(reason, detail)
-        self._receiver.on_lost(self.id, reason, detail)
+            user.on_lost(LoadFailure.PEER_LOST, detail)
+        self._receiver.on_lost(self.id, LoadFailure.PEER_LOST, detail)
 
     def _give_up(self, reason: LoadFailure, detail: str) -> None:
         """Give up this attempt to connect and turn away every user that waits for it."""
@@ -442,7 +438,7 @@ class Peer:
             self.send(message)
 
     def _become(self, state: PeerState, *, keep_clock: bool = False) -> None:
-        self._state = state
+        self.state = state
         if not keep_clock:
             self._since_s = self._now_s()
 

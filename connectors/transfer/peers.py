@@ -9,14 +9,11 @@ It knows no tensors and no threads; whoever runs the loop calls `tick`.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from pdserve.connectors.slicing import routes_to
 from pdserve.connectors.transfer.peer import Peer
 from pdserve.connectors.transfer.peering import PeerId, PeerState
-from pdserve.errors import PeerError
-from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
     import msgspec
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
     from pdserve.connectors.transfer.peering import PushReceiver
     from pdserve.connectors.transfer.seams import Seams
     from pdserve.wire.transfer import EngineRef, LeaseEnd
-
-_log = logging.getLogger(__name__)
 
 
 class Peers:
@@ -95,23 +90,10 @@ class Peers:
             peer.say_bye("closing")
 
     def _routed(self, owner: EngineRef) -> list[Peer]:
-        """The ranks of `owner` on this rank's routes; none if its KV can never come here."""
-        try:
-            routes = routes_to(owner.shape, self._seams.context.shape, self._seams.context.rank)
-        except PeerError as error:
-            log_event(
-                _log,
-                "kv peer of another shape",
-                level=logging.WARNING,
-                peer=owner.engine_id,
-                reason=error,
-            )
-            return []
-        return [
-            self.of(owner, route.source_rank)
-            for route in routes
-            if route.source_rank < len(owner.endpoints)
-        ]
+        """The ranks of `owner` on this rank's routes."""
+        context = self._seams.context
+        routes = routes_to(owner.shape, context.shape, context.rank)
+        return [self.of(owner, route.source_rank) for route in routes]
 
     def of(self, owner: EngineRef, rank: int) -> Peer:
         """Return the peer for a rank, which may be a new one."""

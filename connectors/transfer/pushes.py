@@ -347,9 +347,6 @@ class Push:
             or min(self.announced, self.digested) < grant.num_tokens
         ):
             return
-        if grant.num_tokens != register.num_tokens:
-            self.end(f"{grant.num_tokens} tokens, D has registered {register.num_tokens}")
-            return
         digests = b""
         if part.route:
             digests = self._seams.digests.of(

@@ -38,7 +38,6 @@ from pdserve.connectors.transfer.reservations import (
     Reservation,
     Reservations,
 )
-from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
 from pdserve.wire.transfer import LoadFailure
 
@@ -87,11 +86,6 @@ class Receiving:
         self._open = Reservations()
 
     @property
-    def num_open(self) -> int:
-        """Number of reservations that are not reported yet."""
-        return len(self._open)
-
-    @property
     def open(self) -> list[Reserve]:
         """Return the reservations that are not reported yet."""
         return [reservation.reserve for reservation in self._open.values()]
@@ -106,7 +100,8 @@ class Receiving:
 
     def due_s(self) -> float:
         """When `tick` has to be called next. O(reservations x ranks of P)."""
-        return self._open.due_s(self._transfer)
+        parts = self._open.parts()
+        return min((part.due_s(self._transfer) for part in parts), default=float("inf"))
 
     def tick(self) -> None:
         """Do what is due by the clock. O(reservations x ranks of P)."""
@@ -124,16 +119,11 @@ class Receiving:
             self._facts.faults["reserve_repeated"] += 1
             return
         reservation = self._open[reserve.load_id] = Reservation(reserve, self._now_s())
-        try:
-            routes = routes_to(reserve.owner.shape, self._shape, self._rank)
-        except PeerError as error:
-            self._give_up(reservation, LoadFailure.INCOMPATIBLE, str(error))
-            return
         reservation.parts = {
             route.source_rank: IncomingPart(
                 reservation, route, reservation.new_check(route, self._seams.digests)
             )
-            for route in routes
+            for route in routes_to(reserve.owner.shape, self._shape, self._rank)
         }
         self._peers.meet(reserve.owner)
         for part in list(reservation.parts.values()):
@@ -228,7 +218,15 @@ class Receiving:
 
     def exposed_to(self, peer: PeerId) -> set[BlockId]:
         """See `PushReceiver`."""
-        return self._open.exposed_to(peer, self._shape.block_size)
+        writable = (IncomingState.SENT, IncomingState.ACCEPTED)
+        reserves = [
+            part.reservation.reserve for part in self._open.of(peer) if part.state in writable
+        ]
+        return {
+            block_id
+            for reserve in reserves
+            for block_id in reserve.local_block_ids[reserve.first_token // self._shape.block_size :]
+        }
 
     # ---- parts -------------------------------------------------------------------------
 

@@ -345,10 +345,6 @@ class Reservations(dict[int, Reservation]):
             if not states or part.state in states
         ]
 
-    def due_s(self, transfer: TransferConfig) -> float:
-        """Return when a part next needs attention; inf = never."""
-        return min((part.due_s(transfer) for part in self.parts()), default=_NEVER)
-
     def of(self, peer: PeerId) -> list[IncomingPart]:
         """Return all parts of a rank of P."""
         return [
@@ -356,13 +352,3 @@ class Reservations(dict[int, Reservation]):
             for reservation in self.values()
             if reservation.reserve.owner == peer.owner and peer.rank in reservation.parts
         ]
-
-    def exposed_to(self, peer: PeerId, block_size: int) -> set[BlockId]:
-        """Return the blocks, of `block_size` tokens each, that a rank of P may write now."""
-        exposed = (IncomingState.SENT, IncomingState.ACCEPTED)
-        reserves = [part.reservation.reserve for part in self.of(peer) if part.state in exposed]
-        return {
-            block_id
-            for reserve in reserves
-            for block_id in reserve.local_block_ids[reserve.first_token // block_size :]
-        }

@@ -143,6 +143,7 @@ class MoverLink:
     exposed: Callable[[], Collection[BlockId]]
 
 
+@dataclass(slots=True, eq=False)
 class Remote:
     """A peer's memory, once met: how its mover named it, and its pool. Compared by identity.
 
@@ -150,12 +151,9 @@ class Remote:
         link: The latest to the peer, for warm-ups; the protocol sets it.
     """
 
-    __slots__ = ("link", "metadata", "pool")
-
-    def __init__(self, metadata: bytes, pool: Region) -> None:
-        self.metadata = metadata
-        self.pool = pool
-        self.link: MoverLink | None = None
+    metadata: bytes
+    pool: Region
+    link: MoverLink | None = None
 
 
 @dataclass(frozen=True, slots=True)

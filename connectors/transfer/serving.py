@@ -315,7 +315,7 @@ class Server:
             (chunk.block_ids, chunk.generations),
             end_token,
             chunk.request_id,
-            _nothing,
+            lambda: None,  # no read waits for them
             first_token=first_token,
         )
 
@@ -421,7 +421,3 @@ class Server:
         if client.destination is not None:
             self.pushing.lost(client.destination)
             self._seams.mover.hang_up(client.destination.link)
-
-
-def _nothing() -> None:
-    """Do nothing: no read waits for these digests."""

@@ -205,12 +205,12 @@ class TransferThread:
 
     def note_step(self, now_s: float) -> None:
         """Say that a step has run."""
-        self._machine.note_step(now_s)
+        self._machine.server.pushing.last_step_s = now_s
 
     @property
     def observations(self) -> deque[Observation]:
         """Costs of pushed chunks; the thread that runs the steps removes them."""
-        return self._machine.observations
+        return self._machine.server.pushing.observations
 
     def take_report(self) -> ConnectorReport:
         """Facts since the last call.
@@ -262,7 +262,7 @@ class TransferThread:
         """Start, loop until told to stop, end."""
         self._mover.start()
         try:
-            self._side_channel.listen(self._listener, self._machine.accept)
+            self._side_channel.listen(self._listener, self._machine.server.accept)
             self._started.set()
             while not self._is_over():
                 self._turn()
@@ -281,7 +281,7 @@ class TransferThread:
         while self._inbox:
             machine.apply(Instructions.from_metadata(self._inbox.popleft()))
         while self._steps:
-            machine.add_step(self._steps.popleft())
+            machine.server.add_step(self._steps.popleft())
         mover.tick()
         if is_driving:
             mover.drive()
