@@ -71,19 +71,23 @@ def block_bytes(shape: KVShape, rank: int) -> int:
     return num_vectors * shape.head_dim * shape.dtype_bytes
 
 
-def mismatch(source: KVShape, dest: KVShape) -> str | None:
+def mismatch(source: KVShape, dest: KVShape, names: tuple[str, str] = ("P", "D")) -> str | None:
     """Why KV of `source` cannot be that of `dest`, with both values; None = it can.
 
     How it is shared out does not matter: ranks, stages, block size, order.
+
+    Args:
+        names: Of the two engines.
     """
     for field in ("num_layers", "num_planes", "num_kv_heads", "head_dim", "dtype_bytes"):
-        ours, theirs = getattr(source, field), getattr(dest, field)
-        if ours != theirs:
-            return f"{field} is {ours} at one engine and {theirs} at the other"
-    for shape in (source, dest):
+        first, second = getattr(source, field), getattr(dest, field)
+        if first != second:
+            what = field.replace("_", " ")
+            return f"{what} is {first} at {names[0]} and {second} at {names[1]}"
+    for name, shape in zip(names, (source, dest), strict=True):
         why = _why_invalid(shape)
         if why is not None:
-            return why
+            return f"{name} cannot have its shape: {why}"
     return None
 
 

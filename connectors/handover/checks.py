@@ -9,25 +9,17 @@ Every answer names both values, because finding the reason usually involves two 
 from __future__ import annotations
 
 import ipaddress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from pdserve.connectors.slicing import mismatch
 from pdserve.wire.ids import prompt_digest
 from pdserve.wire.transfer import MAX_LEASE_S, MAX_NAME_CHARS, MAX_TICKET_S, MIN_LEASE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from pdserve.connectors.base import ConnectorContext
-    from pdserve.wire.transfer import Endpoint, EngineRef, KVHandoff, KVShape, PushTicket
-
-_SAME_IN_ALL_SHAPES: Final = (
-    "num_layers",
-    "num_planes",
-    "num_kv_heads",
-    "head_dim",
-    "dtype_bytes",
-)
+    from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape, PushTicket
 
 
 def why_not_handoff(
@@ -45,26 +37,22 @@ def why_not_handoff(
     """
     owner = handoff.engine_id
     if ticket is not None:
-        theirs = (handoff.nonce, owner, handoff.incarnation)
+        named = (handoff.nonce, owner, handoff.incarnation)
         planned = (ticket.nonce, ticket.prefill.engine_id, ticket.prefill.incarnation)
-        if theirs != planned:
-            return f"(nonce, engine, incarnation) is {theirs} and the ticket's {planned}"
+        if named != planned:
+            return f"(nonce, engine, incarnation) is {named} and the ticket's {planned}"
     why = _why_not_peer(owner, handoff.shape, handoff.endpoints, mine)
     if why is not None:
         return why
     num_tokens = len(prompt_token_ids) + len(handoff.first_token_ids) - 1
     num_blocks = -(-num_tokens // handoff.shape.block_size)
-    why = _first_difference(
-        owner,
-        mine,
-        (
-            ("layout digest", handoff.layout_digest, mine.layout_digest),
-            ("tokens", handoff.num_tokens, num_tokens),
-            ("prompt digest", handoff.prompt_digest, prompt_digest(prompt_token_ids, cache_salt)),
-        ),
-    )
-    if why is not None:
-        return why
+    for what, theirs, ours in (
+        ("layout digest", handoff.layout_digest, mine.layout_digest),
+        ("tokens", handoff.num_tokens, num_tokens),
+        ("prompt digest", handoff.prompt_digest, prompt_digest(prompt_token_ids, cache_salt)),
+    ):
+        if theirs != ours:
+            return f"{what} is {theirs} at {owner} and {ours} at {mine.engine_id}"
     for what, listed in (
         ("number of blocks", handoff.block_ids),
         ("number of generations", handoff.generations),
@@ -91,8 +79,8 @@ def why_not_ticket(ticket: PushTicket, mine: ConnectorContext, *, is_prefill: bo
     here, peer = (ticket.prefill, ticket.decode) if is_prefill else (ticket.decode, ticket.prefill)
     if (here.engine_id, here.incarnation) != (mine.engine_id, mine.incarnation):
         return (
-            f"it is for {'prefill' if is_prefill else 'decode'} at {_life(here)}, and this is "
-            f"{mine.engine_id} incarnation {mine.incarnation}"
+            f"it is for {'prefill' if is_prefill else 'decode'} at {here.engine_id} incarnation "
+            f"{here.incarnation}, and this is {mine.engine_id} incarnation {mine.incarnation}"
         )
     why = _why_not_peer(peer.engine_id, peer.shape, peer.endpoints, mine)
     if why is not None:
@@ -107,19 +95,9 @@ def why_not_ticket(ticket: PushTicket, mine: ConnectorContext, *, is_prefill: bo
 def _why_not_peer(
     peer: str, shape: KVShape, endpoints: Sequence[Endpoint], mine: ConnectorContext
 ) -> str | None:
-    why = _first_difference(
-        peer,
-        mine,
-        (
-            (name.replace("_", " "), getattr(shape, name), getattr(mine.shape, name))
-            for name in _SAME_IN_ALL_SHAPES
-        ),
-    )
+    why = mismatch(shape, mine.shape, (peer, mine.engine_id))
     if why is not None:
         return why
-    why = mismatch(shape, mine.shape)
-    if why is not None:
-        return f"{peer} cannot have its shape: {why}"
     if len(endpoints) != shape.num_ranks:
         return f"number of ranks is {shape.num_ranks} at {peer}, with {len(endpoints)} endpoints"
     for endpoint in endpoints:
@@ -152,16 +130,3 @@ def _why_not_name(what: str, name: str) -> str | None:
     if not 0 < len(name) <= MAX_NAME_CHARS:
         return f"its {what} has {len(name)} characters: it must have 1 to {MAX_NAME_CHARS}"
     return None
-
-
-def _first_difference(
-    peer: str, mine: ConnectorContext, values: Iterable[tuple[str, object, object]]
-) -> str | None:
-    for what, theirs, ours in values:
-        if theirs != ours:
-            return f"{what} is {theirs} at {peer} and {ours} at {mine.engine_id}"
-    return None
-
-
-def _life(ref: EngineRef) -> str:
-    return f"{ref.engine_id} incarnation {ref.incarnation}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.slicing import mismatch, route_between
+from pdserve.connectors.slicing import route_between
 from pdserve.connectors.transfer.protocol import Hello, Refuse, RefuseReason, Welcome
 from pdserve.errors import PeerError
 from pdserve.observe.log import log_event
@@ -90,14 +90,10 @@ def refusal_of(mine: ConnectorContext, hello: Hello) -> Refuse | None:
             if mine.layout_fields.get(name) != hello.layout_fields.get(name)
         ] or [f"digest is {mine.layout_digest} and {hello.layout_digest}"]
         return Refuse(RefuseReason.INCOMPATIBLE, "KV layouts differ: " + ", ".join(differ))
-    why = mismatch(mine.shape, hello.shape)
-    if why is None:
-        try:
-            route_between(mine.shape, hello.shape, mine.rank, hello.rank)
-        except PeerError as error:
-            why = str(error)
-    if why is not None:
-        return Refuse(RefuseReason.INCOMPATIBLE, f"{hello.engine_id} and {mine.engine_id}: {why}")
+    try:
+        route_between(mine.shape, hello.shape, mine.rank, hello.rank)
+    except PeerError as error:
+        return Refuse(RefuseReason.INCOMPATIBLE, f"{hello.engine_id} and {mine.engine_id}: {error}")
     return None
 
 

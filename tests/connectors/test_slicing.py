@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.connectors.pieces import pieces
+from pdserve.connectors.pieces import count_runs, pieces
 from pdserve.connectors.slicing import (
     Route,
     Shard,
@@ -126,7 +126,7 @@ def move(p: Engine, d: Engine, route: Route, **what: object) -> None:
     to = (plan.dest_units.astype(np.int64)[:, None] * width + inside).ravel()
     order = np.argsort(from_)
     breaks = np.count_nonzero((np.diff(from_[order]) != 1) | (np.diff(to[order]) != 1))
-    assert plan.num_descriptors == breaks + 1
+    assert count_runs(plan.source_units, plan.dest_units) == breaks + 1
 
 
 @st.composite
@@ -304,11 +304,11 @@ def test_the_heads_of_a_rank_are_those_that_the_engine_gives_it(
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"num_layers": 31, "stages": ((0, 31),)}, "num_layers"),
-        ({"num_planes": 1}, "num_planes"),
-        ({"num_kv_heads": 4}, "num_kv_heads"),
-        ({"head_dim": 64}, "head_dim"),
-        ({"dtype_bytes": 4}, "dtype_bytes"),
+        ({"num_layers": 31, "stages": ((0, 31),)}, "num layers"),
+        ({"num_planes": 1}, "num planes"),
+        ({"num_kv_heads": 4}, "num kv heads"),
+        ({"head_dim": 64}, "head dim"),
+        ({"dtype_bytes": 4}, "dtype bytes"),
         ({"stages": ((0, 16),)}, "do not end"),
         ({"stages": ((0, 16), (17, 32))}, "skip layers"),
         ({"tp_size": 3}, "cannot be divided among"),
@@ -352,7 +352,7 @@ def test_equal_shapes_with_contiguous_blocks_are_one_descriptor() -> None:
     (route,) = routes(EIGHT_B, EIGHT_B)
     plan = pieces(EIGHT_B, EIGHT_B, route, IN_ORDER, IN_ORDER, first_token=0, num_tokens=8192)
     assert plan.num_bytes == 1 << 30
-    assert plan.num_descriptors == 1
+    assert count_runs(plan.source_units, plan.dest_units) == 1
     assert plan.unit_bytes == 2 << 20
 
 
@@ -369,7 +369,7 @@ def test_an_empty_route_moves_nothing() -> None:
     whole = on(latent, tp_size=1)
     route = route_between(latent, whole, 1, 0)
     plan = pieces(latent, whole, route, IN_ORDER, IN_ORDER, first_token=0, num_tokens=99)
-    assert (len(plan), plan.num_bytes, plan.num_descriptors) == (0, 0, 0)
+    assert (len(plan), plan.num_bytes, count_runs(plan.source_units, plan.dest_units)) == (0, 0, 0)
 
 
 def test_parts_are_the_whole_in_order_and_within_their_size() -> None:
