@@ -79,9 +79,10 @@ class BlockDigests:
         *,
         first_token: int = 0,
         num_layers: int | None = None,
-    ) -> None:
-        """Compute what is not known of the blocks of the tokens `[first_token, num_tokens)`.
+    ) -> npt.NDArray[np.uint64]:
+        """Return the digests of the blocks of the tokens `[first_token, num_tokens)`.
 
+        Those that are not known are computed, and kept if the block has no newer generation.
         Both tables are whole. The KV of these tokens, and of those before them in the first
         block, is complete in memory, and stays there for as long as the blocks have these
         generations. For any thread; heavy.
@@ -89,10 +90,44 @@ class BlockDigests:
         Args:
             num_layers: So many of this rank's are complete; None = all.
 
+        Returns:
+            `[blocks, layers, heads]`.
+
         Raises:
             PeerError: The table is too short, or names a block that is not there.
         """
-        self._taken(block_ids, generations, num_tokens, first_token, num_layers)
+        if first_token >= num_tokens:
+            return self._digests[:0, :num_layers]
+        size = self._shape.block_size
+        first_block = first_token // size
+        blocks = block_table(self._shape, block_ids, num_tokens, "P")[first_block:]
+        wanted = np.asarray(generations, dtype=np.int64)[first_block : first_block + len(blocks)]
+        if len(wanted) < len(blocks):
+            raise InternalError(f"{len(wanted)} generations for {len(blocks)} blocks")
+        counts = np.full(len(blocks), size, dtype=np.int32)
+        counts[-1] = num_tokens - (first_block + len(blocks) - 1) * size
+        with self._lock:
+            is_known = (self._generations[blocks, :num_layers] == wanted[:, None]) & (
+                self._num_tokens[blocks, :num_layers] == counts[:, None]
+            )
+            found = self._digests[blocks, :num_layers]
+        for layers in _equal_columns(is_known):
+            missing = np.flatnonzero(~is_known[:, layers.start])
+            if not len(missing):
+                continue
+            spans = np.zeros((len(missing), 5), dtype=np.int64)
+            spans[:, 0] = np.arange(len(missing))
+            spans[:, 1] = blocks[missing]
+            spans[:, 3] = counts[missing]
+            found[missing, layers] = self._sums(spans, num_rows=len(missing), layers=layers)
+            with self._lock:
+                there = self._generations[blocks[missing], layers].max(1)
+                is_newest = there <= wanted[missing]
+                newest = missing[is_newest]
+                self._generations[blocks[newest], layers] = wanted[newest, None]
+                self._num_tokens[blocks[newest], layers] = counts[newest, None]
+                self._digests[blocks[newest], layers] = found[newest, layers]
+        return found
 
     def of(
         self,
@@ -115,7 +150,7 @@ class BlockDigests:
         """
         if not route or first_token >= num_tokens:
             return b""
-        taken = self._taken(block_ids, generations, num_tokens, first_token)
+        taken = self.take(block_ids, generations, num_tokens, first_token=first_token)
         size = self._shape.block_size
         if first_token % size:
             # What is left of a sum of the time when the block was taken, not of what is there now.
@@ -185,48 +220,6 @@ class BlockDigests:
         shard = self._shard
         return _within(route.layers, shard.layers), _within(route.heads, shard.heads)
 
-    def _taken(
-        self,
-        block_ids: Sequence[BlockId],
-        generations: Sequence[int],
-        num_tokens: int,
-        first_token: int,
-        num_layers: int | None = None,
-    ) -> npt.NDArray[np.uint64]:
-        """Digests `[blocks, layers, heads]` from the block of `first_token` on; kept if newest."""
-        if first_token >= num_tokens:
-            return self._digests[:0, :num_layers]
-        size = self._shape.block_size
-        first_block = first_token // size
-        blocks = block_table(self._shape, block_ids, num_tokens, "P")[first_block:]
-        wanted = np.asarray(generations, dtype=np.int64)[first_block : first_block + len(blocks)]
-        if len(wanted) < len(blocks):
-            raise InternalError(f"{len(wanted)} generations for {len(blocks)} blocks")
-        counts = np.full(len(blocks), size, dtype=np.int32)
-        counts[-1] = num_tokens - (first_block + len(blocks) - 1) * size
-        with self._lock:
-            is_known = (self._generations[blocks, :num_layers] == wanted[:, None]) & (
-                self._num_tokens[blocks, :num_layers] == counts[:, None]
-            )
-            found = self._digests[blocks, :num_layers]
-        for layers in _equal_columns(is_known):
-            missing = np.flatnonzero(~is_known[:, layers.start])
-            if not len(missing):
-                continue
-            spans = np.zeros((len(missing), 5), dtype=np.int64)
-            spans[:, 0] = np.arange(len(missing))
-            spans[:, 1] = blocks[missing]
-            spans[:, 3] = counts[missing]
-            found[missing, layers] = self._sums(spans, num_rows=len(missing), layers=layers)
-            with self._lock:
-                there = self._generations[blocks[missing], layers].max(1)
-                is_newest = there <= wanted[missing]
-                newest = missing[is_newest]
-                self._generations[blocks[newest], layers] = wanted[newest, None]
-                self._num_tokens[blocks[newest], layers] = counts[newest, None]
-                self._digests[blocks[newest], layers] = found[newest, layers]
-        return found
-
     def _sums(
         self, spans: npt.ArrayLike, *, num_rows: int, layers: slice = slice(None)
     ) -> npt.NDArray[np.uint64]:
@@ -238,12 +231,6 @@ class BlockDigests:
                 self._memory[:, layers], places, constants, self._keys[layers], num_rows
             )
         return sums.numpy().view(np.uint64)
-
-
-def num_equal(expected: bytes, found: bytes) -> int:
-    """Leading blocks of P whose digests agree; both are of equally many."""
-    differ = np.frombuffer(expected, _DIGEST) != np.frombuffer(found, _DIGEST)
-    return int(differ.argmax()) if differ.any() else len(differ)
 
 
 def num_valid_tokens(
@@ -258,8 +245,9 @@ def num_valid_tokens(
         return num_tokens
     if len(expected) != len(found):
         return first_token
-    good_blocks = first_token // source.block_size + num_equal(expected, found)
-    return max(first_token, min(num_tokens, good_blocks * source.block_size))
+    differ = np.frombuffer(expected, _DIGEST) != np.frombuffer(found, _DIGEST)
+    good_blocks = first_token // source.block_size + int(differ.argmax())
+    return max(first_token, good_blocks * source.block_size)
 
 
 def byte_grid(kv: Tensor, shape: KVShape, shard: Shard) -> Tensor:

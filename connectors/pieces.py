@@ -60,11 +60,6 @@ class Pieces:
         """What is moved."""
         return self.unit_bytes * len(self.source_units)
 
-    @property
-    def num_descriptors(self) -> int:
-        """Runs that are contiguous on both sides."""
-        return count_runs(self.source_units, self.dest_units)
-
     def parts(self, max_bytes: int) -> Iterator[Pieces]:
         """Yield it in order, in parts of at most `max_bytes` (one unit at least)."""
         step = max(1, max_bytes // self.unit_bytes)

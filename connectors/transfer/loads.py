@@ -316,9 +316,7 @@ class _Part:
         load = self.loading.load
         self.state = ReadState.CONFIRMED
         self.peer.leave(load.load_id)
-        self.num_valid_tokens = load.num_tokens
-        if self.route:
-            self._compare(confirm.digests)
+        self._compare(confirm.digests)
         self.loading.finish_if_confirmed()
 
     def on_lost(self, reason: LoadFailure, detail: str) -> None:

@@ -206,7 +206,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
     nonce: Nonce
     read_id: int
-    first_token: int
+    first_token: NotNegative
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):

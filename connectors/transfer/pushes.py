@@ -347,11 +347,9 @@ class Push:
             or min(self.announced, self.digested) < grant.num_tokens
         ):
             return
-        digests = b""
-        if part.route:
-            digests = self._seams.digests.of(
-                *self.table, grant.num_tokens, part.route, first_token=register.first_token
-            )
+        digests = self._seams.digests.of(
+            *self.table, grant.num_tokens, part.route, first_token=register.first_token
+        )
         part.state = OutgoingState.PUSHED
         part.until_s = self._now_s() + self._seams.transfer.transfer_timeout_s
         part.destination.send(

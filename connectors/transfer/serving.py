@@ -359,15 +359,13 @@ class Server:
         assert client.destination is not None
         grant, hello = self._grants[done.nonce], client.destination.hello
         route = route_between(self._context.shape, hello.shape, self._context.rank, hello.rank)
-        digests = b""
-        if route and 0 <= done.first_token < grant.num_tokens:
-            digests = self._seams.digests.of(
-                grant.block_ids,
-                grant.generations,
-                grant.num_tokens,
-                route,
-                first_token=done.first_token,
-            )
+        digests = self._seams.digests.of(
+            grant.block_ids,
+            grant.generations,
+            grant.num_tokens,
+            route,
+            first_token=done.first_token,
+        )
         self._send(client, Confirm(done.read_id, valid=True, digests=digests))
 
     def _refuse(self, client: _Client, done: Done) -> None:

@@ -47,9 +47,9 @@ def held_back(p: PushEngine) -> threading.Event:
     digests, may_go = p.server._seams.digests, threading.Event()
     take = digests.take
 
-    def later(*args: Any, **kwargs: Any) -> None:
+    def later(*args: Any, **kwargs: Any) -> Any:
         assert may_go.wait(10.0)
-        take(*args, **kwargs)
+        return take(*args, **kwargs)
 
     digests.take = later
     return may_go
