@@ -56,7 +56,7 @@ from benchmarks.kv_engines import (
     queued,
 )
 from pdserve.connectors.digests import BlockDigests
-from pdserve.connectors.nixl.agent import NixlAgent, TransferState
+from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.connectors.slicing import routes
 from pdserve.connectors.transfer.seams import Direction
 from pdserve.kernels.registry import kernels_on
@@ -118,10 +118,12 @@ class BareReader:
         """Seconds to read these blocks."""
         self._pair.drive_bare(True)
         started_s = time.perf_counter()
-        transfer, state = self._agent.post(Direction.READ, self._local, units, self._remote, units)
-        while state is TransferState.IN_PROGRESS:
+        transfer, is_done = self._agent.post(
+            Direction.READ, self._local, units, self._remote, units
+        )
+        while not is_done:
             time.sleep(0.0003)
-            state = self._agent.poll(transfer)
+            is_done = self._agent.poll(transfer)
         taken_s = time.perf_counter() - started_s
         self._agent.release(transfer)
         self._pair.drive_bare(False)

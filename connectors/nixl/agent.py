@@ -17,7 +17,6 @@ It knows no blocks, leases or peers' messages.
 
 from __future__ import annotations
 
-import enum
 import importlib
 import os
 import sys
@@ -53,13 +52,6 @@ _OTHER_COPY = "ucxx"
 
 class AgentError(PeerError):
     """NIXL refused an operation that involves a peer, or failed in it."""
-
-
-class TransferState(enum.Enum):
-    """The state of a posted transfer."""
-
-    IN_PROGRESS = "in_progress"
-    DONE = "done"
 
 
 Prepared = NewType("Prepared", int)
@@ -176,11 +168,12 @@ class NixlAgent:
         local_units: npt.NDArray[np.int32],
         remote: Prepared,
         remote_units: npt.NDArray[np.int32],
-    ) -> tuple[Transfer, TransferState]:
+    ) -> tuple[Transfer, bool]:
         """Post a READ of `remote_units` into `local_units`, pair by pair, or a WRITE.
 
-        On one host it often returns DONE, because the copy is made inside this call, without the
-        interpreter lock.
+        Returns:
+            The transfer, and whether it is done. On one host it often is, because the copy is made
+            inside this call, without the interpreter lock.
 
         Raises:
             AgentError: It could not be posted; nothing is in flight.
@@ -195,8 +188,11 @@ class NixlAgent:
 
     def read_once(
         self, local: Region, peer: str, remote: Region, num_bytes: int
-    ) -> tuple[Transfer, TransferState]:
+    ) -> tuple[Transfer, bool]:
         """Post a READ of the first bytes of one region into another, without preparation.
+
+        Returns:
+            As `post`.
 
         Raises:
             AgentError: It could not be posted; nothing is in flight.
@@ -210,14 +206,14 @@ class NixlAgent:
             handle = self._agent.createXferReq(nixl.NIXL_READ, *sides, peer, "", self._backends)
         return self._post(handle)
 
-    def poll(self, transfer: Transfer) -> TransferState:
-        """Make progress and return the state of `transfer`.
+    def poll(self, transfer: Transfer) -> bool:
+        """Make progress; return whether `transfer` is done.
 
         Raises:
             AgentError: It failed, perhaps after part of the bytes; it writes no more.
         """
         with self._typed("check_xfer_state"):
-            return self._state(self._agent.getXferStatus(transfer))
+            return self._is_done(self._agent.getXferStatus(transfer))
 
     def release(self, transfer: Transfer) -> None:
         """Forget a transfer that is done or failed. It does not wait for one in flight."""
@@ -271,11 +267,11 @@ class NixlAgent:
                 raise _wrong(backend, why) from None
         return handle
 
-    def _post(self, handle: int) -> tuple[Transfer, TransferState]:
+    def _post(self, handle: int) -> tuple[Transfer, bool]:
         transfer = Transfer(handle)
         try:
             with self._typed("transfer"):
-                return transfer, self._state(self._agent.postXferReq(handle, ""))
+                return transfer, self._is_done(self._agent.postXferReq(handle, ""))
         except AgentError:
             self.release(transfer)
             raise
@@ -291,12 +287,10 @@ class NixlAgent:
     def _memory(self, region: Region) -> Any:
         return self._nixl.VRAM_SEG if region.memory == "VRAM" else self._nixl.DRAM_SEG
 
-    def _state(self, status: object) -> TransferState:
-        if status == self._nixl.NIXL_SUCCESS:
-            return TransferState.DONE
-        if status == self._nixl.NIXL_IN_PROG:
-            return TransferState.IN_PROGRESS
-        raise AgentError(f"NIXL reports {status}")
+    def _is_done(self, status: object) -> bool:
+        if status not in (self._nixl.NIXL_SUCCESS, self._nixl.NIXL_IN_PROG):
+            raise AgentError(f"NIXL reports {status}")
+        return bool(status == self._nixl.NIXL_SUCCESS)
 
 
 def _import_bindings() -> Any:

@@ -157,9 +157,7 @@ class KnownPeers:
 
 
 def in_units(pool: Region, unit_bytes: int) -> Region:
-    """Return the same memory as a row of units of another size."""
-    if pool.num_bytes % unit_bytes:
-        raise AgentError(f"units of {unit_bytes} bytes do not divide {pool} evenly")
+    """Return the same memory as a row of units of another size, which divides it."""
     return msgspec.structs.replace(
         pool, stride_bytes=unit_bytes, num_units=pool.num_bytes // unit_bytes
     )

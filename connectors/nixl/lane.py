@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.connectors.nixl.agent import AgentError, TransferState
+from pdserve.connectors.nixl.agent import AgentError
 from pdserve.connectors.nixl.known_peers import REST_S, KnownPeers, in_units
 from pdserve.connectors.pieces import count_runs
 from pdserve.connectors.transfer.seams import Direction, Job
@@ -261,14 +261,14 @@ class Lane:
             self._check_bounds(job)
             local = self._prepare_local(job.unit_bytes)
             remote = self._peers.prepared(job.remote, job.unit_bytes)
-            transfer, state = agent.post(
+            transfer, is_done = agent.post(
                 job.direction, local, job.local_units, remote, job.remote_units
             )
         except AgentError as error:
             self._peers.note_trouble(job.remote, error)
             self._settle(job, str(error))
             return
-        if state is TransferState.DONE:
+        if is_done:
             agent.release(transfer)
             self._settle(job, None, num_descriptors)
         else:
@@ -283,7 +283,7 @@ class Lane:
         num_bytes = min(_WARM_UP_BYTES, warm_up.source.num_bytes, self._scratch.num_bytes)
         try:
             known = self._peers.learn(warm_up.remote)
-            transfer, state = self._agent.read_once(
+            transfer, is_done = self._agent.read_once(
                 self._scratch, known.name, warm_up.source, num_bytes
             )
         except AgentError as error:
@@ -291,7 +291,7 @@ class Lane:
             self._dispatcher.say_warm(warm_up, str(error))
             return
         self._posted.append(_Posted(transfer, warm_up))
-        if state is TransferState.DONE:
+        if is_done:
             self._end(self._posted[-1], None)
 
     def _poll(self, posted: _Posted) -> None:
@@ -299,7 +299,7 @@ class Lane:
             self._end(posted, "it was given up")
             return
         try:
-            if self._live_agent.poll(posted.transfer) is TransferState.IN_PROGRESS:
+            if not self._live_agent.poll(posted.transfer):
                 return
         except AgentError as error:
             self._peers.note_trouble(posted.what.remote, error)

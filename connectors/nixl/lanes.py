@@ -6,9 +6,6 @@ done with the bytes while they are in the cache (a digest). On one host a post i
 itself, so two lanes move more than one does. Lanes begin with the first peer that is met, and
 sleep while there is nothing to do.
 
-    submitted -> posted -> settled (all bytes are there, or failed as a value)
-        `--- abandoned: never posted, or settled once nothing can land any more
-
 A posted transfer cannot be taken back: what NIXL releases goes on moving. So an abandoned job
 is polled on; if it does not settle, its lane takes no other jobs, and once it is alone there
 (or has lasted for too long) the lane's agent is destroyed and made again. That is the one

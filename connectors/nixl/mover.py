@@ -121,7 +121,7 @@ class NixlMover(Lanes):
             AgentError: NIXL cannot make it.
         """
         self._use_device()
-        self._agent = self._make_target()
+        self._agent = self._make_agent("")
 
     def tick(self) -> None:
         """Make the target again, if that is due; look at the descriptors once a second."""
@@ -180,16 +180,13 @@ class NixlMover(Lanes):
 
     def _renew_target(self) -> None:
         try:
-            self._agent = self._make_target()
+            self._agent = self._make_agent("")
         except AgentError as error:
             self.faults["agent_not_made"] += 1
             self._target_due_s = self._clock.monotonic_s() + _TARGET_AGAIN_S
             log_event(_log, "kv target cannot be made", level=logging.ERROR, reason=error)
         else:
             self._target_due_s = _NEVER
-
-    def _make_target(self) -> NixlAgent:
-        return self._make_agent("")
 
     def _make_lane_agent(self, number: int) -> NixlAgent:
         self._use_device()

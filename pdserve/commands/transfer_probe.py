@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from pdserve.connectors.nixl.agent import NixlAgent, TransferState
+from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.transfer.seams import Direction
 from pdserve.errors import PdserveError
@@ -140,10 +140,10 @@ def _reader(backends: Sequence[str], stdin: IO[bytes]) -> None:
     best_s = memcpy_s = float("inf")
     for _ in range(_REPEATS):  # the first one connects the peers
         started_s = time.perf_counter()
-        transfer, state = agent.post(Direction.READ, local, units, remote, units)
-        while state is not TransferState.DONE:
+        transfer, is_done = agent.post(Direction.READ, local, units, remote, units)
+        while not is_done:
             time.sleep(_POLL_S)
-            state = agent.poll(transfer)
+            is_done = agent.poll(transfer)
         best_s = min(best_s, time.perf_counter() - started_s)
         agent.release(transfer)
     if not (memory == 7).all():

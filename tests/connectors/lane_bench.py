@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
+from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer
 from pdserve.connectors.nixl.lanes import Lanes
 from pdserve.connectors.transfer.protocol import Region
 from pdserve.connectors.transfer.seams import Direction, Job, JobEnd, Remote
@@ -47,7 +47,6 @@ class World:
         self.parted: list[int] = []
         self.progressed: list[int] = []
         self.added: list[tuple[int, str]] = []
-        self.is_slow = False
 
 
 class Agent:
@@ -80,10 +79,8 @@ class Agent:
 
     def read_once(
         self, local: Region, peer: str, remote: Region, num_bytes: int
-    ) -> tuple[Transfer, TransferState]:
-        return Transfer(-1), TransferState.IN_PROGRESS if peer in self._world.broken else (
-            TransferState.DONE
-        )
+    ) -> tuple[Transfer, bool]:
+        return Transfer(-1), peer not in self._world.broken
 
     def post(
         self,
@@ -92,19 +89,17 @@ class Agent:
         local_units: npt.NDArray[np.int32],
         remote: Prepared,
         remote_units: npt.NDArray[np.int32],
-    ) -> tuple[Transfer, TransferState]:
+    ) -> tuple[Transfer, bool]:
         world, peer, first = self._world, self._peers[remote], int(local_units[0])
         world.gate.wait(10.0)
         world.posted.append((self._lane, peer, first))
         if peer in world.broken:
             raise AgentError(f"{peer} is gone")
-        is_slow = world.is_slow or first in world.stuck
-        return Transfer(first), TransferState.IN_PROGRESS if is_slow else TransferState.DONE
+        return Transfer(first), first not in world.stuck
 
-    def poll(self, transfer: Transfer) -> TransferState:
+    def poll(self, transfer: Transfer) -> bool:
         assert not self._is_closed
-        is_stuck = transfer in self._world.stuck or transfer == -1
-        return TransferState.IN_PROGRESS if is_stuck else TransferState.DONE
+        return transfer not in self._world.stuck and transfer != -1
 
     def release(self, transfer: Transfer) -> None:
         return None

@@ -16,7 +16,7 @@ import torch
 
 from pdserve.connectors.digests import BlockDigests
 from pdserve.connectors.handover.instructions import Grant, Load, Watch
-from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer, TransferState
+from pdserve.connectors.nixl.agent import AgentError, Prepared, Transfer
 from pdserve.connectors.nixl.lanes import Lanes
 from pdserve.connectors.side_channel.channel import Listener, SideChannel
 from pdserve.connectors.side_channel.reactor import Reactor
@@ -46,10 +46,10 @@ NUM_TOKENS = 2 * SHAPE.block_size
 
 
 class ScriptedAgent:
-    """Moves nothing. `outcome` is what becomes of READs that are posted and then polled."""
+    """Moves nothing. `outcome` says whether READs that were posted are done once polled."""
 
     def __init__(self) -> None:
-        self.outcome: TransferState | AgentError = TransferState.DONE
+        self.outcome: bool | AgentError = True
         self.known: set[str] = set()
         self.met: list[str] = []
         self.refuses_to_prepare = False
@@ -77,8 +77,8 @@ class ScriptedAgent:
 
     def read_once(
         self, local: Region, peer: str, remote: Region, num_bytes: int
-    ) -> tuple[Transfer, TransferState]:
-        return Transfer(0), TransferState.DONE
+    ) -> tuple[Transfer, bool]:
+        return Transfer(0), True
 
     def post(
         self,
@@ -87,11 +87,11 @@ class ScriptedAgent:
         local_units: npt.NDArray[np.int32],
         remote: Prepared,
         remote_units: npt.NDArray[np.int32],
-    ) -> tuple[Transfer, TransferState]:
+    ) -> tuple[Transfer, bool]:
         self.num_posted += 1
-        return Transfer(1), TransferState.IN_PROGRESS
+        return Transfer(1), False
 
-    def poll(self, transfer: Transfer) -> TransferState:
+    def poll(self, transfer: Transfer) -> bool:
         if isinstance(self.outcome, AgentError):
             raise self.outcome
         return self.outcome
@@ -249,10 +249,10 @@ def nowhere() -> Endpoint:
 
 
 def test_a_read_that_completes_later_is_received_once(pair: Pair) -> None:
-    pair.agent.outcome = TransferState.IN_PROGRESS
+    pair.agent.outcome = False
     pair.load()
     pair.until(lambda: pair.agent.num_posted)
-    pair.agent.outcome = TransferState.DONE
+    pair.agent.outcome = True
     pair.until(lambda: pair.received)
     assert not len(pair.loads)
     assert not pair.failed
@@ -264,7 +264,7 @@ def test_a_read_that_fails_before_the_side_channel_does_is_reported_once(pair: P
     pair.until(lambda: pair.failed)
     assert pair.reasons == [LoadFailure.PEER_LOST]
     assert not len(pair.loads)
-    pair.agent.outcome = TransferState.DONE
+    pair.agent.outcome = True
     pair.load()
     pair.until(lambda: pair.received)
     assert len(pair.failed) == 1
@@ -296,7 +296,7 @@ def test_a_peer_that_is_mute_is_out_of_reach_after_the_handshake_timeout(pair: P
 
 
 def test_a_peer_that_refuses_after_its_welcome_is_not_forgotten_under_a_read(pair: Pair) -> None:
-    pair.agent.outcome = TransferState.IN_PROGRESS
+    pair.agent.outcome = False
     pair.load()
     pair.until(lambda: pair.agent.num_posted)
     (client,) = pair.server._clients
@@ -307,7 +307,7 @@ def test_a_peer_that_refuses_after_its_welcome_is_not_forgotten_under_a_read(pai
         pair.turn(0.01)
     time.sleep(0.05)
     assert pair.agent.known == {"agent-of-P"}
-    pair.agent.outcome = TransferState.DONE
+    pair.agent.outcome = True
     pair.until(lambda: pair.failed)
 
 
@@ -416,11 +416,11 @@ def test_a_request_that_was_given_up_here_is_no_warning(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, logger="pdserve.connectors"):
-        pair.agent.outcome = TransferState.IN_PROGRESS
+        pair.agent.outcome = False
         request_id = pair.load()
         pair.until(lambda: pair.agent.num_posted)
         pair.loads.abort(request_id)
-        pair.agent.outcome = TransferState.DONE
+        pair.agent.outcome = True
         pair.until(lambda: pair.failed)
     assert pair.reasons == [LoadFailure.ABORTED]
     about = [record for record in caplog.records if "kv load" in record.message]

@@ -190,19 +190,19 @@ def lose_target(engine: Engine) -> threading.Event:
     """Have the agent that peers reach `engine` by end; it is made again once the event is set."""
     runner, may_be_made = engine.worker._runner, threading.Event()  # type: ignore[attr-defined]
     mover, machine = runner._mover, runner._machine
-    make_target, tick = mover._make_target, machine.server.tick
+    make_agent, tick = mover._make_agent, machine.server.tick
 
-    def make_or_fail() -> NixlAgent:
-        if not may_be_made.is_set():
+    def make_or_fail(part: str) -> NixlAgent:
+        if not (part or may_be_made.is_set()):  # a lane's has a part
             raise AgentError("NIXL create_agent: nixlBackendError: no port is free")
-        agent: NixlAgent = make_target()
+        agent: NixlAgent = make_agent(part)
         return agent
 
     def tick_after_reset() -> None:  # on the transfer thread, once
         machine.server.tick = tick
         machine.fence("a test")
 
-    mover._make_target, machine.server.tick = make_or_fail, tick_after_reset
+    mover._make_agent, machine.server.tick = make_or_fail, tick_after_reset
     runner._reactor.wake()
     engine.until(lambda: engine.faults["agent_not_made"])
     return may_be_made
