@@ -11,7 +11,7 @@ import enum
 import itertools
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import msgspec
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.transfer.machine import TransferMachine
     from pdserve.connectors.transfer.protocol import Process
-    from pdserve.connectors.transfer.seams import PeerLink
+    from pdserve.observe.clock import Clock
 
 _HOST = "memory"
 # A link across a cut is lost after this time, as with TCP.
@@ -65,6 +66,7 @@ class ExchangeMember(Protocol):
     """A rank, as seen by the wire and by other ranks.
 
     Attributes:
+        machine: Its side of the protocol.
         process: Identity of the process that it stands for.
         num_polls: How often its engine has asked for news, which measures time on the wire.
         num_fences: How often its memory was cut off from peers.
@@ -73,6 +75,8 @@ class ExchangeMember(Protocol):
     """
 
     context: ConnectorContext
+    clock: Clock
+    machine: TransferMachine
     endpoint: Endpoint
     process: Process
     kv: torch.Tensor
@@ -80,18 +84,6 @@ class ExchangeMember(Protocol):
     num_fences: int
     has_heard: bool
     trouble: Trouble
-
-    @property
-    def needs_progress(self) -> bool:
-        """Whether its peers need it to be driven."""
-        ...
-
-    def now_s(self) -> float:
-        """Return the time of its monotonic clock."""
-        ...
-
-    def accept(self, link: PeerLink) -> None:
-        """Accept a link that another rank has opened."""
 
     def turn(self) -> bool:
         """Do what is due; return whether there may be more to do."""
@@ -199,28 +191,19 @@ class MemoryLink:
         is_broken: Whether it is lost, which may not have been noticed yet.
     """
 
+    is_authenticated: ClassVar[bool] = True
     other: MemoryLink
 
     def __init__(self, exchange: Exchange, owner: ExchangeMember, peer: str, receives: Any) -> None:
+        self.peer = peer
         self.owner = owner
         self.is_accepted = True
         self.is_closed = False
         self.is_broken = False
         self._exchange = exchange
-        self._peer = peer
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._inbox: deque[tuple[int, bytes]] = deque()
         self._cut_since_s = float("inf")
-
-    @property
-    def peer(self) -> str:
-        """See `PeerLink`."""
-        return self._peer
-
-    @property
-    def is_authenticated(self) -> bool:
-        """See `PeerLink`."""
-        return True
 
     @property
     def is_waiting(self) -> bool:
@@ -257,7 +240,7 @@ class MemoryLink:
             return False
         if not self.is_accepted:
             self.is_accepted = True
-            self.owner.accept(self)
+            self.owner.machine.server.accept(self)
         try:
             return self._take()
         except PeerError as error:
@@ -273,12 +256,12 @@ class MemoryLink:
     def _take(self) -> bool:
         has_moved = False
         if self.is_broken:
-            raise ClosedError(f"{self._peer}: reset the connection")
+            raise ClosedError(f"{self.peer}: reset the connection")
         while self._inbox and self._inbox[0][0] <= self.owner.num_polls and not self.is_closed:
             has_moved = True
             self._on_message(self._decoder.decode(self._inbox.popleft()[1]))
         if self.other.is_closed and not self._inbox and not self.is_closed:
-            raise ClosedError(f"{self._peer}: closed the connection")
+            raise ClosedError(f"{self.peer}: closed the connection")
         return has_moved
 
     def _is_cut(self) -> bool:
@@ -286,8 +269,8 @@ class MemoryLink:
         if not self._exchange.is_cut(self.owner, self.other.owner):
             self._cut_since_s = float("inf")
             return False
-        now_s = self.owner.now_s()
+        now_s = self.owner.clock.monotonic_s()
         self._cut_since_s = min(self._cut_since_s, now_s)
         if now_s - self._cut_since_s >= SILENCE_S:
-            self.lose(ClosedError(f"{self._peer}: no message for {SILENCE_S} s"))
+            self.lose(ClosedError(f"{self.peer}: no message for {SILENCE_S} s"))
         return True

@@ -79,7 +79,7 @@ class MemoryRank:
         self.num_fences = 0
         self.has_heard = False
         self.trouble = trouble
-        self._clock = clock
+        self.clock = clock
         self._exchange = exchange
         self._wake = wake
         self._later = _Later()
@@ -180,23 +180,10 @@ class MemoryRank:
 
     # ---- what the exchange asks for (`ExchangeMember`) -----------------------------------
 
-    @property
-    def needs_progress(self) -> bool:
-        """See `ExchangeMember`."""
-        return self.machine.needs_progress
-
-    def now_s(self) -> float:
-        """See `ExchangeMember`."""
-        return self._clock.monotonic_s()
-
-    def accept(self, link: PeerLink) -> None:
-        """See `ExchangeMember`."""
-        self.machine.server.accept(link)
-
     def turn(self) -> bool:
         """See `ExchangeMember`."""
         has_moved = self._later.run() | self.mover.deliver()
-        if has_moved or self.has_heard or self.machine.due_s() <= self.now_s():
+        if has_moved or self.has_heard or self.machine.due_s() <= self.clock.monotonic_s():
             self.has_heard = False
             has_moved |= self.machine.tick()
         return has_moved
@@ -414,10 +401,12 @@ class MemoryMover(OneSided):
 
     def _is_stuck(self, peer: ExchangeMember) -> bool:
         exchange = self._exchange
-        return exchange.is_cut(self._rank, peer) or (exchange.is_driven and not peer.needs_progress)
+        return exchange.is_cut(self._rank, peer) or (
+            exchange.is_driven and not peer.machine.needs_progress
+        )
 
     def _now_s(self) -> float:
-        return self._rank.now_s()
+        return self._rank.clock.monotonic_s()
 
 
 def _units(kv: torch.Tensor, unit_bytes: int) -> torch.Tensor:
