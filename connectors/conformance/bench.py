@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import torch
 
-from pdserve.connectors.conformance.engines import Engine
+from pdserve.connectors.conformance.engines import Engine, prompt_of
 from pdserve.connectors.conformance.values import make_shape
 from pdserve.wire.ids import BlockId
 from pdserve.wire.transfer import PushTicket
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import KVConnectorBase
     from pdserve.wire.transfer import KVShape
 
+NUM_TOKENS = 40
+PROMPT = prompt_of(NUM_TOKENS)
 _ROOM_TOKENS = 64
 
 
@@ -88,20 +90,19 @@ class Bench:
     def _stride(self, name: str) -> int:
         return _ROOM_TOKENS // self._shapes[name].block_size
 
-    def _blocks(self, name: str, job: int, num_tokens: int) -> list[int]:
-        shape, stride = self._shapes[name], self._stride(name)
-        first = job * stride
-        blocks = list(range(first, first + -(-num_tokens // shape.block_size)))
+    def _blocks(self, name: str, job: int) -> list[int]:
+        first = job * self._stride(name)
+        blocks = list(range(first, first + -(-NUM_TOKENS // self._shapes[name].block_size)))
         # Neighbouring blocks out of order, so that a table cannot be treated as a range.
         return [*blocks[1:], blocks[0]] if job % 2 == 0 else blocks
 
-    def p_blocks(self, job: int, num_tokens: int = 40) -> list[int]:
-        """Return P's blocks of the `job`-th prompt (of up to 64 tokens), in token order."""
-        return self._blocks("P", job, num_tokens)
+    def p_blocks(self, job: int) -> list[int]:
+        """Return P's blocks of the `job`-th prompt (of `NUM_TOKENS` tokens), in token order."""
+        return self._blocks("P", job)
 
-    def d_blocks(self, job: int, num_tokens: int = 40) -> list[int]:
+    def d_blocks(self, job: int) -> list[int]:
         """Return D's blocks of the `job`-th prompt, likewise."""
-        return [block + 1 for block in self._blocks("D", job, num_tokens)]
+        return [block + 1 for block in self._blocks("D", job)]
 
     @staticmethod
     def ids(blocks: Sequence[int]) -> list[BlockId]:

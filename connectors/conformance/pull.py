@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.connectors.conformance.bench import Bench
-from pdserve.connectors.conformance.engines import prompt_of
+from pdserve.connectors.conformance.bench import NUM_TOKENS, PROMPT, Bench
 from pdserve.wire.ids import Incarnation
 from pdserve.wire.transfer import ConnectorReport, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
     from pdserve.connectors.conformance.engines import Engine
-
-NUM_TOKENS = 40
-PROMPT = prompt_of(NUM_TOKENS)
 
 
 class PullConformance(Bench):

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.connectors.conformance.bench import Bench
-from pdserve.connectors.conformance.engines import FIRST_TOKEN, prompt_of
+from pdserve.connectors.conformance.bench import NUM_TOKENS, PROMPT, Bench
+from pdserve.connectors.conformance.engines import FIRST_TOKEN
 from pdserve.wire.ids import Incarnation
 from pdserve.wire.transfer import KVMode, LeaseEnd, LoadFailure
 
 if TYPE_CHECKING:
     from pdserve.connectors.conformance.engines import Engine, KitRequest
 
-NUM_TOKENS = 40
-PROMPT = prompt_of(NUM_TOKENS)
 _CHUNK = 16
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.conformance.bench import Bench
-from pdserve.connectors.conformance.engines import FIRST_TOKEN, prompt_of
+from pdserve.connectors.conformance.bench import NUM_TOKENS, PROMPT, Bench
+from pdserve.connectors.conformance.engines import FIRST_TOKEN
 from pdserve.wire.request import FinishReason
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pdserve.connectors.base import Match
     from pdserve.connectors.conformance.engines import Engine, KitRequest
 
-_NUM_TOKENS = 40
-_PROMPT = prompt_of(_NUM_TOKENS)
 _SEED, _OTHER = 1, 9
 
 
@@ -30,7 +28,7 @@ class StoreConformance(Bench):
     def test_what_a_prompt_left_is_loaded_and_no_layer_is_read_before_it_is_there(self) -> None:
         p = self.new("P")
         self._save(p)
-        num_whole = _NUM_TOKENS - _NUM_TOKENS % p.block_size
+        num_whole = NUM_TOKENS - NUM_TOKENS % p.block_size
         assert self._load_what_was_saved(p) == num_whole
 
     def test_only_what_is_not_here_is_loaded(self) -> None:
@@ -39,16 +37,16 @@ class StoreConformance(Bench):
         request, blocks, here = self._arrive(p), self.p_blocks(1), p.block_size
         p.fill(blocks, _OTHER)
         num_tokens = self._load(p, request, blocks, num_computed=here)
-        assert num_tokens == _NUM_TOKENS - _NUM_TOKENS % p.block_size - here
+        assert num_tokens == NUM_TOKENS - NUM_TOKENS % p.block_size - here
         assert p.holds(blocks, _OTHER, 0, here)
 
     def test_a_prompt_has_nothing_of_another_prompt_or_salt(self) -> None:
         p = self.new("P")
         self._save(p)
-        other = [*_PROMPT[: p.block_size], *([3] * p.block_size)]
+        other = [*PROMPT[: p.block_size], *([3] * p.block_size)]
         for request, num_tokens in (
-            (p.new_request([3, *_PROMPT]), 0),
-            (p.new_request(_PROMPT, cache_salt="another"), 0),
+            (p.new_request([3, *PROMPT]), 0),
+            (p.new_request(PROMPT, cache_salt="another"), 0),
             (p.new_request(other), p.block_size),
         ):
             p.arrive(request)
@@ -74,7 +72,7 @@ class StoreConformance(Bench):
         return num_tokens
 
     def _arrive(self, engine: Engine) -> KitRequest:
-        request = engine.new_request(_PROMPT)
+        request = engine.new_request(PROMPT)
         engine.arrive(request)
         return request
 
@@ -93,7 +91,7 @@ class StoreConformance(Bench):
         assert not self._match(engine, request).num_tokens
         table, generations = self.ids(blocks), [1] * len(blocks)
         engine.scheduler.update_state_after_alloc(request, table, 0, generations=generations)
-        for start, end in ((0, 24), (24, _NUM_TOKENS)):
+        for start, end in ((0, 24), (24, NUM_TOKENS)):
             engine.compute(request, blocks, start, end, seed=_SEED)
         request.output_token_ids.append(FIRST_TOKEN)
         request.finish_reason = ending
@@ -117,7 +115,7 @@ class StoreConformance(Bench):
             engine.until(lambda: engine.received)
             assert engine.holds(blocks, _SEED, num_computed, end)
         else:
-            start = min(end, _NUM_TOKENS - 1)
+            start = min(end, NUM_TOKENS - 1)
             loaded = num_computed, end
-            engine.compute(request, blocks, start, _NUM_TOKENS, seed=_SEED, loaded=loaded)
+            engine.compute(request, blocks, start, NUM_TOKENS, seed=_SEED, loaded=loaded)
         return match.num_tokens
