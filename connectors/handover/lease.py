@@ -67,6 +67,7 @@ class LeaseTable:
             default. Later its nonce is unknown, which is not valid either.
 
     Attributes:
+        due_s: Time before which `expire` changes nothing; it may be earlier than necessary.
         num_reused: Leases that were lost because one of their blocks turned up in another
             generation while they were live. The engine must not free a block before its lease has
             settled, so this stays 0.
@@ -83,17 +84,12 @@ class LeaseTable:
         self._ended: Remembered[None] = Remembered()
         self._released_early: Remembered[LeaseEnd] = Remembered()
         self._settled: list[Settled] = []
-        self._due_s = float("inf")
+        self.due_s = float("inf")
         self.num_reused = 0
 
     def __len__(self) -> int:
         """Number of leases that have not settled."""
         return len(self._leases)
-
-    @property
-    def due_s(self) -> float:
-        """The time before which `expire` changes nothing; it may be earlier than necessary."""
-        return self._due_s
 
     def grant(
         self,
@@ -117,7 +113,7 @@ class LeaseTable:
         lease.blocks = dict(zip(block_ids, generations, strict=True))
         for block_id in lease.blocks:
             self._by_block.setdefault(block_id, set()).add(nonce)
-        self._due_s = min(self._due_s, lease.expires_s)
+        self.due_s = min(self.due_s, lease.expires_s)
         early = self._released_early.pop(nonce)
         if early is not None:
             self._finish(nonce, lease, early)
@@ -149,7 +145,7 @@ class LeaseTable:
         if lease is not None:
             lease.expires_s = now_s + self._lease_s
             lease.readers[reader] = until_s
-            self._due_s = min(self._due_s, until_s)
+            self.due_s = min(self.due_s, until_s)
 
     def end_read(self, nonce: str, reader: Hashable) -> None:
         """Remove a reader that gave up. This does not end the lease."""
@@ -208,7 +204,7 @@ class LeaseTable:
     def expire(self, now_s: float) -> None:
         """End overdue leases and drop readers past their deadline. O(leases) when due."""
         self._seen_s = now_s
-        if now_s < self._due_s:
+        if now_s < self.due_s:
             return
         for nonce, lease in list(self._leases.items()):
             for reader in [r for r, until_s in lease.readers.items() if until_s <= now_s]:
@@ -216,7 +212,7 @@ class LeaseTable:
             if lease.end is None and lease.expires_s <= now_s:
                 lease.end = LeaseEnd.EXPIRED
             self._settle_if_over(nonce, lease)
-        self._due_s = min(
+        self.due_s = min(
             (
                 due
                 for lease in self._leases.values()

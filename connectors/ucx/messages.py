@@ -107,15 +107,13 @@ class _Way:
         """Append it to its peer's queue."""
         self.waiting.setdefault(message.address, deque()).append(message)
 
-    def remove(self, message: TaggedMessage) -> bool:
-        """Remove it if it waits; return whether it did."""
+    def remove(self, message: TaggedMessage) -> None:
+        """Remove it if it waits."""
         queue = self.waiting.get(message.address)
-        if queue is None or message not in queue:
-            return False
-        queue.remove(message)
-        if not queue:
-            del self.waiting[message.address]
-        return True
+        if queue is not None and message in queue:
+            queue.remove(message)
+            if not queue:
+                del self.waiting[message.address]
 
     def take(self) -> TaggedMessage | None:
         """Take the next message to post, if the limits allow one."""
