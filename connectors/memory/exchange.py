@@ -185,8 +185,6 @@ class MemoryLink:
     """One end of a connection. See `PeerLink`.
 
     Attributes:
-        owner: The rank at this end.
-        other: The other end.
         is_accepted: Whether the rank has accepted it, so that frames can be delivered.
         is_broken: Whether it is lost, which may not have been noticed yet.
     """

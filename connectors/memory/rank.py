@@ -10,6 +10,7 @@ is stuck; once it is abandoned it is ended, as by a fence.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.handover.instructions import Load, Reserve
     from pdserve.connectors.memory.exchange import Exchange, ExchangeMember, Trouble
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
-    from pdserve.connectors.transfer.seams import Job, JobEnd, PeerLink
+    from pdserve.connectors.transfer.seams import Job, JobEnd
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
@@ -93,7 +94,7 @@ class MemoryRank:
                 Seams(
                     context=context,
                     clock=clock,
-                    dialer=self,
+                    connect=functools.partial(exchange.connect, self),
                     mover=self.mover,
                     digests=BlockDigests(kv, context.shape, context.rank),
                     background=self._later,
@@ -160,10 +161,6 @@ class MemoryRank:
                 self._exchange.leave(self)
 
     # ---- seams of the protocol -------------------------------------------------------------
-
-    def connect(self, endpoint: Endpoint, peer: str) -> PeerLink:
-        """See `Dialer`."""
-        return self._exchange.connect(self, endpoint, peer)
 
     @property
     def this(self) -> Process:

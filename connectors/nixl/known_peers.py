@@ -36,7 +36,6 @@ class _Known:
 
     Attributes:
         users: Those that have used it and are not forgotten.
-        pool: Prepared regions, by region.
     """
 
     name: str

@@ -46,7 +46,6 @@ class Lanes(OneSided):
     """Some threads that post; all methods belong to one other thread, the transfer thread.
 
     Args:
-        num_lanes: Number of threads.
         make_agent: Called in a lane's thread with its number; the agent has registered `pool`
             and `scratch`, and its name was never used before.
         pool: This side's KV memory.

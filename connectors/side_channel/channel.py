@@ -48,11 +48,7 @@ _OPTIONS = (
 
 
 class SideChannel:
-    """See `Dialer`.
-
-    Args:
-        secret: The deployment's secret.
-    """
+    """Makes links to other ranks, and takes those that others make."""
 
     def __init__(self, reactor: Reactor, secret: bytes) -> None:
         self._reactor = reactor
@@ -61,7 +57,7 @@ class SideChannel:
         self._to_server = msgspec.msgpack.Decoder(ToServer)
 
     def connect(self, endpoint: Endpoint, peer: str) -> TcpLink:
-        """See `Dialer`."""
+        """See `Seams.connect`."""
         sock = _start_connect(endpoint)
         session = FrameSession(self._secret, is_client=True, nonce=secrets.token_bytes(32))
         return TcpLink(self._reactor, sock, session, self._to_client, peer=peer)

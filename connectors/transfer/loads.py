@@ -61,11 +61,7 @@ class ReadState(enum.Enum):
 
 
 class Loads:
-    """All loads of this rank.
-
-    Args:
-        peers: The connections to Ps.
-    """
+    """All loads of this rank."""
 
     def __init__(self, seams: Seams, facts: Facts, peers: Peers) -> None:
         self.seams = seams

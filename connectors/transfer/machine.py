@@ -32,7 +32,6 @@ class TransferMachine:
     """One rank's side of the transfer protocol, as P and as D.
 
     Attributes:
-        facts: The facts to report.
         server: The P side: it takes new connections, and what steps have computed.
         peers, loads, receiving: The D side: its connections, KV that it reads, and KV that is
             written to it.

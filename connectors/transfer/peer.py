@@ -263,7 +263,7 @@ class Peer:
         endpoint = self._owner.endpoints[self.id.rank]
         name = f"{self._owner.engine_id} at {endpoint.host}:{endpoint.port}"
         try:
-            self._link = self._seams.dialer.connect(endpoint, name)
+            self._link = self._seams.connect(endpoint, name)
         except UnreachableError as error:
             self._give_up(LoadFailure.PEER_LOST, str(error))
             return

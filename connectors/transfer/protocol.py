@@ -65,7 +65,6 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         address: Address of the first byte, in the owner's address space.
         stride_bytes: Bytes per unit (a block); units are contiguous.
-        num_units: Number of units.
         memory: NIXL's name of the memory type, DRAM or VRAM.
         device: Device index; 0 for DRAM.
     """
@@ -150,7 +149,6 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
         pool: All KV blocks, one unit each.
         scratch: For the warm-up transfer.
         shape: How P's KV is shared out.
-        process: P's.
     """
 
     agent_metadata: bytes

@@ -91,8 +91,6 @@ class PushSite:
     """State shared by the pushes of one rank of P.
 
     Attributes:
-        leases: Table that keeps blocks from settling while they are being written from.
-        observations: Costs of steps; the thread that runs steps empties it.
         on_over: Called with a push that has nothing left to do.
     """
 

@@ -59,7 +59,6 @@ class Receiving:
     """All reservations of one rank of D, and the handlers of P's messages (see `PushReceiver`).
 
     Args:
-        peers: The connections to Ps.
         fence: Cuts this memory off from Ps, and closes every link.
         is_alone: Whether a fence would affect nothing but reservations; if not, a LOST part waits
             for the other transfers, but no longer than the quarantine.

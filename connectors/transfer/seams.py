@@ -2,7 +2,7 @@
 
 All its dependencies are passed in, and nothing is patched.
 
-A `PeerLink`, made by a `Dialer`, carries frames to and from another rank. A `Mover` copies bytes:
+A `PeerLink` carries frames to and from another rank. A `Mover` copies bytes:
 
     submitted -> posted -> settled (all bytes are there, or failed as a value)
         `--- abandoned: never posted, or settled once nothing can land any more
@@ -104,21 +104,6 @@ class PeerLink(Protocol):
 
     def close(self) -> None:
         """End the link without calling `on_lost`; may be repeated."""
-
-
-class Dialer(Protocol):
-    """Makes links to other ranks."""
-
-    def connect(self, endpoint: Endpoint, peer: str) -> PeerLink:
-        """Begin to connect; messages sent meanwhile wait. Never blocks.
-
-        Args:
-            peer: The other end, for messages.
-
-        Raises:
-            UnreachableError: It is known at once that the endpoint cannot be reached.
-        """
-        ...
 
 
 class Direction(enum.Enum):
@@ -353,14 +338,16 @@ class Seams:
     """See the module.
 
     Attributes:
-        context: This engine and rank.
+        connect: Begins to connect to an endpoint, without blocking; messages sent meanwhile wait.
+            Its second argument names the other end in messages. Raises `UnreachableError` if it is
+            known at once that the endpoint cannot be reached.
         piece_bytes: Approximate bytes per job into which transfers are cut.
         slices: The latest work of jobs, for traces; the reporter removes it, from any thread.
     """
 
     context: ConnectorContext
     clock: Clock
-    dialer: Dialer
+    connect: Callable[[Endpoint, str], PeerLink]
     mover: Mover
     digests: BlockDigests
     background: Background

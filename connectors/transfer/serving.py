@@ -81,22 +81,8 @@ class _Client:
     greeted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    """A `Done` that waits for its grant, or for the digests."""
-
-    client: _Client
-    done: Done
-    until_s: float
-
-
 class Server:
-    """All connected Ds and all leases.
-
-    Attributes:
-        leases: The lease table.
-        pushing: The pushes to Ds.
-    """
+    """All connected Ds, all leases, and the pushes to Ds."""
 
     def __init__(self, seams: Seams, facts: Facts) -> None:
         self._seams = seams
@@ -107,7 +93,8 @@ class Server:
         self._clock = seams.clock
         # In order of arrival: a set would be iterated by memory address.
         self._clients: dict[_Client, None] = {}
-        self._parked: dict[tuple[_Client, int], _Parked] = {}
+        # `Done`s that wait for their grant or for the digests, by read id, and until when.
+        self._parked: dict[tuple[_Client, int], tuple[Done, float]] = {}
         self.leases = LeaseTable(self._transfer.lease_s)
         self._grants: dict[str, Grant] = {}
         self._undigested: set[str] = set()
@@ -127,7 +114,7 @@ class Server:
         return min(
             self.leases.due_s,
             self.pushing.due_s(),
-            *(parked.until_s for parked in self._parked.values()),
+            *(until_s for _, until_s in self._parked.values()),
             *(self._patience_ends_s(client) for client in self._clients),
         )
 
@@ -177,7 +164,11 @@ class Server:
         self._undigested.add(grant.nonce)
         # Taking digests holds the blocks, like a reader that never hangs.
         self.leases.begin_read(grant.nonce, self, now_s, until_s=float("inf"))
-        self._take_up_reads(grant.nonce)
+        # Reads that began before the grant, which travels separately, hold the blocks, too.
+        for client in self._clients:
+            for read_id, nonce in client.reads.items():
+                if nonce == grant.nonce:
+                    self._begin_read(client, read_id, nonce)
         self._take_digests(grant)
         self._look_at_parked(grant.nonce)
 
@@ -198,10 +189,10 @@ class Server:
         now_s = self._clock.monotonic_s()
         self.pushing.tick()
         self.leases.expire(now_s)
-        for key, entry in list(self._parked.items()):
-            if entry.until_s <= now_s:
+        for key, (done, until_s) in list(self._parked.items()):
+            if until_s <= now_s:
                 del self._parked[key]
-                self._refuse(entry.client, entry.done)
+                self._refuse(key[0], done)
         for client in [c for c in self._clients if self._patience_ends_s(c) <= now_s]:
             self._drop(client, Fault.SLOW, "no complete handshake in time")
 
@@ -329,17 +320,18 @@ class Server:
         self._seams.take_digests(table, grant.num_tokens, grant.request_id, done)
 
     def _look_at_parked(self, nonce: str) -> None:
-        for key, entry in list(self._parked.items()):
-            if entry.done.nonce == nonce:
+        for key, (done, _) in list(self._parked.items()):
+            if done.nonce == nonce:
                 del self._parked[key]
-                self._answer(entry.client, entry.done)
+                self._answer(key[0], done)
 
     def _answer(self, client: _Client, done: Done) -> None:
         """Confirm a read, refuse it, or let it wait for its grant or for the digests."""
         now_s = self._clock.monotonic_s()
         if done.nonce in self._undigested:
             # It stays a reader, because the digests must be of the blocks it has read.
-            self._park(client, done, now_s + self._transfer.transfer_timeout_s)
+            until_s = now_s + self._transfer.transfer_timeout_s
+            self._parked[client, done.read_id] = done, until_s
             return
         match self.leases.confirm(done.nonce, (client, done.read_id), now_s):
             case ReadVerdict.VALID:
@@ -349,10 +341,7 @@ class Server:
                 self._refuse(client, done)
             case ReadVerdict.UNKNOWN:
                 grace_s = min(_GRANT_GRACE_S, self._transfer.lease_s)
-                self._park(client, done, now_s + grace_s)
-
-    def _park(self, client: _Client, done: Done, until_s: float) -> None:
-        self._parked[client, done.read_id] = _Parked(client, done, until_s)
+                self._parked[client, done.read_id] = done, now_s + grace_s
 
     def _confirm(self, client: _Client, done: Done) -> None:
         """Confirm that the lease is valid, and send the digests."""
@@ -380,13 +369,6 @@ class Server:
         now_s = self._clock.monotonic_s()
         until_s = now_s + self._transfer.transfer_timeout_s
         self.leases.begin_read(nonce, (client, read_id), now_s, until_s=until_s)
-
-    def _take_up_reads(self, nonce: str) -> None:
-        """Have reads that began before the grant (it travels separately) hold the blocks, too."""
-        for client in self._clients:
-            for read_id, read in client.reads.items():
-                if read == nonce:
-                    self._begin_read(client, read_id, nonce)
 
     def _end_read(self, client: _Client, read_id: int, nonce: str) -> None:
         client.reads.pop(read_id, None)

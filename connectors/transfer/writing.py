@@ -78,11 +78,7 @@ class _Memory:
 
 
 class Destinations:
-    """The known memories of Ds, by agent.
-
-    Args:
-        mover: The mover that will write there.
-    """
+    """The known memories of Ds, by agent."""
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover

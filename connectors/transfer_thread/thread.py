@@ -164,7 +164,7 @@ class TransferThread:
             Seams(
                 context=context,
                 clock=clock,
-                dialer=self._side_channel,
+                connect=self._side_channel.connect,
                 mover=self._mover,
                 digests=digests,
                 background=self._background,
@@ -353,10 +353,8 @@ class BackgroundThread:
     and must release the interpreter lock while it computes.
 
     Args:
-        name: The thread's name, for debuggers.
         wake: Called from the thread when `deliver` has something to do.
         slices: See `Seams`.
-
     """
 
     def __init__(

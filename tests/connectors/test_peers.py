@@ -147,7 +147,7 @@ class Pair:
             return Seams(
                 context=context,
                 clock=self.clock,
-                dialer=self.network,
+                connect=lambda endpoint, peer: self.network.connect(endpoint, peer),
                 mover=MoverOver(lanes, lambda: ExposedMemory(target(), pool, scratch)),
                 digests=digests,
                 background=self.background,
