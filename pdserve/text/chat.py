@@ -236,15 +236,35 @@ def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
                 f"{where}[{index}].function must be an object with a name and arguments",
                 param="messages",
             )
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                arguments = {}
-        arguments = arguments if isinstance(arguments, dict) else {}
+        arguments = _Arguments.read(function.get("arguments"))
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call. Added to a text, as in DeepSeek's templates, they are their JSON."""
+
+    _spelling: str | None = None
+
+    @classmethod
+    def read(cls, given: object) -> _Arguments:
+        """Return what a client has sent; none if it is no object."""
+        found = given
+        if isinstance(given, str):
+            try:
+                found = json.loads(given)
+            except (ValueError, RecursionError):
+                found = {}
+        arguments = cls(found if isinstance(found, dict) else {})
+        if isinstance(found, dict) and isinstance(given, str) and found:
+            arguments._spelling = given  # so that the prompt has what the model has written
+        return arguments
+
+    def __radd__(self, text: str) -> str:
+        return text + (self._spelling or _to_json(self))
+
+    def __add__(self, text: str) -> str:
+        return (self._spelling or _to_json(self)) + text
 
 
 def _shorten(named: dict[str, Any], field: str) -> None:

@@ -77,6 +77,18 @@ def test_what_a_developer_says_is_the_systems_where_a_template_knows_no_develope
     assert template.render(plain, now_s=0.0) == "system: a;user: hi;system: b;"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [('{"x":  1.50}', '{"x":  1.50}'), ({"x": "é"}, '{"x": "é"}'), ("{", "{}"), ("[1]", "{}")],
+)
+def test_arguments_may_be_added_to_a_text_and_are_what_the_model_has_written(
+    arguments, shown
+) -> None:
+    template = ChatTemplate("{{ '<' + messages[0].tool_calls[0].function.arguments + '>' }}", {})
+    call = {"function": {"name": "see", "arguments": arguments}}
+    assert template.render([{"role": "assistant", "tool_calls": [call]}], now_s=0.0) == f"<{shown}>"
+
+
 def test_an_empty_list_of_calls_is_not_there() -> None:
     template = ChatTemplate("{{ 'tool_calls' in messages[0] }}", {})
     message = {"role": "assistant", "content": "hi", "tool_calls": []}
