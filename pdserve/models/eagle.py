@@ -126,11 +126,13 @@ class EagleHead:
 
     Args:
         embed: `[T]` token ids to `[T, hidden_size]`: the model's.
-        choose: `[M, hidden_size]` to `[M]` token ids: the likeliest by the model's output head.
+        logits: `[M, hidden_size]` to `[M, len(vocab)]`: the model's output head.
         has_fc_bias: Whether the layer that joins its two inputs has a bias.
     """
 
     aux_layers: tuple[int, ...] = ()
+    has_output = False
+    offsets: Tensor | None = None
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class EagleHead:
         *,
         max_positions: int,
         embed: Callable[[Tensor], Tensor],
-        choose: Callable[[Tensor], Tensor],
+        logits: Callable[[Tensor], Tensor],
         has_fc_bias: bool = False,
     ) -> None:
         layer = arch.layer
@@ -150,7 +152,7 @@ class EagleHead:
         )
         self._attention = GroupedQueryAttention(layer, 0, table, placement)
         self._mlp = GatedMLP(layer, placement)
-        self._embed, self._choose = embed, choose
+        self._embed, self.logits = embed, logits
 
     def slots(self) -> dict[str, Slot]:
         """See `DraftHead`. The layer has no norm of its input."""
@@ -173,10 +175,6 @@ class EagleHead:
         attended = self._attention.after_norm(stream, step, kv_layers[0])
         return stream + self._mlp(attended, stream, len(step.positions))
 
-    def likeliest(self, states: Tensor) -> Tensor:
-        """See `DraftHead`."""
-        return self._choose(states)
-
 
 class Eagle3Head:
     """EAGLE-3.
@@ -184,9 +182,10 @@ class Eagle3Head:
     Args:
         embed: `[T]` token ids to `[T, hidden_size]`: the model's.
         prefix: Prefix of the layer's names.
-        offsets: `[draft_vocab_size]` int64: added to a token of the head to get the model's token;
-            None if they are the same.
+        offsets: See `DraftHead`.
     """
+
+    has_output = True
 
     def __init__(
         self,
@@ -214,7 +213,7 @@ class Eagle3Head:
         )
         self._rms_norm, self._eps = placement.kernels.rms_norm, layer.rms_norm_eps
         self._embed = embed
-        self._offsets = None if offsets is None else offsets.to(placement.device)
+        self.offsets = offsets
 
     def slots(self) -> dict[str, Slot]:
         """See `DraftHead`."""
@@ -238,11 +237,9 @@ class Eagle3Head:
         attended = self._attention.after_norm(joined, step, kv_layers[0])
         return stream.add_(self._mlp(attended, stream, len(step.positions)))
 
-    def likeliest(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """See `DraftHead`."""
-        normed = self._rms_norm(states, self._norm.value, self._eps)
-        drafted = self._head.packed(normed).argmax(-1)
-        return drafted if self._offsets is None else drafted + self._offsets[drafted]
+        return self._head.packed(self._rms_norm(states, self._norm.value, self._eps))
 
 
 def make_eagle(
@@ -251,14 +248,12 @@ def make_eagle(
     placement: Placement,
     *,
     target: LoadedModel,
-    choose: Callable[[Tensor], Tensor],
 ) -> DraftHead:
     """Make a head, whose weights are still to be loaded.
 
     Args:
         source: Its checkpoint.
         target: The model that it drafts for.
-        choose: See `EagleHead`.
 
     Raises:
         ConfigError: It lacks the mapping of its tokens to the model's, or that does not fit.
@@ -269,7 +264,7 @@ def make_eagle(
             placement,
             max_positions=target.max_model_len,
             embed=target.model.embed,
-            choose=choose,
+            logits=target.model.logits,
             has_fc_bias="model.fc.bias" in source,
         )
     offsets, size = source.integers(_OFFSETS), arch.draft_vocab_size

@@ -21,8 +21,6 @@ from pdserve.models.layers.rope import cos_sin_table
 from pdserve.parallel.dispatch import SlicedExperts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from pdserve.kernels.backend import KernelBackend
@@ -39,22 +37,17 @@ class MtpHead:
     """See the module, and `DraftHead`.
 
     Args:
-        target: The model.
-        choose: `[M, hidden_size]` to `[M]` token ids: the likeliest by the model's output head.
+        target: The model, whose embedding and output head it shares.
 
     Raises:
         ConfigError: The model has no such layer.
     """
 
     aux_layers: tuple[int, ...] = ()
+    has_output = False
+    offsets: Tensor | None = None
 
-    def __init__(
-        self,
-        target: LoadedModel,
-        device: torch.device,
-        kernels: KernelBackend,
-        choose: Callable[[Tensor], Tensor],
-    ) -> None:
+    def __init__(self, target: LoadedModel, device: torch.device, kernels: KernelBackend) -> None:
         arch = _with_one_layer_more(target.arch)
         moe, size = arch.moe, arch.hidden_size
         self.hidden_size = size
@@ -70,7 +63,7 @@ class MtpHead:
             name: Parameter((size,), placement) for name in ("enorm", "hnorm", "shared_head.norm")
         }
         self._rms_norm, self._eps = kernels.rms_norm, arch.rms_norm_eps
-        self._embed, self._choose = target.model.embed, choose
+        self._embed, self._logits = target.model.embed, target.model.logits
 
     def slots(self) -> dict[str, Slot]:
         """See `DraftHead`."""
@@ -91,9 +84,9 @@ class MtpHead:
         stream = self._join.packed(joined)
         return stream.add_(self._layer(None, stream, step, kv_layers[0]))
 
-    def likeliest(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """See `DraftHead`."""
-        return self._choose(self._normed("shared_head.norm", states))
+        return self._logits(self._normed("shared_head.norm", states))
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         return self._rms_norm(x, self._norms[name].value, self._eps)

@@ -110,10 +110,15 @@ class DraftHead(Protocol):
     Attributes:
         aux_layers: Layers of the model before which it reads the stream, ascending.
         hidden_size: Size of the model's states.
+        has_output: Whether it has an output head of its own, instead of the model's.
+        offsets: `[N]` int64, added to a column of its logits to get the model's token; None if they
+            are the same.
     """
 
     aux_layers: tuple[int, ...]
     hidden_size: int
+    has_output: bool
+    offsets: Tensor | None
 
     def slots(self) -> dict[str, Slot]:
         """How to load each tensor of its checkpoint, by name."""
@@ -137,8 +142,15 @@ class DraftHead(Protocol):
         """
         ...
 
-    def likeliest(self, states: Tensor) -> Tensor:
-        """Return the likeliest token of each state that `forward` made, `[M]` int64."""
+    def logits(self, states: Tensor) -> Tensor:
+        """Return logits of the tokens that follow.
+
+        Args:
+            states: `[M, hidden_size]`, of those that `forward` made.
+
+        Returns:
+            `[M, N]` fp32: all of its own output head, or this rank's columns of the model's.
+        """
         ...
 
 

@@ -35,10 +35,10 @@ class InputBatch:
     """Rows of requests.
 
     Args:
-        num_rows: Maximum number of requests known at once.
         buffers: Buffers that steps are written to, with as many rows.
 
     Attributes:
+        num_rows: Maximum number of requests known at once.
         max_blocks: Maximum blocks of one request.
     """
 
@@ -51,6 +51,7 @@ class InputBatch:
         buffers: StepBuffers,
     ) -> None:
         self._block_size = block_size
+        self.num_rows = num_rows
         self.max_blocks = -(-max_model_len // block_size)
         # Zero pages are shared until they are written: long contexts cost nothing unused.
         self._token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
@@ -338,6 +339,10 @@ class InputBatch:
     def num_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of tokens of requests, `[R]`."""
         return self._num_tokens[rows]
+
+    def num_outputs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of output tokens of requests, `[R]`."""
+        return self._num_tokens[rows] - self._num_prompt[rows]
 
     def num_held(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of tokens that the blocks of requests can hold, `[R]`."""

@@ -135,11 +135,11 @@ class ModelRunner:
                 buffers=buffers,
                 grammars=grammars,
             )
-        self._sampler = None if self._steps is None else self._steps.rows
-        on_device = self._sampler if isinstance(self._sampler, DeviceSampler) else None
+        self._sampler = sampler = None if self._steps is None else self._steps.rows
+        on_device = sampler if isinstance(sampler, DeviceSampler) else None
         self._device_sampler = on_device
-        forced = None if self._sampler is None else ForcedTokens(self._sampler.forced, tp)
-        self._by_model = drafter_of(config, loaded, self._batch, device, world, num_blocks=len(kv))
+        forced = None if sampler is None else ForcedTokens(sampler.forced, tp)
+        self._by_model = drafter_of(config, loaded, self._batch, len(kv), device, world, sampler)
         self._drafts = drafts_of(config.speculative, self._vocab_size, forced, self._by_model, pp)
         self._described = PromptLogprobs(
             self._batch,

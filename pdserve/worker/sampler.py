@@ -98,7 +98,7 @@ class Sampler:
         self._truncated[row] = self._top_k[row] > 0 or params.top_p < 1.0
         self._min_p[row] = params.min_p
         self._seed[row] = params.seed & _SEED_MASK
-        if params.temperature >= _GREEDY_BELOW:
+        if is_random(params):
             self._random.add(row)
         if LogitRules.needed(params):
             self._add_rules(row, params, prompt, outputs)
@@ -182,6 +182,36 @@ class Sampler:
         logprobs = dict(zip(reported, described, strict=True))
         return Sampled(chosen, logprobs, non_finite, hindered)
 
+    def guess(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        num_outputs: NDArray[np.int64],
+        *,
+        draws: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Choose tokens for drafts, without rules.
+
+        Args:
+            logits: `[M, N]` fp32, of a drafter; changed. N may be less than `vocab_size`.
+            rows: `[M]`, the batch rows whose parameters apply.
+            num_outputs: `[M]`, the index of each token among its request's outputs.
+            draws: Whether any tokens are drawn.
+
+        Returns:
+            `[M]` columns of the largest logits, and `[M]` of those that `sample` would choose with
+            the same random numbers.
+        """
+        likeliest, _ = _argmax(logits)
+        random = [i for i, row in enumerate(rows.tolist()) if draws and row in self._random]
+        if not random:
+            return likeliest, likeliest
+        owned = logits if len(random) == len(rows) else logits[random]
+        chosen, is_drawn = self._draw(owned, rows[random], num_outputs[random])
+        drawn = likeliest.copy()
+        drawn[random] = np.where(is_drawn, chosen, likeliest[random])
+        return likeliest, drawn
+
     def _apply_rules(self, at: list[int], ruled: list[int], logits: Tensor) -> dict[int, Hindered]:
         """Apply the rules of the rows that have some; return those that have no token."""
         if not ruled:
@@ -238,13 +268,14 @@ def note_tokens(
     return [i for i in non_finite.tolist() if i not in hindered]
 
 
+def is_random(params: SamplingParams) -> bool:
+    """Whether a request's tokens are drawn."""
+    return params.temperature >= _GREEDY_BELOW
+
+
 def needs_whole_row(params: SamplingParams) -> bool:
     """Whether a request's token or report needs more than the largest logit."""
-    return (
-        params.temperature >= _GREEDY_BELOW
-        or params.logprobs is not None
-        or LogitRules.needed(params)
-    )
+    return is_random(params) or params.logprobs is not None or LogitRules.needed(params)
 
 
 def first_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -325,7 +356,7 @@ def _truncate(weights: Tensor, top_k: int, top_p: float) -> None:
         top_k: 0 keeps all.
         top_p: 1 keeps all.
     """
-    if top_k:
+    if 0 < top_k < len(weights):
         weights.masked_fill_(weights < weights.topk(top_k).values[-1], 0.0)
     if top_p >= 1.0:
         return

@@ -68,6 +68,17 @@ class RowSampler(Protocol):
         """Choose a token for each row of logits."""
         ...
 
+    def guess(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        num_outputs: NDArray[np.int64],
+        *,
+        draws: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Choose tokens for each row of a drafter's logits."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Verified:

@@ -16,7 +16,13 @@ import torch
 
 from pdserve.errors import InternalError
 from pdserve.worker.logit_rules import Hindered, Hindrance
-from pdserve.worker.sampler import Sampled, Sampler, first_largest, needs_whole_row
+from pdserve.worker.sampler import (
+    Sampled,
+    Sampler,
+    first_largest,
+    is_random,
+    needs_whole_row,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,11 +133,14 @@ class SpreadSampler:
             Sampler(num_rows, vocab_size, device, grammars) if vocabulary.is_first else None
         )
         self._whole: set[int] = set()
+        self._random: set[int] = set()
 
     def add(
         self, row: int, params: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
     ) -> None:
         """See `Sampler`."""
+        if is_random(params):
+            self._random.add(row)
         if needs_whole_row(params):
             self._whole.add(row)
             if self._sampler is not None:
@@ -140,6 +149,7 @@ class SpreadSampler:
     def remove(self, row: int) -> None:
         """See `Sampler`."""
         self._whole.discard(row)
+        self._random.discard(row)
         if self._sampler is not None:
             self._sampler.remove(row)
 
@@ -191,3 +201,41 @@ class SpreadSampler:
         for i in np.flatnonzero(has_none).tolist():
             hindered.setdefault(i, Hindered(Hindrance.UNREADY))
         return Sampled(chosen, described, np.flatnonzero(is_lost).tolist(), hindered)
+
+    def guess(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        num_outputs: NDArray[np.int64],
+        *,
+        draws: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """See `Sampler`; the same on every rank.
+
+        Args:
+            logits: `[M, len(vocab)]` fp32, this rank's columns.
+        """
+        likeliest, _ = self._vocabulary.first_largest(logits)
+        random = [i for i, row in enumerate(rows.tolist()) if draws and row in self._random]
+        if not random:
+            return likeliest, likeliest
+        drawn = likeliest.copy()
+        gathered, guessed = self._vocabulary.whole(logits[random]), likeliest[random]
+        if gathered is not None:
+            guessed = self.guess_whole(gathered, rows[random], num_outputs[random], draws=True)[1]
+        drawn[random] = self._vocabulary.announce(guessed)
+        return likeliest, drawn
+
+    def guess_whole(
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        num_outputs: NDArray[np.int64],
+        *,
+        draws: bool,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """See `Sampler`: from logits that each rank has whole; those of the first rank count."""
+        if self._sampler is not None:
+            return self._sampler.guess(logits, rows, num_outputs, draws=draws)
+        likeliest = first_largest(logits)[0].cpu().numpy()
+        return likeliest, likeliest

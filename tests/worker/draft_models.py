@@ -131,7 +131,7 @@ def write_mtp(
     target = load(directory, World.alone(), load_format="dummy")
     slots = dict(target.model.slots())
     if num_extra_layers:
-        slots |= MtpHead(target, CPU, kernels_on(CPU), lambda states: states).slots()
+        slots |= MtpHead(target, CPU, kernels_on(CPU)).slots()
     source = DummyWeights(seed=0, std=0.25, dtype=torch.float32, identity="")
     weights = {name: tensor.clone() for name, tensor in source.tensors(slots)}
     for name, tensor in weights.items() if is_silent else ():

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from pdserve.wire.sampling import SamplingParams
     from pdserve.worker.drafting.model import DraftModel
 
 
@@ -71,12 +72,21 @@ def count_forwards(driver: Driver) -> list[int]:
     return counted
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        params(),
+        params(temperature=1.0, seed=5),
+        params(temperature=0.7, top_k=40, top_p=0.9, min_p=0.01, seed=6),
+    ],
+    ids=["greedy", "drawn", "truncated"],
+)
 def test_a_model_that_drafts_for_itself_is_always_right(
-    make_driver: Callable[..., Driver], itself: SpeculativeConfig
+    make_driver: Callable[..., Driver], itself: SpeculativeConfig, sampling: SamplingParams
 ) -> None:
     driver = make_driver(speculative=itself)
     for name in ("a", "b"):
-        driver.add(name, prompt_of(40, 1 + len(name) * ord(name)))
+        driver.add(name, prompt_of(40, 1 + len(name) * ord(name)), sampling)
         driver.step({name: 40})
     for _ in range(6):
         answer = driver.step({"a": 1, "b": 1}, {"a": NUM_ROWS, "b": 3})
@@ -307,10 +317,11 @@ def test_engines_put_out_the_same_and_those_whose_drafts_are_right_in_fewer_step
     tmp_path: Path, num_blocks: int, shape: MeshShape
 ) -> None:
     target, draft = write_pair(tmp_path, num_layers=8 * shape.tp * shape.pp)
-    requests = requests_of(8) | {
-        f"s{name}": each
-        for name, each in requests_of(4, temperature=0.8, seed=3, logprobs=2).items()
+    free = requests_of(4) | {
+        f"drawn {name}": each for name, each in requests_of(4, temperature=0.8, seed=3).items()
     }
+    ruled = requests_of(4, temperature=0.8, seed=3, frequency_penalty=0.9, logprobs=2)
+    requests = free | {f"ruled {name}": each for name, each in ruled.items()}
 
     def config(speculative: SpeculativeConfig, shape: MeshShape) -> EngineConfig:
         return config_of(
@@ -335,7 +346,7 @@ def test_engines_put_out_the_same_and_those_whose_drafts_are_right_in_fewer_step
         assert found.logprobs == wanted.logprobs
     assert found.num_drafted > found.num_accepted > 50
     assert (found.num_preemptions > 0) == (num_blocks == 40)
-    told = drafted(requests_of(8))
+    told = drafted(free)
     assert told.num_drafted == told.num_accepted > 100
     assert shape.pp > 1 or told.num_steps < wanted.num_steps
 

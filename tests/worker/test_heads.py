@@ -23,7 +23,7 @@ from pdserve.parallel.mesh import MeshShape
 from pdserve.worker.drafting.heads import HeadDrafter
 from tests.ranks import run_ranks
 from tests.worker.draft_models import write_eagle, write_mtp
-from tests.worker.driver import TINY, Driver
+from tests.worker.driver import TINY, Driver, params
 from tests.worker.spread import config_of, serve
 from tests.worker.test_draft_model import requests_of
 from tests.worker.test_drafting import NUM_ROWS, run
@@ -257,7 +257,7 @@ def test_a_layer_that_predicts_further_tokens_and_knows_them_is_always_right(
 ) -> None:
     write_mtp(tmp_path, family, is_silent=True)
     driver = make_driver(directory=tmp_path, speculative=drafting_by(None, method))
-    driver.add("r", prompt_of(20, 1))
+    driver.add("r", prompt_of(20, 1), params(temperature=0.9, top_p=0.95, seed=8))
     driver.step({"r": 20})
     for _ in range(5):
         answer = driver.step({"r": 1}, {"r": NUM_ROWS})

@@ -218,6 +218,30 @@ def test_a_sum_rounded_up_in_fp32_does_not_lead_beyond_its_members(
     assert draws(logits, params(temperature=1.0), [1], []) == [1]
 
 
+@pytest.mark.parametrize("size", [VOCAB, 40])
+def test_a_guess_is_the_token_that_would_be_sampled_but_for_rules(size: int) -> None:
+    asked = [
+        params(),
+        params(temperature=0.8, seed=1),
+        params(temperature=1.0, top_k=50, top_p=0.7, min_p=0.02, seed=2),
+        params(temperature=1.0, seed=3, frequency_penalty=1.0, logit_bias={7: 100.0}),
+    ]
+    guessing, sampling = Sampler(len(asked), VOCAB, CPU), Sampler(len(asked), size, CPU)
+    for row, each in enumerate(asked):
+        guessing.add(row, each, PROMPT, OUTPUTS)
+        free = with_seed(params(temperature=1.0), 3) if each.logit_bias else each
+        sampling.add(row, free, [3], [5])
+    rows = np.repeat(np.arange(len(asked)), 20)
+    index = np.tile(np.arange(20), len(asked))
+    logits = torch.randn(len(rows), size, generator=torch.Generator().manual_seed(0)) * 3
+    likeliest, drawn = guessing.guess(logits.clone(), rows, index, draws=True)
+    assert likeliest.tolist() == logits.argmax(-1).tolist()
+    for each in guessing.guess(logits.clone(), rows, index, draws=False):
+        assert each.tolist() == likeliest.tolist()
+    assert drawn.tolist() == sampling.sample(logits, rows, index).token_ids.tolist()
+    assert len({*drawn[20:40].tolist()}) > 5
+
+
 def test_a_removed_requests_rules_do_not_outlive_it() -> None:
     logits = torch.arange(10.0)[None]
     sampler = Sampler(1, 10, CPU)

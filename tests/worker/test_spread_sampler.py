@@ -17,6 +17,8 @@ from tests.ranks import run_ranks
 from tests.worker.driver import GREEDY, params
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from pdserve.wire.sampling import SamplingParams, TokenLogprobs
 
 pytestmark = pytest.mark.slow
@@ -142,6 +144,31 @@ def test_ranks_sample_the_tokens_of_one_and_the_first_describes_them() -> None:
     assert first == sample_steps(Sampler(len(PARAMS), VOCAB, CPU), World.alone(), ORDER)
     assert [tokens for tokens, _ in second] == [tokens for tokens, _ in first]
     assert not any(logprobs for _, logprobs in second)
+
+
+def _guess(world: World) -> tuple[list[int], list[int]]:
+    sampler = SpreadSampler(vocabulary_of(world, VOCAB), len(PARAMS), VOCAB, CPU)
+    logits, rows, index = _guessed_from(sampler)
+    _, of_columns = sampler.guess(columns_of(world, logits), rows, index, draws=True)
+    _, of_whole = sampler.guess_whole(logits.clone(), rows, index, draws=True)
+    return of_columns.tolist(), of_whole.tolist()
+
+
+def _guessed_from(
+    sampler: Sampler | SpreadSampler,
+) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]:
+    for row, sampling in enumerate(PARAMS):
+        sampler.add(row, sampling, [1, 2, 3], [])
+    rows = np.repeat(np.arange(len(PARAMS)), 3)
+    return torch.cat([logits_of(step) for step in range(3)])[rows], rows, np.arange(len(rows)) % 3
+
+
+def test_ranks_guess_the_tokens_of_one() -> None:
+    alone = Sampler(len(PARAMS), VOCAB, CPU)
+    wanted = alone.guess(*_guessed_from(alone), draws=True)[1].tolist()
+    found = run_ranks(MeshShape(tp=3), _guess)
+    assert [columns for columns, _ in found] == [wanted] * 3
+    assert found[0][1] == wanted
 
 
 def _sample_one(world: World, sampling: SamplingParams) -> list[int]:

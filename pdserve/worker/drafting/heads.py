@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pdserve.wire.step import NewRequest
     from pdserve.worker.device import Device
     from pdserve.worker.drafting.drafter import StepStates
+    from pdserve.worker.drafting.guesses import Guesses
     from pdserve.worker.input_batch import InputBatch
 
 _MAX_KEPT: Final = 64
@@ -50,7 +51,7 @@ class HeadDrafter:
         layout: Layout of its KV, with as many blocks as the model's.
         batch: Holds the tokens and blocks of the requests.
         tp: Ranks that each have the head; all use the first one's drafts.
-        num_rows: Rows of the batch.
+        guesses: Choose from the head's logits.
         max_num_tokens: Maximum tokens of a step of the model.
     """
 
@@ -60,12 +61,13 @@ class HeadDrafter:
         layout: KVLayout,
         batch: InputBatch,
         tp: Group,
+        guesses: Guesses,
         *,
         device: Device,
-        num_rows: int,
         max_num_tokens: int,
     ) -> None:
-        self._head = head
+        num_rows = batch.num_rows
+        self._head, self._guesses = head, guesses
         self.aux_layers = head.aux_layers
         self._kv_layers = list(kv_memory.allocate(layout, device.torch).unbind(1))
         self._block_size = layout.block_size
@@ -89,7 +91,7 @@ class HeadDrafter:
             zeros = self._kv_layers[0].new_zeros(len(inputs.token_ids), self._head.hidden_size)
             states = self._head.enter(zeros, (zeros,) * len(self.aux_layers))
             followed = self._head.forward(inputs, states, self._kv_layers)
-            self._head.likeliest(followed[: len(inputs.context_lens)])
+            self._head.logits(followed[: len(inputs.context_lens)])
 
     def add(self, row: int, request: NewRequest) -> None:
         """See `Drafter`."""
@@ -112,10 +114,12 @@ class HeadDrafter:
         """See `Drafter`."""
         del self._kept[row]
         self._contents.remove(row)
+        self._guesses.remove(row)
         self._last.pop(row, None)
 
     def note(self, row: int, token_ids: Sequence[int]) -> None:
         """See `Drafter`: the batch has them."""
+        self._guesses.note(row, token_ids)
 
     def observe(self, states: StepStates) -> None:
         """See `StateDrafter`."""
@@ -156,7 +160,8 @@ class HeadDrafter:
         states = torch.cat([self._last[row] for row, _ in able])
         drafts: dict[int, list[int]] = {row: [] for row, _ in able}
         for depth in range(int(most.max())):
-            tokens = self._head.likeliest(states).cpu().numpy()
+            logits, num_outputs = self._head.logits(states), self._batch.num_outputs(rows)
+            tokens = self._guesses.choose(logits, rows, num_outputs, depth)
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
                 drafts[row].append(token)
             goes_on = most > depth + 1

@@ -21,16 +21,15 @@ from pdserve.models.registry import LoadedDraft, load_model
 from pdserve.models.weights import Checkpoint, load_weights
 from pdserve.parallel.group import World
 from pdserve.worker import kv_memory
+from pdserve.worker.drafting.guesses import Guesses
 from pdserve.worker.drafting.heads import HeadDrafter
 from pdserve.worker.drafting.medusa import MedusaDrafter
 from pdserve.worker.drafting.model import DraftModel, FirstRanksDrafts
 from pdserve.worker.sampler import first_largest
-from pdserve.worker.vocabulary import SpreadVocabulary
+from pdserve.worker.vocabulary import SpreadSampler, SpreadVocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from torch import Tensor
 
     from pdserve.config.schema import EngineConfig
     from pdserve.connectors.base import KVLayout
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from pdserve.parallel.group import Group
     from pdserve.worker.device import Device
     from pdserve.worker.input_batch import InputBatch
+    from pdserve.worker.verifying import RowSampler
 
 
 def needs_draft(config: EngineConfig, world: World) -> bool:
@@ -153,20 +153,19 @@ def _load_head(
 ) -> LoadedDraft:
     speculative = config.speculative
     directory = Path(speculative.model or config.model.model)
-    choose = _likeliest_of(target, tp)
     head: DraftHead
-    layer, unused, has_output = target.arch, mtp.NOT_READ, False
+    layer, unused = target.arch, mtp.NOT_READ
     if speculative.method in MTP:
-        head, source = MtpHead(target, device, kernels, choose), Checkpoint(directory)
+        head, source = MtpHead(target, device, kernels), Checkpoint(directory)
     else:
         arch = read_eagle(directory, speculative.method, target.arch)
-        layer, unused, has_output = arch.layer, eagle.NOT_READ, bool(arch.aux_layers)
+        layer, unused = arch.layer, eagle.NOT_READ
         source, placement = Checkpoint(directory), Placement(device, target.dtype, kernels)
-        head = make_eagle(arch, source, placement, target=target, choose=choose)
+        head = make_eagle(arch, source, placement, target=target)
     slots = head.slots()
     load_weights(slots, source, tied_head=False, unused=unused, progress=progress)
     num_weights = _weights_per_token(layer, slots)
-    if not has_output:
+    if not head.has_output:
         num_weights += len(target.vocab) * target.arch.hidden_size
     return LoadedDraft(
         model=None,
@@ -175,17 +174,6 @@ def _load_head(
         num_layers=1,
         cost=num_weights / _weights_of(target),
     )
-
-
-def _likeliest_of(target: LoadedModel, tp: Group) -> Callable[[Tensor], Tensor]:
-    """Return a function from final states to likeliest tokens; a collective of the ranks."""
-    logits = target.model.logits
-    if tp.size == 1:
-        return lambda states: logits(states).argmax(-1)
-    spread = SpreadVocabulary(
-        tp, target.vocab, vocab_size=target.arch.vocab_size, device=torch.device("cpu")
-    )
-    return lambda states: torch.from_numpy(spread.first_largest(logits(states))[0])
 
 
 def layout_of(draft: LoadedDraft, dtype: torch.dtype, block_size: int) -> KVLayout:
@@ -215,12 +203,16 @@ def drafter_of(
     config: EngineConfig,
     target: LoadedModel,
     batch: InputBatch,
+    num_blocks: int,
     device: Device,
     world: World,
-    *,
-    num_blocks: int,
+    sampler: RowSampler | None,
 ) -> FirstRanksDrafts | HeadDrafter | MedusaDrafter | None:
     """Return the drafter that takes a forward pass, if there is one.
+
+    Args:
+        num_blocks: Blocks of its KV.
+        sampler: Given on the last stage.
 
     Raises:
         ConfigError: There is not enough memory for its KV.
@@ -233,7 +225,8 @@ def drafter_of(
     draft = target.draft
     if draft is None:
         return FirstRanksDrafts(None, tp)
-    num_rows = config.scheduler.max_num_seqs
+    assert sampler is not None
+    whole = sampler.guess_whole if isinstance(sampler, SpreadSampler) else sampler.guess
     block_size = kv_memory.block_size_on(device.torch, config.cache)
     layout = msgspec.structs.replace(
         layout_of(draft, target.dtype, block_size), num_blocks=num_blocks
@@ -248,12 +241,12 @@ def drafter_of(
             layout,
             batch,
             tp,
+            Guesses(whole if draft.head.has_output else sampler.guess, draft.head.offsets),
             device=device,
-            num_rows=num_rows,
             max_num_tokens=max_num_tokens,
         )
     assert draft.model is not None
-    own = DraftModel(draft.model, layout, batch, device=device, num_rows=num_rows)
+    own = DraftModel(draft.model, layout, batch, Guesses(whole), device=device)
     return FirstRanksDrafts(own, tp)
 
 

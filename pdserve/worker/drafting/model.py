@@ -1,7 +1,7 @@
 """Drafts by a smaller model of the same vocabulary, with KV of its own (`method: draft_model`).
 
     propose -> computes tokens that the draft model lacks, as far as a step has room
-            -> for requests that lack none, the likeliest next tokens, one by one
+            -> for requests that lack none, the next tokens, one by one
 
 Its KV lies under the same block ids as the model's own, in separate memory: an allocated block has
 room for both. The number of tokens of a request that the draft model has computed is tracked here:
@@ -10,7 +10,7 @@ and those that came from another engine do not. Blocks that requests share are w
 them, with the same values, as their tokens are the same. Even if they differed, only the draft
 model reads its KV, and a wrong draft changes no token.
 
-Source: Leviathan, Kalman, Matias, arXiv 2211.17192; the drafts are greedy.
+Source: Leviathan, Kalman, Matias, arXiv 2211.17192.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pdserve.parallel.group import Group
     from pdserve.wire.step import NewRequest
     from pdserve.worker.device import Device
+    from pdserve.worker.drafting.guesses import Guesses
     from pdserve.worker.input_batch import InputBatch
     from pdserve.worker.step_buffers import GraphSize
 
@@ -53,7 +54,7 @@ class DraftModel:
     Args:
         layout: Layout of its KV, with as many blocks as the model's.
         batch: Holds the tokens and blocks of the requests.
-        num_rows: Rows of the batch.
+        guesses: Choose from its logits.
 
     Raises:
         ConfigError: There is not enough memory for its KV.
@@ -64,12 +65,13 @@ class DraftModel:
         loaded: LoadedModel,
         layout: KVLayout,
         batch: InputBatch,
+        guesses: Guesses,
         *,
         device: Device,
-        num_rows: int,
     ) -> None:
+        num_rows = batch.num_rows
         self._model, self._experts = loaded.model, loaded.experts
-        self._max_len = loaded.max_model_len
+        self._max_len, self._guesses = loaded.max_model_len, guesses
         max_graph_rows = num_graph_rows(num_rows, 1)
         self._kv_layers = list(kv_memory.allocate(layout, device.torch).unbind(1))
         self._batch = batch
@@ -111,9 +113,9 @@ class DraftModel:
             self._graphs.close()
 
     def _replayed(self, size: GraphSize) -> Tensor:
-        """Return the likeliest token after each of the first ones in the buffers."""
+        """Return logits of what follows the first tokens in the buffers."""
         inputs = self._buffers.graph_inputs(size)
-        return self._model.logits(self._model.forward(inputs, self._kv_layers)).argmax(-1)
+        return self._model.logits(self._model.forward(inputs, self._kv_layers))
 
     def add(self, row: int, request: NewRequest) -> None:
         """See `Drafter`: what its blocks do not hold is to be computed."""
@@ -121,12 +123,14 @@ class DraftModel:
 
     def note(self, row: int, token_ids: Sequence[int]) -> None:
         """See `Drafter`: the batch has them."""
+        self._guesses.note(row, token_ids)
 
     def remove(self, row: int) -> None:
         """See `Drafter`."""
         self._guessed.pop(row, None)
         self._behind.discard(row)
         self._contents.remove(row)
+        self._guesses.remove(row)
 
     def propose(self, wanted: Mapping[int, int]) -> dict[int, list[int]]:
         """See `Drafter`; rows that lack too many tokens have no draft yet.
@@ -215,8 +219,7 @@ class DraftModel:
         inputs, query_start = self._batch.inputs_of(self._buffers, rows, start, end, graph=graph)
         last = query_start[1:][drafting] - 1
         if self._graphs is not None and graph is not None:
-            followed: NDArray[np.int64] = self._graphs.replay(graph).cpu().numpy()
-            return followed[last]
+            return self._choose(rows[drafting], end[drafting], self._graphs.replay(graph)[last])
         if self._experts is not None:
             self._experts.begin_step([len(inputs.token_ids)])
         hidden = self._model.forward(inputs, self._kv_layers)
@@ -224,8 +227,14 @@ class DraftModel:
             self._experts.end_step()
         if not len(last):
             return last
-        likeliest: NDArray[np.int64] = self._model.logits(hidden[last]).argmax(-1).cpu().numpy()
-        return likeliest
+        return self._choose(rows[drafting], end[drafting], self._model.logits(hidden[last]))
+
+    def _choose(
+        self, rows: NDArray[np.int64], at: NDArray[np.int64], logits: Tensor
+    ) -> NDArray[np.int64]:
+        """Return a token for each row at a position."""
+        depth = int((at - self._batch.num_tokens(rows)).max(initial=0))  # of all rows alike
+        return self._guesses.choose(logits, rows, self._batch.num_outputs(rows), depth)
 
 
 class FirstRanksDrafts:
