@@ -192,8 +192,10 @@ class ChatTemplate:
         said = (message[name] for name in _REASONING if isinstance(message.get(name), str))
         thought = next(said, None)
         thought = _thought_in(message, where) if thought is None else thought
-        if thought is not None:  # templates know it by either name
+        if thought is not None:  # templates know it by one of three names
             plain |= dict.fromkeys(_REASONING, thought)
+            if not (plain["content"] and "tool_calls" in plain):  # gpt-oss's refuses such messages
+                plain.setdefault("thinking", thought)
         return plain
 
     def _knows(self, role: str) -> bool:

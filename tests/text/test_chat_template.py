@@ -136,6 +136,18 @@ def test_reasoning_that_has_a_field_of_its_own_is_that_of_the_field() -> None:
     assert SEEN.render([message], now_s=0.0) == "|well"
 
 
+def test_gpt_oss_is_told_what_it_thought_before_a_call() -> None:
+    template = ChatTemplate(
+        "{% if messages[0].content and messages[0].thinking %}{{ raise_exception('both') }}"
+        "{% endif %}{{ messages[0].content or messages[0].thinking }}",
+        {},
+    )
+    call = {"function": {"name": "see", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]}
+    assert template.render([message], now_s=0.0) == "hm"
+    assert template.render([message | {"content": "I look."}], now_s=0.0) == "I look."
+
+
 @pytest.mark.parametrize("kind", ["image_url", "thinking", ["text"], None])
 def test_a_part_that_is_no_text_is_named(kind) -> None:
     message = {"role": "user", "content": [{"type": kind, "thinking": "hm"}]}
