@@ -94,7 +94,7 @@ class KernelBackend(Ops):
         experts: The same for a layer's experts.
         mlp: The feed-forward half of a layer.
         attention: The attention half of a layer.
-        sampling: Used only if logits are not in the host's memory.
+        sampling: How tokens are chosen.
     """
 
     name: str

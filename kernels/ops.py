@@ -116,7 +116,7 @@ class RuleLogits(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOps:
-    """How tokens are chosen where logits lie, on a device with memory of its own."""
+    """How tokens are chosen where logits lie; on the host, `draw` alone is used."""
 
     largest: Callable[[Tensor], tuple[Tensor, Tensor]] = sampling.largest
     draw: DrawTokens = sampling.draw

@@ -31,7 +31,7 @@ FAST_BACKENDS: Mapping[str, str] = {"cuda": "pdserve.kernels.fast.backend"}
 """The same for numerics `FAST`. Others have none."""
 
 _NOT_IMPLEMENTATIONS = frozenset({"name", "description", "arch", "sources", "compiler", "sampling"})
-"""Fields that are not operations, and `sampling`, which a backend of the host does not need."""
+"""Fields that are not operations, and `sampling`, which has operations of its own."""
 
 _NEED_NO_TWIN = frozenset({"mlp", "attention", "sum_ranks"})
 """Entries that a backend may lack without a report: the reference's halves of a layer run a

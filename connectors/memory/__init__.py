@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pdserve.connectors.base import ConnectorContext, KVConnectorScheduler, KVConnectorWorker
+    from pdserve.connectors.base import (
+        ConnectorContext,
+        KVConnectorScheduler,
+        KVConnectorWorker,
+        KVLayout,
+    )
     from pdserve.connectors.memory.rank import MemoryRank
     from pdserve.observe.clock import Clock
     from pdserve.wire.transfer import Endpoint
@@ -59,7 +64,7 @@ class MemoryConnector(KVConnectorBase, frozen=True, kw_only=True):
         from pdserve.connectors.memory.rank import MemoryRank
         from pdserve.connectors.transfer.worker import TransferWorker
 
-        def start(kv: Tensor) -> MemoryRank:
+        def start(kv: Tensor, layout: KVLayout) -> MemoryRank:
             return MemoryRank(
                 context,
                 kv=kv,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.handover.instructions import Load, Reserve
     from pdserve.connectors.memory.exchange import Exchange, ExchangeMember, Trouble
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
-    from pdserve.connectors.transfer.seams import Job, JobEnd, WarmUp
+    from pdserve.connectors.transfer.seams import Job, JobEnd
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
@@ -117,7 +117,7 @@ class MemoryRank:
         with self._exchange.lock:
             filled: list[Load | Reserve] = [*todo.reserves, *todo.loads]
             for each in filled:
-                self._note_written(each)
+                self._note_written(each.local_block_ids, each.first_token)
             for grant in todo.grants:
                 self._note_handed_out(grant.block_ids, grant.generations)
             self.machine.apply(todo)
@@ -192,23 +192,18 @@ class MemoryRank:
 
     # ---- engines that reuse blocks too early -----------------------------------------------
 
-    def _note_written(self, filled: Load | Reserve) -> None:
+    def _note_written(self, block_ids: Sequence[BlockId], first_token: int) -> None:
         """Count a fault if blocks for a new transfer are still written by another one."""
-        others: list[Load | Reserve] = [*self.machine.loads.open, *self.machine.receiving.open]
-        blocks = self._written(filled)
-        if not all(blocks.isdisjoint(self._written(each)) for each in others):
+        theirs = block_ids[first_token // self.context.shape.block_size :]
+        if not set(self.machine.written_blocks()).isdisjoint(theirs):
             self._reused["block_reused_under_load"] += 1
-
-    def _written(self, filled: Load | Reserve) -> set[BlockId]:
-        return set(filled.local_block_ids[filled.first_token // self.context.shape.block_size :])
 
     def _note_handed_out(self, block_ids: Sequence[BlockId], generations: Sequence[int]) -> None:
         """Count a fault for each block that a push still reads in an earlier generation."""
         known = dict(zip(block_ids, generations, strict=True))
-        for push in self.machine.server.pushing.reading:
-            for block_id, generation in zip(*push.table, strict=True):
-                if known.get(block_id, 0) > generation:
-                    self._reused["block_reused_under_write"] += 1
+        for block_id, generation in self.machine.read_blocks():
+            if known.get(block_id, 0) > generation:
+                self._reused["block_reused_under_write"] += 1
 
 
 class _Later:
@@ -227,6 +222,14 @@ class _Later:
         while self._todo:
             self._todo.popleft()()()
         return has_moved
+
+
+@dataclass(slots=True, eq=False)
+class _WarmUp:
+    tag: Hashable
+    remote: Remote
+    on_settled: Callable[[str | None], None]
+    is_abandoned: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -283,7 +286,7 @@ class MemoryMover(OneSided):
         self._posted: list[_Copy] = []
         self._ended: list[_Copy] = []
         self._slow: deque[Callable[[], None]] = deque()
-        self._warm_ups: list[WarmUp] = []
+        self._warm_ups: list[_WarmUp] = []
 
     @property
     def is_moving(self) -> bool:
@@ -303,9 +306,16 @@ class MemoryMover(OneSided):
     def forget(self, remote: Remote) -> None:
         """See `Mover`."""
 
-    def warm_up(self, warm_up: WarmUp) -> None:
+    def warm_up(
+        self,
+        remote: Remote,
+        source: Region,
+        *,
+        tag: Hashable,
+        on_settled: Callable[[str | None], None],
+    ) -> None:
         """See `Mover`."""
-        self._warm_ups.append(warm_up)
+        self._warm_ups.append(_WarmUp(tag, remote, on_settled))
 
     def submit(self, job: Job) -> None:
         """See `Mover`."""

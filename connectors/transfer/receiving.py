@@ -157,10 +157,10 @@ class Receiving:
 
     def on_progress(self, peer: PeerId, message: Progress) -> None:
         """Note a sign of life from P, and what it has written."""
-        part = self._part(peer, message.load_id)
-        if part is None:
+        reservation = self._open.get(message.load_id)
+        part = None if reservation is None else reservation.parts.get(peer.rank)
+        if reservation is None or part is None or reservation.reserve.owner != peer.owner:
             return  # it was under way when the reservation ended
-        reservation = part.reservation
         part.alive_s = self._now_s()
         part.needs_agent |= message.needs_agent
         if message.num_tokens > 0:
@@ -230,11 +230,13 @@ class Receiving:
     # ---- parts -------------------------------------------------------------------------
 
     def _register(self, part: IncomingPart) -> None:
-        """Register a part that waits, if its rank of P is connected."""
-        owner = part.reservation.reserve.owner
-        if self._peers.send_to(owner, part.rank, part.reservation.registration):
+        reservation, owner = part.reservation, part.reservation.reserve.owner
+        if part.state is IncomingState.WAITING and self._peers.send_to(
+            owner, part.rank, reservation.registration
+        ):
             part.state, part.alive_s = IncomingState.SENT, self._now_s()
-            part.process = self._peers.of(owner, part.rank).process
+            peer = self._peers.find(owner, part.rank)
+            part.process = None if peer is None else peer.process
 
     def _go_on_checking(self, part: IncomingPart) -> None:
         """Take digests of written tokens; once all are taken and P's are here, compare."""
@@ -405,30 +407,23 @@ class Receiving:
 
     # ---- small answers -----------------------------------------------------------------
 
-    def _part(self, peer: PeerId, load_id: int) -> IncomingPart | None:
-        """Return the part of a reservation that a rank of P writes; None if it writes none."""
-        reservation = self._open.get(load_id)
-        if reservation is None or reservation.reserve.owner != peer.owner:
-            return None
-        return reservation.parts.get(peer.rank)
-
     def _find(self, peer: PeerId, load_id: int, *states: IncomingState) -> IncomingPart | None:
         """Return the part that a message is about, if in one of these states; else count it."""
-        part = self._part(peer, load_id)
-        if part is None or part.state not in states:
+        reservation = self._open.get(load_id)
+        part = None if reservation is None else reservation.parts.get(peer.rank)
+        if (
+            reservation is None
+            or part is None
+            or reservation.reserve.owner != peer.owner
+            or part.state not in states
+        ):
             self._facts.faults["push_unexpected"] += 1
             return None
         part.alive_s = self._now_s()
         return part
 
     def _is_stopped(self, part: IncomingPart) -> bool:
-        """Whether all writing ends once the target that P writes to is gone."""
-        process, processes = part.process, self._seams.processes
-        return (
-            process is None
-            or not processes.writes_directly(process)
-            or not processes.is_alive(process)
-        )
+        return part.is_stopped_by_fence(self._seams.processes)
 
     def _now_s(self) -> float:
         return self._clock.monotonic_s()

@@ -22,6 +22,8 @@ from pdserve.kernels.cpu.marshal import open_library
 from pdserve.kernels.cpu.moe import CpuExperts, RouterOps
 from pdserve.kernels.cpu.packing import Packing
 from pdserve.kernels.cpu.rows import RowOps
+from pdserve.kernels.cpu.sampling import DrawOps
+from pdserve.kernels.ops import SamplingOps
 
 _UNITS = ("by fp32 FMA", "by VDPBF16PS", "on AMX tiles")
 
@@ -72,4 +74,5 @@ def from_library(path: Path) -> KernelBackend:
         experts=partial(CpuExperts, packing),
         mlp=partial(make_mlp, library),
         attention=partial(make_attention, library),
+        sampling=SamplingOps(draw=DrawOps(library).draw),
     )

@@ -151,6 +151,19 @@ struct PdRoute {
     int32_t num_threads;
 };
 
+// Draws tokens from rows of logits; entry i of the parameters is of row rows[i].
+struct PdDraw {
+    const float* logits;  // [num_rows, vocab_size]
+    const float* peaks;   // [num_rows], the largest
+    const int32_t* rows;  // [num_draws], distinct
+    const float *scale, *min_p;
+    const int32_t* top_k;
+    const int64_t *top_p, *uniform;  // in 2^-53
+    int64_t* tokens;                 // [num_rows]; -1 where the peak is not finite
+    int64_t num_draws, num_rows, vocab_size;
+    int32_t num_threads;
+};
+
 // y = sum over c of weights[:, c] * down(gated(gate(x), up(x))) of expert ids[:, c], in order of c.
 struct PdExperts {
     const void* x;         // [rows, width]
@@ -238,6 +251,7 @@ int32_t pd_paged_attention(const PdPagedAttention* p);
 void pd_head_linear(const PdHeadLinear* p);
 int32_t pd_rope_and_latent(const PdRopeAndLatent* p);
 void pd_route(const PdRoute* p);
+int32_t pd_draw(const PdDraw* p);
 int32_t pd_experts(const PdExperts* p);
 int32_t pd_digest(const PdDigest* p);
 int32_t pd_gather_chunks(const PdChunks* p);

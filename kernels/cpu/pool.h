@@ -46,7 +46,7 @@ void parallel_for(int64_t size, int64_t chunk, bool in_parts, int num_threads, B
 // Valid until this thread asks for the same slot again.
 enum class Scratch {
     kInput, kState, kTile, kPartials, kNormed, kWide, kNarrow, kSums, kSlice, kPair, kPadded,
-    kWeights, kCount
+    kWeights, kPowers, kTally, kCount
 };
 void* scratch(Scratch slot, int64_t num_bytes);
 

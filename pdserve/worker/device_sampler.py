@@ -136,10 +136,9 @@ class DeviceSampler(Sampler):
         ops: SamplingOps,
         grammars: GrammarPool | None = None,
     ) -> None:
-        super().__init__(num_rows, vocab_size, device.torch, grammars)
+        super().__init__(num_rows, vocab_size, device.torch, grammars, ops)
         self._there = device
         self._buffers = buffers
-        self._ops = ops
         max_logits = buffers.max_logits
         self._kept = DeviceRules(
             num_rows, vocab_size, device=device, ops=ops, max_logits=max_logits
@@ -258,20 +257,7 @@ class DeviceSampler(Sampler):
         )
         if not drawn:
             return staged, None
-        return staged, self._columns(drawn, mine, self._uniforms(mine, num_outputs[drawn]))
-
-    def _columns(
-        self, drawn: list[int], rows: NDArray[np.int64], uniform: NDArray[np.int64]
-    ) -> tuple[NDArray[Any], ...]:
-        """Return the fields of `Draws` for the rows of logits `drawn`, of the batch rows `rows`."""
-        return (
-            np.array(drawn, dtype=np.int32),
-            (math.log2(math.e) / self._temperature[rows].astype(float)).astype(np.float32),
-            self._min_p[rows],
-            self._top_k[rows].astype(np.int32),
-            np.ceil(self._top_p[rows] * _WHOLE).astype(np.int64),
-            uniform,
-        )
+        return staged, self._columns(drawn, mine, num_outputs[drawn], self._vocab_size)
 
     def _uniforms(
         self, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
@@ -394,36 +380,8 @@ class DeviceSampler(Sampler):
         staged, columns = self._plan(rows, num_outputs)
         draws = self._buffers.draws(0)
         if columns is not None:
-            draws = self._uploaded(columns)
+            draws = Draws(*map(self._uploaded, columns))
         return self.take(self._give(logits, *self.choose(logits), staged, draws))
-
-    def _uploaded(self, columns: tuple[NDArray[Any], ...]) -> Draws:
-        return Draws(*(torch.from_numpy(column).to(self._device) for column in columns))
-
-    def guess(
-        self,
-        logits: Tensor,
-        rows: NDArray[np.int64],
-        num_outputs: NDArray[np.int64],
-        *,
-        draws: bool,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See `Sampler`; waits for the tokens."""
-        tokens, peaks = self._ops.largest(logits)
-        tokens.clamp_(min=0)  # where it is not finite, any will do
-        random = [i for i, row in enumerate(rows.tolist()) if draws and row in self._random]
-        likeliest: NDArray[np.int64] = tokens.cpu().numpy()
-        if not random:
-            return likeliest, likeliest
-        mine = rows[random]
-        uniform = (uniforms(self._seed[mine], num_outputs[random]) * _WHOLE).astype(np.int64)
-        at, scale, min_p, top_k, top_p, uniform = self._columns(random, mine, uniform)
-        top_k = np.minimum(top_k, logits.shape[-1])
-        given = self._uploaded((at, scale, min_p, top_k, top_p, uniform))
-        by_k, by_p = bool(top_k.any()), bool((self._top_p[mine] < 1.0).any())
-        drawn = tokens.clone()
-        self._ops.draw(logits, peaks, given, drawn, by_k=by_k, by_p=by_p)
-        return likeliest, drawn.clamp_(min=0).cpu().numpy()
 
     def kept_for_rules(self) -> Tensor:
         """Allocate as much memory as rules take once a request has any."""

@@ -1,8 +1,8 @@
 """Samples one token per row of logits, by that request's own parameters alone.
 
 A request's token is a function of its logits, its parameters, its tokens so far and the
-index of the output token. Whatever is summed over the vocabulary is summed in a fixed
-order, so a row's result depends neither on its batch nor on the number of threads.
+index of the output token. What is summed over the vocabulary is integers, so a row's result
+depends neither on its batch nor on the number of threads.
 
 Knows rows, not requests: rows belong to the `InputBatch`. Semantics are vLLM's:
 penalties and masks, then temperature, min-p, top-k, top-p.
@@ -10,14 +10,16 @@ penalties and masks, then temperature, min-p, top-k, top-p.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch.nn import functional
 
+from pdserve.kernels.ops import SamplingOps
+from pdserve.kernels.reference.sampling import FRACTION_BITS, NOT_FINITE, Draws
 from pdserve.worker.logit_rules import LogitRules
 from pdserve.worker.logprobs import token_logprobs
 from pdserve.worker.philox import uniforms
@@ -37,8 +39,7 @@ PATIENCE_S: Final = 0.002
 """How long a step waits for what grammars allow, all rows together. Masks that were begun behind
 the step before are there by then, but for the slowest."""
 _GREEDY_BELOW = 1e-5
-_NUCLEUS_GUESS = 256
-_GROUP = 64
+_WHOLE = 1 << FRACTION_BITS
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -66,6 +67,7 @@ class Sampler:
     Args:
         num_rows: Rows of the batch.
         grammars: Computes the tokens that grammars allow; None where no request has one.
+        ops: Operations of the device.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         grammars: GrammarPool | None = None,
+        ops: SamplingOps = SamplingOps(),  # noqa: B008  # frozen
     ) -> None:
+        self._ops = ops
         self._vocab_size = vocab_size
         self._device = device
         self._grammars = grammars
@@ -82,7 +86,6 @@ class Sampler:
         self._top_k = np.zeros(num_rows, dtype=np.int64)
         self._top_p = np.ones(num_rows, dtype=np.float64)
         self._min_p = np.zeros(num_rows, dtype=np.float32)
-        self._truncated = np.zeros(num_rows, dtype=np.bool_)
         self._seed = np.zeros(num_rows, dtype=np.uint64)
         self._random: set[int] = set()
         self._rules: dict[int, LogitRules] = {}
@@ -95,7 +98,6 @@ class Sampler:
         self._temperature[row] = params.temperature
         self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self._top_p[row] = params.top_p
-        self._truncated[row] = self._top_k[row] > 0 or params.top_p < 1.0
         self._min_p[row] = params.min_p
         self._seed[row] = params.seed & _SEED_MASK
         if is_random(params):
@@ -161,15 +163,14 @@ class Sampler:
         random = [i for i, row in enumerate(at) if row in self._random]
         unmodified = logits[reported] if reported else None
         hindered = self._apply_rules(at, ruled, logits)
-        largest = [i for i in ruled if at[i] not in self._random]
-        if largest:
-            owned = logits if len(largest) == len(at) else logits[largest]
-            chosen[largest], peaks = _argmax(owned)
-            is_finite[largest] &= np.isfinite(peaks)
+        if ruled:
+            owned = logits if len(ruled) == len(at) else logits[ruled]
+            chosen[ruled], peaks[ruled] = _argmax(owned)
+            is_finite[ruled] &= np.isfinite(peaks[ruled])
         if random:
-            owned = logits if len(random) == len(at) else logits[random]
-            chosen[random], is_drawn = self._draw(owned, rows[random], num_outputs[random])
-            is_finite[random] &= is_drawn
+            chosen = self._draw(logits, chosen, peaks, (random, rows[random], num_outputs[random]))
+            is_finite &= chosen != NOT_FINITE
+            chosen[~is_finite] = 0
         noting = {i: self._rules[at[i]] for i in ruled}
         non_finite = note_tokens(noting, chosen, np.flatnonzero(~is_finite), hindered)
         if unmodified is None:
@@ -193,7 +194,7 @@ class Sampler:
         """Choose tokens for drafts, without rules.
 
         Args:
-            logits: `[M, N]` fp32, of a drafter; changed. N may be less than `vocab_size`.
+            logits: `[M, N]` fp32, of a drafter. N may be less than `vocab_size`.
             rows: `[M]`, the batch rows whose parameters apply.
             num_outputs: `[M]`, the index of each token among its request's outputs.
             draws: Whether any tokens are drawn.
@@ -202,15 +203,13 @@ class Sampler:
             `[M]` columns of the largest logits, and `[M]` of those that `sample` would choose with
             the same random numbers.
         """
-        likeliest, _ = _argmax(logits)
+        likeliest, peaks = _argmax(logits)
         random = [i for i, row in enumerate(rows.tolist()) if draws and row in self._random]
         if not random:
             return likeliest, likeliest
-        owned = logits if len(random) == len(rows) else logits[random]
-        chosen, is_drawn = self._draw(owned, rows[random], num_outputs[random])
-        drawn = likeliest.copy()
-        drawn[random] = np.where(is_drawn, chosen, likeliest[random])
-        return likeliest, drawn
+        those = random, rows[random], num_outputs[random]
+        drawn = self._draw(logits, likeliest.copy(), peaks, those)
+        return likeliest, np.where(drawn == NOT_FINITE, likeliest, drawn)
 
     def _apply_rules(self, at: list[int], ruled: list[int], logits: Tensor) -> dict[int, Hindered]:
         """Apply the rules of the rows that have some; return those that have no token."""
@@ -221,33 +220,61 @@ class Sampler:
         return {i: hindered for i, hindered in said if hindered is not None}
 
     def _draw(
-        self, logits: Tensor, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Draw a token for each row; return for which rows that was possible.
+        self,
+        logits: Tensor,
+        chosen: NDArray[np.int64],
+        peaks: NDArray[np.float32],
+        draws: tuple[list[int], NDArray[np.int64], NDArray[np.int64]],
+    ) -> NDArray[np.int64]:
+        """Draw the tokens of some rows of logits.
 
         Args:
-            logits: `[M, vocab_size]`, changed.
-            rows: `[M]`, the batch rows whose parameters apply.
-            num_outputs: `[M]`, index of the output token.
-        """
-        logits /= self._column(self._temperature[rows])
-        peaks = logits.amax(-1, keepdim=True)
-        is_finite = peaks.isfinite()  # huge logits overflow at a low temperature
-        if not is_finite.all():
-            logits.masked_fill_(~is_finite, 0.0)
-            peaks.masked_fill_(~is_finite, 0.0)
-        logits -= peaks
-        weights = logits.exp_()
-        min_p = self._min_p[rows]
-        if min_p.any():
-            weights.masked_fill_(weights < self._column(min_p), 0.0)
-        for i in np.flatnonzero(self._truncated[rows]).tolist():
-            _truncate(weights[i], int(self._top_k[rows[i]]), float(self._top_p[rows[i]]))
-        uniform = self._column(uniforms(self._seed[rows], num_outputs))
-        return _invert(weights, uniform).cpu().numpy(), is_finite.squeeze(-1).cpu().numpy()
+            logits: `[M, N]`.
+            chosen: `[M]`, the tokens of the others.
+            peaks: `[M]`, the largest logits.
+            draws: The rows of logits, the batch rows whose parameters apply, and the index of each
+                output token.
 
-    def _column(self, values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)[:, None]
+        Returns:
+            `[M]`, `NOT_FINITE` where none could be drawn.
+        """
+        drawn, rows, num_outputs = draws
+        columns = self._columns(drawn, rows, num_outputs, logits.shape[-1])
+        tokens = self._uploaded(chosen)
+        by_k, by_p = bool(self._top_k[rows].any()), bool((self._top_p[rows] < 1.0).any())
+        given = Draws(*map(self._uploaded, columns))
+        self._ops.draw(logits, self._uploaded(peaks), given, tokens, by_k=by_k, by_p=by_p)
+        found: NDArray[np.int64] = tokens.cpu().numpy()
+        return found
+
+    def _columns(
+        self, drawn: list[int], rows: NDArray[np.int64], num_outputs: NDArray[np.int64], size: int
+    ) -> tuple[NDArray[Any], ...]:
+        """Return the fields of `Draws`.
+
+        Args:
+            drawn: `N` rows of logits.
+            rows: `[N]`, the batch row of each.
+            num_outputs: `[N]`, the index of each token.
+            size: Number of logits of a row.
+        """
+        return (
+            np.array(drawn, dtype=np.int32),
+            (math.log2(math.e) / self._temperature[rows].astype(float)).astype(np.float32),
+            self._min_p[rows],
+            np.minimum(self._top_k[rows], size).astype(np.int32),
+            np.ceil(self._top_p[rows] * _WHOLE).astype(np.int64),
+            self._uniforms(rows, num_outputs),
+        )
+
+    def _uniforms(
+        self, rows: NDArray[np.int64], num_outputs: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """`[N]`, the number of each row's token, in `2**-53`."""
+        return (uniforms(self._seed[rows], num_outputs) * _WHOLE).astype(np.int64)
+
+    def _uploaded(self, column: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(column).to(self._device)
 
 
 def note_tokens(
@@ -303,77 +330,3 @@ def _argmax(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         return chosen, array[np.arange(len(chosen)), chosen]
     best, peaks = first_largest(logits)
     return best.cpu().numpy(), peaks.cpu().numpy()
-
-
-def _group_sums(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Split rows into groups of 64 and sum them.
-
-    A sum over a whole row may be split over threads; one over a group never is.
-
-    Returns:
-        `[M, G, 64]`, the weights, with zeros after the last; `[M, G]` fp64, running sums of
-        whole groups.
-    """
-    missing = -weights.shape[-1] % _GROUP
-    if missing:
-        weights = functional.pad(weights, (0, missing))
-    groups = weights.view(len(weights), -1, _GROUP)
-    return groups, groups.sum(-1).cumsum(-1, dtype=torch.float64)
-
-
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse transform sampling: the first token whose running weight passes u of the total.
-
-    Args:
-        weights: `[M, vocab_size]` fp32, at least one above 0 in each row.
-        uniform: `[M, 1]` fp64 in [0, 1).
-
-    Returns:
-        `[M]` int64; its weight is above 0.
-    """
-    groups, running = _group_sums(weights)
-    # At most 1 - 2**-53 times the total: in fp64 that rounds to less than the total.
-    target = uniform * running[:, -1:].contiguous()
-    group = torch.searchsorted(running, target, right=True)
-    before = torch.where(group > 0, running.gather(-1, (group - 1).clamp_(min=0)), 0.0)
-    members = groups.gather(1, group[:, :, None].expand(-1, -1, _GROUP)).squeeze(1)
-    inner = members.cumsum(-1, dtype=torch.float64)
-    # The group's own sum was rounded to fp32: what is left may be no less than its members.
-    last = inner[:, -1:]
-    rest = torch.minimum(target - before, torch.nextafter(last, torch.zeros_like(last)))
-    member = torch.searchsorted(inner, rest, right=True)
-    return (group * _GROUP + member).squeeze(-1)
-
-
-def _truncate(weights: Tensor, top_k: int, top_p: float) -> None:
-    """Zero all but the `top_k` largest, then all but the nucleus; ties with the last stay.
-
-    The nucleus is the fewest largest tokens with at least `top_p` of the weight. The few
-    hundred largest nearly always hold it; the whole row is sorted only if not.
-
-    Args:
-        weights: `[vocab_size]`, changed.
-        top_k: 0 keeps all.
-        top_p: 1 keeps all.
-    """
-    if 0 < top_k < len(weights):
-        weights.masked_fill_(weights < weights.topk(top_k).values[-1], 0.0)
-    if top_p >= 1.0:
-        return
-    _, sums = _group_sums(weights[None])
-    wanted = float(sums[0, -1]) * top_p
-    largest = weights.topk(min(_NUCLEUS_GUESS, len(weights))).values
-    running = largest.cumsum(-1, dtype=torch.float64)
-    if float(running[-1]) < wanted:
-        largest = _sort(weights)
-        running = largest.cumsum(-1, dtype=torch.float64)
-    last = min(int(torch.searchsorted(running, wanted)), len(largest) - 1)
-    weights.masked_fill_(weights < largest[last], 0.0)
-
-
-def _sort(row: Tensor) -> Tensor:
-    """Largest first."""
-    if row.device.type == "cpu":
-        # numpy's is vectorised: 3 times quicker than torch's.
-        return torch.from_numpy(np.sort(row.numpy())[::-1].copy())
-    return row.sort(descending=True).values

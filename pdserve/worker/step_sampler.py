@@ -105,10 +105,10 @@ def sampler_of(
     """
     vocab_size = loaded.arch.vocab_size
     if vocabulary is not None:
-        spread = SpreadSampler(vocabulary, num_rows, vocab_size, device.torch, grammars)
-        return HostSteps(spread)
+        own = Sampler(num_rows, vocab_size, device.torch, grammars, loaded.sampling)
+        return HostSteps(SpreadSampler(vocabulary, own if vocabulary.is_first else None))
     if device.shares_memory:
-        return HostSteps(Sampler(num_rows, vocab_size, device.torch, grammars))
+        return HostSteps(Sampler(num_rows, vocab_size, device.torch, grammars, loaded.sampling))
     sampler = DeviceSampler(
         num_rows,
         vocab_size,

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from pdserve.parallel.group import Group
     from pdserve.wire.sampling import SamplingParams, TokenLogprobs
-    from pdserve.worker.grammar import GrammarPool
 
 _NOT_FINITE = -1
 _NO_TOKEN = -2
@@ -116,22 +115,11 @@ class SpreadSampler:
     """A `Sampler` over the columns of several ranks.
 
     Args:
-        num_rows: Rows of the batch.
-        grammars: Grammars, on the first rank.
+        sampler: For whole rows, on the first rank.
     """
 
-    def __init__(
-        self,
-        vocabulary: SpreadVocabulary,
-        num_rows: int,
-        vocab_size: int,
-        device: torch.device,
-        grammars: GrammarPool | None = None,
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._sampler = (
-            Sampler(num_rows, vocab_size, device, grammars) if vocabulary.is_first else None
-        )
+    def __init__(self, vocabulary: SpreadVocabulary, sampler: Sampler | None) -> None:
+        self._vocabulary, self._sampler = vocabulary, sampler
         self._whole: set[int] = set()
         self._random: set[int] = set()
 

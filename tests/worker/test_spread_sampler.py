@@ -114,6 +114,11 @@ def logits_of(step: int) -> torch.Tensor:
     return torch.randn(len(PARAMS), VOCAB, generator=generator) * 3
 
 
+def spread_over(world: World) -> SpreadSampler:
+    own = Sampler(len(PARAMS), VOCAB, CPU) if world.tp.is_first else None
+    return SpreadSampler(vocabulary_of(world, VOCAB), own)
+
+
 def sample_steps(
     sampler: Sampler | SpreadSampler, world: World, order: list[list[int]]
 ) -> list[tuple[list[int], dict[int, TokenLogprobs]]]:
@@ -135,7 +140,7 @@ ORDER = [list(range(8)), [6, 0, 3, 1], [0, 3], [5, 6, 7], [3], [2], list(range(7
 
 
 def _sample(world: World) -> list[tuple[list[int], dict[int, TokenLogprobs]]]:
-    sampler = SpreadSampler(vocabulary_of(world, VOCAB), len(PARAMS), VOCAB, CPU)
+    sampler = spread_over(world)
     return sample_steps(sampler, world, ORDER)
 
 
@@ -147,7 +152,7 @@ def test_ranks_sample_the_tokens_of_one_and_the_first_describes_them() -> None:
 
 
 def _guess(world: World) -> tuple[list[int], list[int]]:
-    sampler = SpreadSampler(vocabulary_of(world, VOCAB), len(PARAMS), VOCAB, CPU)
+    sampler = spread_over(world)
     logits, rows, index = _guessed_from(sampler)
     _, of_columns = sampler.guess(columns_of(world, logits), rows, index, draws=True)
     _, of_whole = sampler.guess_whole(logits.clone(), rows, index, draws=True)
@@ -173,7 +178,7 @@ def test_ranks_guess_the_tokens_of_one() -> None:
 
 def _sample_one(world: World, sampling: SamplingParams) -> list[int]:
     """Greedy on a row whose user before was `sampling`."""
-    sampler = SpreadSampler(vocabulary_of(world, VOCAB), 1, VOCAB, CPU)
+    sampler = spread_over(world)
     sampler.add(0, sampling, [], [])
     sampler.remove(0)
     sampler.add(0, GREEDY, [], [])
@@ -192,7 +197,7 @@ def _poisoned(
     world: World, rows: list[int], poisoned: list[int], value: float
 ) -> tuple[list[int], list[int]]:
     """Which rows are named, where the last rank alone has bad columns of some; others' tokens."""
-    sampler = SpreadSampler(vocabulary_of(world, VOCAB), len(PARAMS), VOCAB, CPU)
+    sampler = spread_over(world)
     for row, sampling in enumerate(PARAMS):
         sampler.add(row, sampling, [1], [])
     logits = columns_of(world, logits_of(0)[rows])
