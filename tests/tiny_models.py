@@ -94,6 +94,13 @@ FIELDS_OF: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "intermediate_size": 40,
         "sliding_window": 20,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "truncate": False,
+        },
     },
 }
 """What a family has beyond the shape of all."""

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
     from pdserve.models.config_json import Fields
 
-STORED: Final = "F8_E4M3"
-"""The dtype of such a weight in safetensors."""
-UNUSED: Final = (".input_scale", ".activation_scale")
-"""Suffixes of names of tensors that are not read."""
 _SCALES: Final = ("_scale_inv", "_scale")
 """Suffix of a scale's name after its weight's name."""
 
@@ -30,15 +26,34 @@ class Fp8Format(msgspec.Struct, frozen=True):
 
     Attributes:
         block: Rows and columns of a weight that share a scale; None: all or each row share one.
+        stored: The dtype of such a weight in safetensors.
+        scale_dtypes: Those that scales may have.
+        has_small_scales: Whether all are read before any weight: a file is not opened for each.
+        unused: Suffixes of names of tensors that are not read.
     """
 
     block: tuple[int, int] | None
+    stored: str = "F8_E4M3"
+    scale_dtypes: tuple[str, ...] = ("F32", "F16", "BF16")
+    has_small_scales: bool = True
+    unused: tuple[str, ...] = (".input_scale", ".activation_scale")
+
+    def scale_names(self, weight: str) -> tuple[str, ...]:
+        """Return the possible names of a weight's scale."""
+        return tuple(weight + end for end in _SCALES)
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """The shape of a weight's scale if there is one per block."""
         if self.block is None:
             return None
         return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
+
+    def weight_region(self, region: tuple[slice, ...] | None) -> tuple[slice, ...] | None:
+        """Return what is read of a weight for a region of it."""
+        return region
+
+    def scale_region(self, _: tuple[slice, ...] | None) -> None:
+        """Return what is read of its scale: all."""
 
     def fits(self, scale: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         """Whether a scale of this shape can belong to a weight `[rows, columns]`."""
@@ -60,9 +75,10 @@ class Fp8Format(msgspec.Struct, frozen=True):
 
         Args:
             weight: The region, in FP8.
-            scale: Scale of the whole weight, fp32, of a shape that `fits`.
+            scale: Scale of the whole weight, of a shape that `fits`.
             shape, region: See `Slot`.
         """
+        scale = scale.float()
         if scale.numel() == 1:
             return (weight.float() * scale.reshape(())).to(to)
         whole = slice(None), slice(None)
@@ -82,36 +98,23 @@ class Fp8Format(msgspec.Struct, frozen=True):
         return found
 
 
-def scale_names(weight: str) -> tuple[str, ...]:
-    """Return the possible names of a weight's scale."""
-    return tuple(weight + end for end in _SCALES)
+def read_fp8(given: Fields, remedy: str) -> Fp8Format:
+    """Read a `quantization_config` of one of the two methods.
 
-
-def read_fp8(fields: Fields) -> Fp8Format | None:
-    """Return how a configuration stores weights; None if they are not quantised.
+    Args:
+        remedy: What to do if `compressed-tensors` has something else than floats.
 
     Raises:
-        ConfigError: They are quantised in another way.
+        ConfigError: It has, or is not as described.
     """
-    remedy = "of quantised checkpoints those in FP8 are served: use one, or one in bf16 or fp16"
-    if (found := fields.get("compression_config")) is not None:
-        raise fields.error("compression_config", found, remedy)
-    given = fields.section("quantization_config")
-    if given is None:
-        return None
-    method, block = given.get("quant_method"), None
-    if method == "fp8":
+    if given.get("quant_method") == "fp8":
         given.only("fmt", "e4m3")
-        block = _block(given, "weight_block_size")
-    elif method == "compressed-tensors":
-        if (form := given.get("format")) != "float-quantized":
-            raise given.error("format", form, remedy)
-        given.only("kv_cache_scheme")
-        given.only("transform_config", {})
-        block = _block_of_groups(given)
-    else:
-        raise given.error("quant_method", method, remedy)
-    return Fp8Format(block)
+        return Fp8Format(_block(given, "weight_block_size"))
+    if (form := given.get("format")) != "float-quantized":
+        raise given.error("format", form, remedy)
+    given.only("kv_cache_scheme")
+    given.only("transform_config", {})
+    return Fp8Format(_block_of_groups(given))
 
 
 def _block_of_groups(given: Fields) -> tuple[int, int] | None:

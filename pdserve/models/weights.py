@@ -9,22 +9,21 @@ holds more than this rank's weights and the current region. Knows no architectur
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import struct
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from pdserve.errors import ConfigError
-from pdserve.models import fp8
 from pdserve.models.config_json import Fields, read_config
 from pdserve.models.file_digest import DigestCache, FileDigest
-from pdserve.models.shard_paths import LFS_MAGIC, shard_paths
+from pdserve.models.mxfp4 import Mxfp4Format
+from pdserve.models.quantised import read_quantised
+from pdserve.models.shard_paths import shard_paths
+from pdserve.models.weight_file import StoredTensor, WeightFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.models.fp8 import Fp8Format
     from pdserve.parallel.group import World
 
 _DECODER = "model."
 """How tensors of a decoder with a head are named."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MAX_DIGEST_THREADS = 4
-_MAX_HEADER_BYTES = 100 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAME_DTYPE = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -150,22 +149,25 @@ class Checkpoint:
     """The safetensors files of a model directory, with an index or without.
 
     Opening reads the files' headers only. Embedding models are saved without a head, and with
-    tensor names relative to their decoder. FP8 weights are widened (`fp8`).
+    tensor names relative to their decoder. FP8 and MXFP4 weights are widened.
 
     Raises:
         ConfigError: `shard_paths` refuses the directory, a file is a Git LFS pointer or is cut
-            short; or it is quantised in a format other than FP8.
+            short; or it is quantised in another format (`quantised`).
     """
 
     def __init__(self, directory: Path) -> None:
         has_config = (directory / "config.json").is_file()
         config = read_config(directory) if has_config else {}
-        self._fp8 = fp8.read_fp8(Fields("", config))
-        self._shards = [_Shard(path) for path in shard_paths(directory)]
+        self._format = read_quantised(Fields("", config))
+        self._shards = [WeightFile(path) for path in shard_paths(directory)]
         if not any(shard.tensors for shard in self._shards):
             raise ConfigError(
                 f"the safetensors files in {str(directory)!r} hold no tensors", param="model"
             )
+        if isinstance(self._format, Mxfp4Format):
+            for shard in self._shards:
+                shard.tensors = self._format.named(shard.tensors)
         if not any(name.startswith(_DECODER) for shard in self._shards for name in shard.tensors):
             for shard in self._shards:
                 shard.tensors = {_DECODER + name: each for name, each in shard.tensors.items()}
@@ -184,12 +186,12 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most elements that are neither FP8 nor scales of FP8."""
+        """The dtype of most elements that are neither quantised nor scales."""
         counts: dict[str, int] = {}
-        scales = set(self._scales.values())
+        scales, form = set(self._scales.values()), self._format
         for shard in self._shards:
             for name, stored in shard.tensors.items():
-                if name not in scales and not (self._fp8 and stored.dtype == fp8.STORED):
+                if name not in scales and not (form and stored.dtype == form.stored):
                     counts[stored.dtype] = counts.get(stored.dtype, 0) + math.prod(stored.shape)
         name = max(counts, key=lambda name: counts[name], default="BF16")
         if name not in _DTYPES:
@@ -231,7 +233,7 @@ class Checkpoint:
         self, slots: Mapping[str, Slot], *, tied_head: bool, unused: tuple[str, ...] = ()
     ) -> None:
         """See `WeightSource`."""
-        stored: dict[str, _Stored] = {}
+        stored: dict[str, StoredTensor] = {}
         for shard in self._shards:
             for name, tensor in shard.tensors.items():
                 if name in stored:
@@ -239,14 +241,14 @@ class Checkpoint:
                         f"tensor {name} is in two shards: it may be in only one", param="model"
                     )
                 stored[name] = tensor
-        scales = self._scales
+        scales, form = self._scales, self._format
         missing = [name for name in slots if name not in stored]
         unexpected = [
             name
             for name in stored.keys() - scales.values()
             if name not in slots
             and not name.endswith("rotary_emb.inv_freq")
-            and not (self._fp8 is not None and name.endswith(fp8.UNUSED))
+            and not (form is not None and name.endswith(form.unused))
             and not (tied_head and name == _HEAD)
             and not name.startswith(unused)
         ]
@@ -258,15 +260,17 @@ class Checkpoint:
         different += [
             f"{scale} is {list(stored[scale].shape)}, its weight {list(stored[name].shape)}"
             for name, scale in scales.items()
-            if self._fp8 is not None
+            if form is not None
             and name in slots
-            and not self._fp8.fits(stored[scale].shape, stored[name].shape)
+            and not form.fits(stored[scale].shape, stored[name].shape)
         ]
         foreign = [
             f"{each} is {stored[each].dtype}"
-            + (" and has no scale" if self._fp8 and stored[each].dtype == fp8.STORED else "")
+            + (" and has no scale" if form and stored[each].dtype == form.stored else "")
             for name in slots
-            if name in stored and stored[each := scales.get(name, name)].dtype not in _DTYPES
+            if name in stored
+            and stored[each := scales.get(name, name)].dtype
+            not in (form.scale_dtypes if form and name in scales else _DTYPES)
         ]
         problems = [
             f"{text}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
@@ -285,112 +289,55 @@ class Checkpoint:
 
     def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`. Shard by shard, in the order of the data."""
-        scales, dtype = self._read_scales(slots), self.dtype
+        form, dtype = self._format, self.dtype
+        wanted = {name: slot for name, slot in slots.items() if slot.load is not None}
+        regions = {name: slot.region for name, slot in wanted.items()}
+        if form is None:
+            for shard in self._shards:
+                yield from shard.read(regions)
+            return
+        for name in wanted.keys() & self._scales:
+            regions[name] = form.weight_region(regions[name])
+        scales = self._read_scales(form, wanted) if form.has_small_scales else {}
         for shard in self._shards:
-            for name, tensor in shard.read(slots):
-                if self._fp8 is None or name not in scales:
+            for name, tensor in shard.read(regions):
+                if name not in self._scales:
                     yield name, tensor
-                else:
-                    shape, region = slots[name].shape, slots[name].region
-                    scale = scales.pop(name)
-                    yield (
-                        name,
-                        self._fp8.widened(tensor, scale, shape=shape, region=region, to=dtype),
-                    )
+                    continue
+                slot = slots[name]
+                if name not in scales:
+                    scales = self._read_scales(form, {name: slot})
+                shape, region = slot.shape, slot.region
+                yield (
+                    name,
+                    form.widened(tensor, scales.pop(name), shape=shape, region=region, to=dtype),
+                )
 
     @cached_property
     def _scales(self) -> dict[str, str]:
-        """Names of the scales of FP8 weights, by the weights' names."""
-        if self._fp8 is None:
+        """Names of the scales of quantised weights, by the weights' names."""
+        if (form := self._format) is None:
             return {}
         stored = {name: each for shard in self._shards for name, each in shard.tensors.items()}
         return {
             name: scale
             for name, each in stored.items()
-            if each.dtype == fp8.STORED
-            for scale in fp8.scale_names(name)
+            if each.dtype == form.stored
+            for scale in form.scale_names(name)
             if scale in stored
         }
 
-    def _read_scales(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
-        """Return the scales of the weights to read, by the weights' names."""
-        weights = {
-            scale: name
-            for name, scale in self._scales.items()
-            if name in slots and slots[name].load is not None
-        }
-        wanted = {scale: Slot((), lambda _: None) for scale in weights}
+    def _read_scales(
+        self, form: Fp8Format | Mxfp4Format, slots: Mapping[str, Slot]
+    ) -> dict[str, Tensor]:
+        """Return the scales of some weights, by the weights' names."""
+        weights = {scale: name for name, scale in self._scales.items() if name in slots}
+        regions = {scale: form.scale_region(slots[name].region) for scale, name in weights.items()}
         return {
-            weights[name]: tensor.to(torch.float32, copy=True)
+            weights[name]: tensor.clone()
             for shard in self._shards
-            for name, tensor in shard.read(wanted)
+            for name, tensor in shard.read(regions)
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _Shard:
-    """One safetensors file: 8 bytes of header length, a JSON header, the data."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            size = path.stat().st_size
-            header = self._header(size)
-        except OSError as error:
-            raise self._broken(str(error.strerror)) from None
-        self.tensors: dict[str, _Stored] = {}
-        end = 0
-        try:
-            for name, entry in json.loads(header).items():
-                if name != "__metadata__":
-                    shape = tuple(map(int, entry["shape"]))
-                    self.tensors[name] = _Stored(name, str(entry["dtype"]), shape)
-                    end = max(end, entry["data_offsets"][1])
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise self._broken(f"its header is not readable ({error})") from None
-        if (whole := 8 + len(header) + end) > size:
-            raise self._broken(f"it has {size} of {whole} bytes; the download was cut short")
-
-    def _header(self, size: int) -> bytes:
-        """Return the JSON header of a file of `size` bytes."""
-        with self.path.open("rb") as file:
-            start = file.read(64)
-            if start.startswith(LFS_MAGIC):
-                raise ConfigError(
-                    f"{self.path} is a Git LFS pointer, not the weights: run `git lfs pull` in "
-                    f"{str(self.path.parent)!r}, or download the file itself",
-                    param="model",
-                )
-            length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
-            if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
-                raise self._broken("it has no safetensors header")
-            file.seek(8)
-            return file.read(length)
-
-    def _broken(self, why: str) -> ConfigError:
-        return ConfigError(f"{self.path} cannot be used: {why}", param="model")
-
-    def read(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's regions, as views of the mapped file, which is unmapped at the end."""
-        wanted = [name for name in self.tensors if name in slots and slots[name].load is not None]
-        if not wanted:
-            return
-        try:
-            with safe_open(self.path, framework="pt", device="cpu") as file:
-                for name in wanted:
-                    region, stored = slots[name].region, self.tensors[name].name
-                    if region is None:
-                        yield name, file.get_tensor(stored)
-                    else:
-                        yield name, file.get_slice(stored)[region]
-        except (SafetensorError, OSError) as error:
-            raise self._broken(str(error)) from None
 
 
 class DummyWeights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.models.arch import ModelArch
-from pdserve.models.fp8 import read_fp8
+from pdserve.models.quantised import read_quantised
 from pdserve.models.readers.rope import read_partial_rotary, read_rope
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def read_decoder(
     moe: MoeArch | None = None,
 ) -> ModelArch:
     """The fields that all families share."""
-    read_fp8(fields)  # or it is not quantised
+    read_quantised(fields)  # or it is not quantised
     fields.only("hidden_act", "silu", "swish")
     fields.only("is_encoder_decoder", False)
     if not fields.flag("is_causal", default=True):
