@@ -21,6 +21,12 @@ _NAMES: Final = {
     type(None): "null",
 }
 _TYPES = ("object", "array", "number", "boolean", "null")
+_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords with schemas by names."""
+_SCHEMAS: Final = frozenset(
+    {*_MAPS, *_UNIONS, *_CONDITIONS, "allOf", "additionalProperties", "items", "prefixItems"}
+)
+"""Keywords with schemas."""
 _SPACES: Final = r" |\r?\n[ \t]{0,64}"
 
 
@@ -89,6 +95,41 @@ def is_text(schema: object) -> bool:
     return "string" in types or (not types and not is_described)
 
 
+def without_idle(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema without keywords that exclude nothing, which llguidance does not know.
+
+    Zod writes that names of properties are strings, and others that items need not be unique.
+    """
+    whole = dict(schema)
+    pending = [whole]
+    while pending:
+        each = pending.pop()
+        if _is_any_name(each.get("propertyNames")):
+            del each["propertyNames"]
+        if each.get("uniqueItems") is False:
+            del each["uniqueItems"]
+        for key in _SCHEMAS & each.keys():
+            given = each[key]
+            if isinstance(given, dict) and key not in _MAPS:
+                each[key] = dict(given)
+                pending.append(each[key])
+            elif isinstance(given, dict | list):
+                inner = each[key] = given.copy()
+                places = list(inner) if isinstance(inner, dict) else range(len(inner))
+                for place in places:
+                    if isinstance(inner[place], dict):
+                        inner[place] = dict(inner[place])
+                        pending.append(inner[place])
+    return whole
+
+
+def _is_any_name(schema: object) -> bool:
+    """Whether each name of a property follows a schema."""
+    if not isinstance(schema, dict):
+        return schema is True
+    return not schema.keys() - _ANNOTATIONS - {"type"} and schema.get("type", "string") == "string"
+
+
 def with_bounded_spaces(schema: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     """Return a JSON schema whose output has no more white space than people write.
 
@@ -103,4 +144,4 @@ def with_bounded_spaces(schema: Mapping[str, Any], **options: Any) -> dict[str, 
     own = (given if isinstance(given, dict) else {}) | options
     if not own.keys() & {"whitespace_pattern", "whitespace_flexible"}:
         own["whitespace_pattern"] = _SPACES
-    return {**schema, "x-guidance": own}
+    return {**without_idle(schema), "x-guidance": own}

@@ -414,6 +414,17 @@ async def test_malformed_calls_in_messages_are_named(calling, calls):
     assert "messages[1].tool_calls" in error["message"]
 
 
+async def test_a_call_can_be_forced_of_a_tool_whose_schema_zod_has_written(calling):
+    record = {"type": "object", "propertyNames": {"type": "string"}}
+    schema = {"type": "object", "properties": {"x": record}}
+    tools = [{"type": "function", "function": {"name": "see", "parameters": schema}}]
+    async with serving(calling, scripted(calling, "a dog")) as server:
+        for wrong, status in ((None, 200), ({"pattern": "^a"}, 400)):
+            record["propertyNames"] = wrong or record["propertyNames"]
+            body = BODY | {"tools": tools, "tool_choice": "required", "max_tokens": 2}
+            assert (await server.post(PATH, body))[0] == status
+
+
 async def test_a_template_for_tools_is_taken_where_some_are_offered(calling):
     templates = {
         "chat_template": ChatTemplate("plain", {}),
