@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +21,7 @@ from pdserve.dialects.texts import without_billing
 from pdserve.errors import BadRequestError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from jinja2.parser import Parser
 
@@ -34,6 +35,8 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 _SHORT_IDS = re.compile(r"id\s*\|\s*length\s*!=\s*9\b")
 """What templates of Mistral have that refuse calls whose ids have another length."""
 _SHORT = 9
+_FIRST_CALL = "tool_calls[0]"
+"""What templates have that read one call of a message, as Llama's and gpt-oss's."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -137,6 +140,8 @@ class ChatTemplate:
         plain = [self._plain(message, index) for index, message in enumerate(messages)]
         if not self._names("developer") and any(each["role"] == "developer" for each in plain):
             plain = _with_system_first(plain)
+        if _FIRST_CALL in self._source:
+            plain = list(_with_one_call_each(plain))
         if continue_final_message and plain:
             plain[-1]["content"] += _END_MARK
         names = {
@@ -267,6 +272,28 @@ class _Arguments(dict[str, Any]):
 
     def __add__(self, text: str) -> str:
         return (self._spelling or _to_json(self)) + text
+
+
+def _with_one_call_each(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield messages with at most one call each, and its result behind it."""
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            yield message
+            continue
+        results = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.popleft())
+        for index, call in enumerate(calls):
+            own = message if index == 0 else {"role": message["role"], "content": ""}
+            yield {**own, "tool_calls": [call]}
+            for result in tuple(results):
+                if result.get("tool_call_id") == call.get("id", ""):
+                    results.remove(result)
+                    yield result
+        yield from results
 
 
 def _shorten(named: dict[str, Any], field: str) -> None:

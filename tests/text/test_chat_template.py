@@ -136,6 +136,25 @@ def test_reasoning_that_has_a_field_of_its_own_is_that_of_the_field() -> None:
     assert SEEN.render([message], now_s=0.0) == "|well"
 
 
+def test_several_calls_of_a_message_are_several_messages_where_a_template_reads_one() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}"
+        "{% if 'tool_calls' in m %}({{ m.tool_calls[0].id }}/{{ m.tool_calls|length }})"
+        "{% endif %};{% endfor %}"
+    )
+    calls = [{"id": each, "function": {"name": "see", "arguments": "{}"}} for each in "abc"]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "So", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": each, "content": each} for each in "xca"),
+        {"role": "user", "content": "go on"},
+    ]
+    shown = ChatTemplate(source, {}).render(messages, now_s=0.0)
+    assert shown == "uhi;aSo(a/1);ta;a(b/1);a(c/1);tc;tx;ugo on;"
+    every = ChatTemplate(source.replace("[0].id", "|length"), {}).render(messages, now_s=0.0)
+    assert every == "uhi;aSo(3/3);tx;tc;ta;ugo on;"
+
+
 def test_gpt_oss_is_told_what_it_thought_before_a_call() -> None:
     template = ChatTemplate(
         "{% if messages[0].content and messages[0].thinking %}{{ raise_exception('both') }}"
