@@ -39,7 +39,7 @@ from pdserve.server.reply import DIALECT, finish_name, send_json, wants_stages
 from pdserve.server.sampling import AnswerReading, Asked
 from pdserve.server.service import REQUEST_ID, SERVICE, read_body
 from pdserve.text.answer.pieces import ToolUse
-from pdserve.text.chat import content_of
+from pdserve.text.messages import content_of
 from pdserve.wire.hop import PARTS, PREFILL_HEADER
 
 if TYPE_CHECKING:
