@@ -16,8 +16,7 @@ from pdserve.wire.transfer import BlockOrder, KVShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
-_NUM_VALUES = 251  # exact in every dtype above
+_NUM_VALUES = 251  # exact in every dtype of KV
 _STRIDES = (7_919, 104_729, 1_299_709, 15_485_863, 179_424_673, 2_038_074_743)
 
 
@@ -41,7 +40,7 @@ def make_shape(
         num_planes=num_planes,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        dtype_bytes=_BYTES[dtype],
+        dtype_bytes=getattr(torch, dtype).itemsize,
         block_size=block_size,
         tp_size=tp,
         stages=tuple((edges[stage], edges[stage + 1]) for stage in range(pp)),
@@ -74,7 +73,7 @@ class Share:
             block_size=shape.block_size,
             head_dim=shape.head_dim,
             dtype=dtype,
-            dtype_bytes=_BYTES[dtype],
+            dtype_bytes=getattr(torch, dtype).itemsize,
             num_planes=shape.num_planes,
         )
 

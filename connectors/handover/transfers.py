@@ -222,29 +222,23 @@ class Outgoing:
         as well. The last part of a prompt that will be pulled is covered by its lease.
         """
         is_unproven, end_token = scheduled.view.is_unproven, scheduled.end_token
-        if self.stage is not PushStage.LIVE:
+        if self.stage is PushStage.LIVE:
+            nonce, block_ids, generations = self.nonce, self.block_ids, self.generations
+            start_token, end_token = self.num_announced, min(end_token, self.num_tokens)
+            if start_token >= self.num_tokens:
+                return None
+            if not is_unproven:
+                self.num_announced = end_token
+        else:
+            nonce, start_token = "", scheduled.start_token
+            block_ids, generations = list(scheduled.block_ids), list(scheduled.generations)
             if end_token >= self.num_tokens or is_unproven:
                 return None
-            return Chunk(
-                nonce="",
-                request_id=self.request_id,
-                block_ids=list(scheduled.block_ids),
-                generations=list(scheduled.generations),
-                start_token=scheduled.start_token,
-                end_token=end_token,
-                num_tokens=self.num_tokens,
-                num_step_tokens=0,
-            )
-        start_token, end_token = self.num_announced, min(end_token, self.num_tokens)
-        if start_token >= self.num_tokens:
-            return None
-        if not is_unproven:
-            self.num_announced = end_token
         return Chunk(
-            nonce=self.nonce,
+            nonce=nonce,
             request_id=self.request_id,
-            block_ids=self.block_ids,
-            generations=self.generations,
+            block_ids=block_ids,
+            generations=generations,
             start_token=start_token,
             end_token=end_token,
             num_tokens=self.num_tokens,

@@ -423,7 +423,13 @@ class Receiving:
         return part
 
     def _is_stopped(self, part: IncomingPart) -> bool:
-        return part.is_stopped_by_fence(self._seams.processes)
+        """Whether all writing ends once the target that P writes to is gone."""
+        process, processes = part.process, self._seams.processes
+        return (
+            process is None
+            or not processes.writes_directly(process)
+            or not processes.is_alive(process)
+        )
 
     def _now_s(self) -> float:
         return self._clock.monotonic_s()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.slicing import Route
     from pdserve.connectors.transfer.peering import PeerId
     from pdserve.connectors.transfer.protocol import Process, Pushed
-    from pdserve.connectors.transfer.seams import Mover, Processes
+    from pdserve.connectors.transfer.seams import Mover
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import KVHandoff, KVShape
 
@@ -218,15 +218,6 @@ class IncomingPart:
                 return self.asked_s + _ASK_AGAIN_S
             case _:
                 return _NEVER
-
-    def is_stopped_by_fence(self, processes: Processes) -> bool:
-        """Whether all writing ends once the target that P writes to is gone."""
-        process = self.process
-        return (
-            process is None
-            or not processes.writes_directly(process)
-            or not processes.is_alive(process)
-        )
 
 
 @dataclass(slots=True, eq=False)

@@ -21,6 +21,7 @@ from pdserve.config.schema import CacheConfig, EngineConfig, ModelConfig, Transf
 from pdserve.connectors.base import ConnectorContext, KVLayout
 from pdserve.connectors.conformance.engines import Engine as KitEngine
 from pdserve.connectors.conformance.engines import KitRequest
+from pdserve.connectors.conformance.engines import Rank as KitRank
 from pdserve.connectors.conformance.values import Share
 from pdserve.connectors.registry import find
 from pdserve.wire.ids import Incarnation, RequestId
@@ -108,33 +109,22 @@ def context(
     )
 
 
-class Rank:
-    """One worker half over its own blocks."""
+class Rank(KitRank):
+    """The kit's, over blocks whose contents say which block they are of."""
 
     def __init__(
         self, connector: KVConnectorBase, context: ConnectorContext, wake: Callable[[], None]
     ) -> None:
-        shape = context.layout
+        super().__init__(connector, context, wake)
         self.context = context
-        self.worker = connector.make_worker(context, wake)
-        self.kv = torch.zeros(
-            shape.num_blocks,
-            shape.num_layers,
-            shape.num_planes,
-            shape.num_kv_heads,
-            shape.block_size,
-            shape.head_dim,
-            dtype=getattr(torch, shape.dtype),
-        )
-        endpoint = self.worker.register_kv_caches(self.kv, shape)
-        assert endpoint is not None
-        self.endpoint: Endpoint = endpoint
 
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
         for block in block_ids:
             self.kv[block] = contents(self.context.layout, seed, block, self.context.rank)
 
-    def holds(self, local: Sequence[int], remote: Sequence[int], seed: int) -> bool:
+    def holds(  # type: ignore[override]
+        self, local: Sequence[int], remote: Sequence[int], seed: int
+    ) -> bool:
         """Whether `local` blocks are byte for byte what this rank of P wrote to `remote`."""
         shape, rank = self.context.layout, self.context.rank
         return all(
