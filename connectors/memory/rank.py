@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pdserve.connectors.handover.instructions import Load, Reserve
     from pdserve.connectors.memory.exchange import Exchange, ExchangeMember, Trouble
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
-    from pdserve.connectors.transfer.seams import Job, JobEnd
+    from pdserve.connectors.transfer.seams import Job, JobEnd, WarmUp
     from pdserve.observe.clock import Clock
     from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import ConnectorMetadata, Endpoint
@@ -225,14 +225,6 @@ class _Later:
 
 
 @dataclass(slots=True, eq=False)
-class _WarmUp:
-    tag: Hashable
-    remote: Remote
-    on_settled: Callable[[str | None], None]
-    is_abandoned: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class _Copy:
     """A posted job.
 
@@ -286,7 +278,7 @@ class MemoryMover(OneSided):
         self._posted: list[_Copy] = []
         self._ended: list[_Copy] = []
         self._slow: deque[Callable[[], None]] = deque()
-        self._warm_ups: list[_WarmUp] = []
+        self._warm_ups: list[WarmUp] = []
 
     @property
     def is_moving(self) -> bool:
@@ -306,16 +298,9 @@ class MemoryMover(OneSided):
     def forget(self, remote: Remote) -> None:
         """See `Mover`."""
 
-    def warm_up(
-        self,
-        remote: Remote,
-        source: Region,
-        *,
-        tag: Hashable,
-        on_settled: Callable[[str | None], None],
-    ) -> None:
+    def warm_up(self, warm_up: WarmUp) -> None:
         """See `Mover`."""
-        self._warm_ups.append(_WarmUp(tag, remote, on_settled))
+        self._warm_ups.append(warm_up)
 
     def submit(self, job: Job) -> None:
         """See `Mover`."""

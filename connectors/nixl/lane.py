@@ -5,20 +5,22 @@ It knows what it was told, its peers as NIXL knows them, and what it has in flig
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pdserve.connectors.nixl.agent import AgentError
 from pdserve.connectors.nixl.known_peers import REST_S, KnownPeers, in_units
 from pdserve.connectors.pieces import count_runs
-from pdserve.connectors.transfer.seams import Direction, Job
+from pdserve.connectors.transfer.seams import Direction, Job, WarmUp
 from pdserve.errors import InternalError
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections import deque
+    from collections.abc import Callable
 
     from pdserve.connectors.nixl.agent import NixlAgent, Prepared, Transfer
     from pdserve.connectors.transfer.protocol import Region
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Of one peer on one lane: a transport that works in the background is kept busy, and a peer that
+# hangs holds up nobody else.
+_MAX_IN_FLIGHT = 2
 _POLL_S = 0.0003
 _NEVER = float("inf")
 # Abandoned transfers mostly end on their own, which is cheaper than a new agent.
@@ -34,53 +39,91 @@ _SETTLE_S = 0.5
 _WARM_UP_BYTES = 4096
 
 
-@dataclass(slots=True, eq=False)
-class WarmUp:
-    """One small READ on each lane.
+class Dispatcher:
+    """Gives lanes their jobs and takes their results; what all lanes share.
+
+    Args:
+        wake: Called from a lane when there are results.
 
     Attributes:
-        num_left: Number of lanes that have not reported the end of theirs.
+        lock: Guards everything here, and the lanes' orders.
     """
 
-    tag: Hashable
-    remote: Remote
-    source: Region
-    on_settled: Callable[[str | None], None]
-    num_left: int
-    failure: str | None = None
-    is_abandoned: bool = False
-
-
-class Dispatcher(Protocol):
-    """Gives lanes their jobs and takes their results. Shared by all lanes."""
-
-    @property
-    def lock(self) -> threading.Lock:
-        """Guards everything that the lanes share with others."""
-        ...
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.lock = threading.Lock()
+        self._wake = wake
+        self._lanes: list[Lane] = []
+        self._events: list[Callable[[], None]] = []
+        self._queues: dict[Remote, deque[Job]] = {}  # the first is whose turn it is
+        self._taken: set[Job] = set()
+        # How each ended on the lanes that have ended it.
+        self._warm_ups: dict[WarmUp, list[str | None]] = {}
+        self._num_resets = 0
+        self._death: BaseException | None = None
 
     def take(self, num_in_flight: dict[Remote, int]) -> Job | None:
         """Under the lock: the next job for a lane that has so many of each peer in flight."""
-        ...
+        for remote, queue in self._queues.items():
+            if num_in_flight.get(remote, 0) < _MAX_IN_FLIGHT:
+                job = queue.popleft()
+                self._set_queue(remote, queue)
+                self._taken.add(job)
+                return job
+        return None
 
     def can_post(self) -> bool:
         """Under the lock: whether there is a lane that is not broken."""
-        ...
+        return not all(lane.is_broken for lane in self._lanes)
 
     def say_slow(self, job: Job) -> None:
         """Report that `job` was posted and is still running."""
+        if job.on_slow is not None:
+            self._say(job.on_slow)
 
     def say_settled(self, job: Job, settled: JobEnd) -> None:
         """Report that `job` is over."""
 
+        def tell() -> None:
+            with self.lock:
+                self._taken.discard(job)  # until now `abandon` counts it
+            job.on_settled(settled)
+
+        self._say(tell)
+
     def say_warm(self, warm_up: WarmUp, failure: str | None) -> None:
         """Report that one lane has ended a warm-up."""
+        with self.lock:
+            failures = self._warm_ups[warm_up]
+            failures.append(failure)
+            is_last = len(failures) == len(self._lanes)
+            if is_last:
+                del self._warm_ups[warm_up]
+        if is_last:
+            first = next((each for each in failures if each is not None), None)
+            self._say(functools.partial(warm_up.on_settled, first))
 
     def say_reset(self) -> None:
         """Report that a lane has a new agent."""
+        with self.lock:
+            self._num_resets += 1
 
     def say_death(self, error: BaseException) -> None:
         """Report that a lane has died of a bug here."""
+        self._death = error
+        self._wake()
+
+    def _say(self, event: Callable[[], None]) -> None:
+        with self.lock:
+            was_silent = not self._events
+            self._events.append(event)
+        if was_silent:
+            self._wake()
+
+    def _set_queue(self, remote: Remote, queue: deque[Job]) -> None:
+        """Put it behind those of all other peers; an empty one is forgotten."""
+        self._queues.pop(remote, None)
+        if queue:
+            self._queues[remote] = queue
 
 
 @dataclass(slots=True, eq=False)

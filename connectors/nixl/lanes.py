@@ -21,12 +21,11 @@ no messages.
 from __future__ import annotations
 
 import functools
-import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from pdserve.connectors.nixl.lane import Lane, WarmUp
-from pdserve.connectors.transfer.seams import Job, OneSided, Remote
+from pdserve.connectors.nixl.lane import Dispatcher, Lane
+from pdserve.connectors.transfer.seams import OneSided, Remote
 from pdserve.errors import InternalError
 
 if TYPE_CHECKING:
@@ -34,15 +33,11 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.nixl.agent import NixlAgent
     from pdserve.connectors.transfer.protocol import Region
-    from pdserve.connectors.transfer.seams import JobEnd
+    from pdserve.connectors.transfer.seams import Job, WarmUp
     from pdserve.observe.clock import Clock
 
-# Of one peer on one lane: a transport that works in the background is kept busy, and a peer that
-# hangs holds up nobody else.
-_MAX_IN_FLIGHT = 2
 
-
-class Lanes(OneSided):
+class Lanes(Dispatcher, OneSided):
     """Some threads that post; all methods belong to one other thread, the transfer thread.
 
     Args:
@@ -66,16 +61,9 @@ class Lanes(OneSided):
         clock: Clock,
         quarantine_s: float,
     ) -> None:
+        super().__init__(wake)
         self._clock = clock
-        self._wake = wake
-        self._lock = threading.Lock()
-        self._events: list[Callable[[], None]] = []
-        self._queues: dict[Remote, deque[Job]] = {}  # the first is whose turn it is
-        self._taken: set[Job] = set()
-        self._warm_ups: set[WarmUp] = set()
-        self._num_resets = 0
-        self._death: BaseException | None = None
-        self._lanes = [
+        self._lanes += [
             Lane(
                 self,
                 number,
@@ -88,8 +76,6 @@ class Lanes(OneSided):
             for number in range(num_lanes)
         ]
         self._is_started = False
-
-    # ---- what the transfer thread calls --------------------------------------------------
 
     @property
     def num_lanes(self) -> int:
@@ -106,30 +92,22 @@ class Lanes(OneSided):
 
     def forget(self, remote: Remote) -> None:
         """See `Mover`."""
-        with self._lock:
+        with self.lock:
             for lane in self._lanes:
                 lane.to_forget.append(remote)
                 lane.rouse()
 
-    def warm_up(
-        self,
-        remote: Remote,
-        source: Region,
-        *,
-        tag: Hashable,
-        on_settled: Callable[[str | None], None],
-    ) -> None:
-        """See `Mover`: once that has ended on all lanes, with the first failure."""
-        warm_up = WarmUp(tag, remote, source, on_settled, len(self._lanes))
-        with self._lock:
-            self._warm_ups.add(warm_up)
+    def warm_up(self, warm_up: WarmUp) -> None:
+        """See `Mover`: on each lane; it is over once all have ended it, with the first failure."""
+        with self.lock:
+            self._warm_ups[warm_up] = []
             for lane in self._lanes:
                 lane.to_warm_up.append(warm_up)
                 lane.rouse()
 
     def submit(self, job: Job) -> None:
         """See `Mover`: as soon as a lane is free; peers in turn."""
-        with self._lock:
+        with self.lock:
             self._queues.setdefault(job.remote, deque()).append(job)
             # A broken one may get an agent again, if no other has the time.
             idle = [lane for lane in self._lanes if lane.is_idle]
@@ -142,7 +120,7 @@ class Lanes(OneSided):
         What is still in flight of a warm-up that has ended can only land in the scratch memory.
         """
         now_s = self._clock.monotonic_s()
-        with self._lock:
+        with self.lock:
             for remote, queue in list(self._queues.items()):
                 self._set_queue(remote, deque(job for job in queue if job.tag != tag))
             in_flight = [job for job in self._taken if job.tag == tag]
@@ -162,7 +140,7 @@ class Lanes(OneSided):
         """
         if self._death is not None:
             raise InternalError(f"a KV transfer lane died: {self._death!r}") from self._death
-        with self._lock:
+        with self.lock:
             events, self._events = self._events, []
         for event in events:
             event()
@@ -170,21 +148,21 @@ class Lanes(OneSided):
 
     def tidy(self) -> None:
         """Have each lane's agent close the connections whose other sides have ended."""
-        with self._lock:
+        with self.lock:
             for lane in self._lanes:
                 lane.is_to_tidy = True
                 lane.rouse()
 
     def renew(self, reason: str) -> None:
         """Have each lane's agent made again, as soon as nothing is in flight there."""
-        with self._lock:
+        with self.lock:
             for lane in self._lanes:
                 lane.why_renew = reason
                 lane.rouse()
 
     def take_num_resets(self) -> int:
         """How often a lane's agent was destroyed to stop a transfer, since the last call."""
-        with self._lock:
+        with self.lock:
             number, self._num_resets = self._num_resets, 0
         return number
 
@@ -195,7 +173,7 @@ class Lanes(OneSided):
         """
         if not self._is_started:
             return True
-        with self._lock:
+        with self.lock:
             for lane in self._lanes:
                 lane.is_closing = True
                 lane.rouse()
@@ -204,73 +182,3 @@ class Lanes(OneSided):
             if lane.thread.ident is not None:  # the system refuses threads beyond its limit
                 lane.thread.join(max(0.0, ends_s - self._clock.monotonic_s()))
         return not any(lane.thread.is_alive() for lane in self._lanes)
-
-    # ---- what the lanes call -------------------------------------------------------------
-
-    @property
-    def lock(self) -> threading.Lock:
-        """Guards everything that the transfer thread and the lanes share."""
-        return self._lock
-
-    def take(self, num_in_flight: dict[Remote, int]) -> Job | None:
-        """Under the lock: the next job for a lane that has so many of each peer in flight."""
-        for remote, queue in self._queues.items():
-            if num_in_flight.get(remote, 0) < _MAX_IN_FLIGHT:
-                job = queue.popleft()
-                self._set_queue(remote, queue)
-                self._taken.add(job)
-                return job
-        return None
-
-    def can_post(self) -> bool:
-        """Under the lock: whether there is a lane that is not broken."""
-        return not all(lane.is_broken for lane in self._lanes)
-
-    def say_slow(self, job: Job) -> None:
-        """Report that `job` was posted and is still running."""
-        if job.on_slow is not None:
-            self._say(job.on_slow)
-
-    def say_settled(self, job: Job, settled: JobEnd) -> None:
-        """Report that `job` is over."""
-
-        def tell() -> None:
-            with self._lock:
-                self._taken.discard(job)  # until now `abandon` counts it
-            job.on_settled(settled)
-
-        self._say(tell)
-
-    def say_warm(self, warm_up: WarmUp, failure: str | None) -> None:
-        """Report that one lane has ended a warm-up."""
-        with self._lock:
-            warm_up.failure = warm_up.failure or failure
-            warm_up.num_left -= 1
-            is_last = not warm_up.num_left
-            if is_last:
-                self._warm_ups.discard(warm_up)
-        if is_last:
-            self._say(functools.partial(warm_up.on_settled, warm_up.failure))
-
-    def say_reset(self) -> None:
-        """Report that a lane has a new agent."""
-        with self._lock:
-            self._num_resets += 1
-
-    def say_death(self, error: BaseException) -> None:
-        """Report that a lane has died of a bug here."""
-        self._death = error
-        self._wake()
-
-    def _say(self, event: Callable[[], None]) -> None:
-        with self._lock:
-            was_silent = not self._events
-            self._events.append(event)
-        if was_silent:
-            self._wake()
-
-    def _set_queue(self, remote: Remote, queue: deque[Job]) -> None:
-        """Put it behind those of all other peers; an empty one is forgotten."""
-        self._queues.pop(remote, None)
-        if queue:
-            self._queues[remote] = queue

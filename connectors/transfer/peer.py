@@ -36,7 +36,7 @@ from pdserve.connectors.transfer.protocol import (
     RefuseReason,
     Welcome,
 )
-from pdserve.connectors.transfer.seams import ClosedError, MoverLink, UnreachableError
+from pdserve.connectors.transfer.seams import ClosedError, MoverLink, UnreachableError, WarmUp
 from pdserve.observe.log import log_event
 from pdserve.wire.transfer import LeaseEnd, LoadFailure
 
@@ -322,7 +322,7 @@ class Peer:
         self._become(PeerState.WIRING, keep_clock=True)
         self._is_warming_up = True
         self._warm_up_began_s = self._now_s()
-        self._mover.warm_up(self.remote, welcome.scratch, tag=self, on_settled=self._on_warm)
+        self._mover.warm_up(WarmUp(self, self.remote, welcome.scratch, self._on_warm))
 
     def _on_warm(self, failure: str | None) -> None:
         """Handle the end of the warm-up."""

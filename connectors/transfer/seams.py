@@ -222,6 +222,24 @@ class Job:
         return JobEnd(failure, value, min(self.posted_s, moved_s), moved_s, settled_s, num_runs)
 
 
+@dataclass(slots=True, eq=False)
+class WarmUp:
+    """A small read, so that no request pays for the connection to a peer. Used once.
+
+    Attributes:
+        tag: The key for `Mover.abandon`.
+        source: The peer's memory of which a little is read.
+        on_settled: Called once: with None, or with what went wrong. The peer's side has to be
+            driven until then.
+    """
+
+    tag: Hashable
+    remote: Remote
+    source: Region
+    on_settled: Callable[[str | None], None]
+    is_abandoned: bool = False
+
+
 class Mover(Protocol):
     """Copies between this side's KV memory and that of peers. It calls back in one thread."""
 
@@ -245,19 +263,8 @@ class Mover(Protocol):
     def forget(self, remote: Remote) -> None:
         """Drop a peer's memory, whose jobs have all settled."""
 
-    def warm_up(
-        self,
-        remote: Remote,
-        source: Region,
-        *,
-        tag: Hashable,
-        on_settled: Callable[[str | None], None],
-    ) -> None:
-        """Read a little of `source` (the peer's), so that no request pays for the connection.
-
-        `on_settled` is called once: with None, or with what went wrong. The peer's side has to be
-        driven until then.
-        """
+    def warm_up(self, warm_up: WarmUp) -> None:
+        """Read what it says as soon as possible."""
 
     def submit(self, job: Job) -> None:
         """Post a job as soon as possible; jobs of one peer are posted in order."""

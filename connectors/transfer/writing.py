@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.connectors.pieces import pieces
 from pdserve.connectors.transfer.protocol import MoverFrame
-from pdserve.connectors.transfer.seams import Direction, Job, MoverLink
+from pdserve.connectors.transfer.seams import Direction, Job, MoverLink, WarmUp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -135,12 +135,8 @@ class Destinations:
     def _warm_up(self, memory: _Memory) -> None:
         """Read a little of the pool itself: any bytes will do, and none are changed."""
         memory.is_warming = True
-        self._mover.warm_up(
-            memory.remote,
-            memory.remote.pool,
-            tag=memory,
-            on_settled=lambda failure: self._on_warm(memory, failure),
-        )
+        on_settled = functools.partial(self._on_warm, memory)
+        self._mover.warm_up(WarmUp(memory, memory.remote, memory.remote.pool, on_settled))
 
     def _on_warm(self, memory: _Memory, failure: str | None) -> None:
         memory.is_warming = False

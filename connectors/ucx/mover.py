@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from pdserve.connectors.base import KVLayout
     from pdserve.connectors.transfer.protocol import Region
-    from pdserve.connectors.transfer.seams import Job, JobEnd, MoverLink
+    from pdserve.connectors.transfer.seams import Job, JobEnd, MoverLink, WarmUp
     from pdserve.observe.clock import Clock
 
 _NEVER = float("inf")
@@ -60,16 +60,14 @@ _TRY_AGAIN_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
-class _WarmUp:
-    """A test message to fetch, retried for a while if it fails.
+class _Trial:
+    """A test message to fetch for a warm-up, retried for a while if it fails.
 
     UCX may reuse the previous, broken connection to a peer that has just been met again. Each try
     goes over the latest link to the peer, as the one that it began with may be lost meanwhile.
     """
 
-    tag: Hashable
-    remote: Remote
-    on_settled: Callable[[str | None], None]
+    warm_up: WarmUp
     num_left: int = 30
     due_s: float = -_NEVER
 
@@ -114,18 +112,18 @@ class UcxMover:
         self.processes = HostProcesses(is_direct=False)
         self._faults: Counter[str] = Counter()
         self._num_copies = 0
-        self._reads: dict[TaggedMessage, Job | _WarmUp] = {}
+        self._reads: dict[TaggedMessage, Job | _Trial] = {}
         self._writes: dict[int, Job] = {}
         self._incoming: dict[tuple[MoverLink, int], TaggedMessage] = {}
         self._serving: dict[tuple[MoverLink, int], TaggedMessage] = {}
         self._ended: deque[tuple[Job, JobEnd]] = deque()
-        self._warm_ups: list[_WarmUp] = []  # waiting for a first or another try
-        self._warmed_up: deque[tuple[_WarmUp, str | None]] = deque()
+        self._trials: list[_Trial] = []  # waiting for a first or another try
+        self._warmed_up: deque[tuple[WarmUp, str | None]] = deque()
 
     @property
     def due_s(self) -> float:
         """See `ThreadMover`."""
-        return min([self._messages.due_s, *(warm_up.due_s for warm_up in self._warm_ups)])
+        return min([self._messages.due_s, *(trial.due_s for trial in self._trials)])
 
     # ---- the thread ------------------------------------------------------------------------
 
@@ -147,9 +145,9 @@ class UcxMover:
         """See `ThreadMover`."""
         self._messages.advance()
         now_s = self._clock.monotonic_s()
-        for warm_up in [each for each in self._warm_ups if each.due_s <= now_s]:
-            self._warm_ups.remove(warm_up)
-            self._fetch(warm_up, MAX_TRIAL_BYTES, b"", MAX_TRIAL_BYTES)
+        for trial in [each for each in self._trials if each.due_s <= now_s]:
+            self._trials.remove(trial)
+            self._fetch(trial, MAX_TRIAL_BYTES, b"", MAX_TRIAL_BYTES)
 
     def drive(self) -> None:
         """See `ThreadMover`: `tick` does it."""
@@ -194,16 +192,9 @@ class UcxMover:
     def forget(self, remote: Remote) -> None:
         """See `Mover`: a connection ends with its link."""
 
-    def warm_up(
-        self,
-        remote: Remote,
-        source: Region,
-        *,
-        tag: Hashable,
-        on_settled: Callable[[str | None], None],
-    ) -> None:
+    def warm_up(self, warm_up: WarmUp) -> None:
         """See `Mover`."""
-        self._warm_ups.append(_WarmUp(tag, remote, on_settled))
+        self._trials.append(_Trial(warm_up))
 
     def submit(self, job: Job) -> None:
         """See `Mover`."""
@@ -224,16 +215,16 @@ class UcxMover:
     def abandon(self, tag: Hashable) -> int:
         """See `Mover`: after this call none of its bytes can land."""
         for message, what in list(self._reads.items()):
-            if what.tag == tag:
+            if _end_of(what).tag == tag:
                 del self._reads[message]
                 self._messages.drop(message)
                 if message.is_posted:
                     _link_of(what).say(encode(DropCopy(message.tag)))
-                if isinstance(what, _WarmUp):
-                    self._warmed_up.append((what, "it was given up"))
-        for warm_up in [each for each in self._warm_ups if each.tag == tag]:
-            self._warm_ups.remove(warm_up)
-            self._warmed_up.append((warm_up, "it was given up"))
+                if isinstance(what, _Trial):
+                    self._warmed_up.append((what.warm_up, "it was given up"))
+        for trial in [each for each in self._trials if each.warm_up.tag == tag]:
+            self._trials.remove(trial)
+            self._warmed_up.append((trial.warm_up, "it was given up"))
         for copy_id, job in list(self._writes.items()):
             if job.tag == tag:
                 del self._writes[copy_id]
@@ -286,12 +277,12 @@ class UcxMover:
 
     # ---- READ ------------------------------------------------------------------------------
 
-    def _fetch(self, what: Job | _WarmUp, unit_bytes: int, units: bytes, num_bytes: int) -> None:
+    def _fetch(self, what: Job | _Trial, unit_bytes: int, units: bytes, num_bytes: int) -> None:
         """Make a peer send units of its memory or, without units, `unit_bytes` arbitrary bytes."""
         tag = self._messages.new_tag()
 
         def on_posted() -> None:
-            if not isinstance(what, _WarmUp):
+            if not isinstance(what, _Trial):
                 what.posted_s = self._clock.monotonic_s()
             _link_of(what).say(encode(FetchCopy(tag, unit_bytes, units)))
 
@@ -299,20 +290,20 @@ class UcxMover:
             del self._reads[message]
             self._read_over(what, payload, failure)
 
-        address = what.remote.metadata
+        address = _end_of(what).remote.metadata
         message = TaggedMessage(address, tag, num_bytes, on_over, on_posted=on_posted)
         self._reads[message] = what
         self._messages.post(message)
 
-    def _read_over(self, what: Job | _WarmUp, payload: torch.Tensor, failure: str | None) -> None:
+    def _read_over(self, what: Job | _Trial, payload: torch.Tensor, failure: str | None) -> None:
         """Take the result of a fetch; write the bytes of a copy to our blocks."""
-        if isinstance(what, _WarmUp):
+        if isinstance(what, _Trial):
             what.num_left -= 1
             if failure is None or not what.num_left:
-                self._warmed_up.append((what, failure))
+                self._warmed_up.append((what.warm_up, failure))
             else:
                 what.due_s = self._clock.monotonic_s() + _TRY_AGAIN_S
-                self._warm_ups.append(what)
+                self._trials.append(what)
             return
         if failure is None:
             self._staging.scatter(payload, what.local_units, what.unit_bytes)
@@ -437,7 +428,11 @@ class UcxMover:
         return units
 
 
-def _link_of(what: Job | _WarmUp) -> MoverLink:
-    link = what.remote.link if isinstance(what, _WarmUp) else what.link
+def _end_of(what: Job | _Trial) -> Job | WarmUp:
+    return what.warm_up if isinstance(what, _Trial) else what
+
+
+def _link_of(what: Job | _Trial) -> MoverLink:
+    link = what.warm_up.remote.link if isinstance(what, _Trial) else what.link
     assert link is not None, "the protocol copies only to and from peers that it is linked to"
     return link

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from pdserve.connectors.transfer.protocol import Hello, Region
-from pdserve.connectors.transfer.seams import Mover, Remote
+from pdserve.connectors.transfer.seams import Mover, Remote, WarmUp
 from pdserve.connectors.transfer.writing import Destination, Destinations
 
 POOL = Region(address=4096, stride_bytes=4096, num_units=4, memory="DRAM", device=0)
@@ -33,16 +33,9 @@ class ScriptedMover:
         self.abandoned.append(tag)
         return 0
 
-    def warm_up(
-        self,
-        remote: Remote,
-        source: Region,
-        *,
-        tag: Hashable,
-        on_settled: Callable[[str | None], None],
-    ) -> None:
+    def warm_up(self, warm_up: WarmUp) -> None:
         self.num_warm_ups += 1
-        self.warming.append(on_settled)
+        self.warming.append(warm_up.on_settled)
 
     def settle(self, failure: str | None = None) -> None:
         self.warming.pop(0)(failure)

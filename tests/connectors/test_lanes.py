@@ -16,7 +16,7 @@ import torch
 
 from pdserve.connectors.nixl.agent import NixlAgent
 from pdserve.connectors.transfer.protocol import Region
-from pdserve.connectors.transfer.seams import Direction, Job, JobEnd, Remote
+from pdserve.connectors.transfer.seams import Direction, Job, JobEnd, Remote, WarmUp
 from pdserve.errors import InternalError
 from tests.connectors.lane_bench import NUM_UNITS, SCRATCH, UNIT_BYTES, Agent, Bench, Maker, World
 
@@ -256,7 +256,7 @@ def test_without_an_agent_jobs_and_warm_ups_fail_as_values_until_there_is_one(
     bench = Bench(make)
     peer = bench.meet("p")
     warm: list[str | None] = []
-    bench.lanes.warm_up(peer, SCRATCH, tag="p", on_settled=warm.append)
+    bench.lanes.warm_up(WarmUp("p", peer, SCRATCH, warm.append))
     for first in range(0, 80, 8):
         bench.submit(peer, first)
     bench.until(lambda: warm and len(bench.told) == 10)
@@ -312,12 +312,12 @@ def test_a_warm_up_is_told_once_for_all_lanes_and_can_be_given_up(
     bench: Bench, world: World
 ) -> None:
     told: list[str | None] = []
-    bench.lanes.warm_up(bench.meet("p"), SCRATCH, tag="p", on_settled=told.append)
+    bench.lanes.warm_up(WarmUp("p", bench.meet("p"), SCRATCH, told.append))
     bench.until(lambda: told)
     assert told == [None]
     assert {lane for lane, _ in world.added} == {0, 1}
     world.broken.add("q")
-    bench.lanes.warm_up(bench.meet("q"), SCRATCH, tag="q", on_settled=told.append)
+    bench.lanes.warm_up(WarmUp("q", bench.meet("q"), SCRATCH, told.append))
     bench.until(lambda: len(world.added) == 4)
     time.sleep(0.05)
     bench.lanes.deliver()
@@ -442,7 +442,7 @@ def test_bytes_move_both_ways_in_units_of_several_sizes(
     bench = RealBench(mine, theirs)
     peer = bench.meet()
     warm: list[str | None] = []
-    bench.lanes.warm_up(peer, bench.region, tag=0, on_settled=warm.append)
+    bench.lanes.warm_up(WarmUp(0, peer, bench.region, warm.append))
     bench.until(lambda: warm)
     assert warm == [None]
     order = np.random.default_rng(0)

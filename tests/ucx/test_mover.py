@@ -13,7 +13,7 @@ import torch
 
 from pdserve.connectors.base import KVLayout
 from pdserve.connectors.transfer.protocol import Region
-from pdserve.connectors.transfer.seams import Direction, FrameError, Job, JobEnd, MoverLink
+from pdserve.connectors.transfer.seams import Direction, FrameError, Job, JobEnd, MoverLink, WarmUp
 from pdserve.connectors.ucx.frames import (
     MAX_COPY_BYTES,
     CopyLanded,
@@ -222,7 +222,7 @@ def test_a_read_fails_as_a_value_when_its_link_is_lost_and_the_next_one_works(
     warmed_up: list[str | None] = []
     remote = ours.mover.meet(ours.link.metadata, theirs.mover.target.pool)
     remote.link = ours.link
-    ours.mover.warm_up(remote, remote.pool, tag="warm-up", on_settled=warmed_up.append)
+    ours.mover.warm_up(WarmUp("warm-up", remote, remote.pool, warmed_up.append))
     until(sides, lambda: warmed_up)
     assert warmed_up == [None]
     ours.copy(Direction.READ, "another")
@@ -341,7 +341,7 @@ def test_a_warm_up_goes_on_over_the_latest_link_if_the_one_it_began_with_is_lost
     remote = ours.mover.meet(latest.metadata, theirs.mover.target.pool)
     remote.link = ours.link
     warmed_up: list[str | None] = []
-    ours.mover.warm_up(remote, remote.pool, tag="warm-up", on_settled=warmed_up.append)
+    ours.mover.warm_up(WarmUp("warm-up", remote, remote.pool, warmed_up.append))
     idle(sides)
     remote.link = latest
     ours.mover.hang_up(ours.link)
