@@ -157,10 +157,10 @@ class Receiving:
 
     def on_progress(self, peer: PeerId, message: Progress) -> None:
         """Note a sign of life from P, and what it has written."""
-        reservation = self._open.get(message.load_id)
-        part = None if reservation is None else reservation.parts.get(peer.rank)
-        if reservation is None or part is None or reservation.reserve.owner != peer.owner:
+        part = self._part(peer, message.load_id)
+        if part is None:
             return  # it was under way when the reservation ended
+        reservation = part.reservation
         part.alive_s = self._now_s()
         part.needs_agent |= message.needs_agent
         if message.num_tokens > 0:
@@ -407,16 +407,17 @@ class Receiving:
 
     # ---- small answers -----------------------------------------------------------------
 
+    def _part(self, peer: PeerId, load_id: int) -> IncomingPart | None:
+        """Return the part of a reservation that a rank of P writes; None if it writes none."""
+        reservation = self._open.get(load_id)
+        if reservation is None or reservation.reserve.owner != peer.owner:
+            return None
+        return reservation.parts.get(peer.rank)
+
     def _find(self, peer: PeerId, load_id: int, *states: IncomingState) -> IncomingPart | None:
         """Return the part that a message is about, if in one of these states; else count it."""
-        reservation = self._open.get(load_id)
-        part = None if reservation is None else reservation.parts.get(peer.rank)
-        if (
-            reservation is None
-            or part is None
-            or reservation.reserve.owner != peer.owner
-            or part.state not in states
-        ):
+        part = self._part(peer, load_id)
+        if part is None or part.state not in states:
             self._facts.faults["push_unexpected"] += 1
             return None
         part.alive_s = self._now_s()

@@ -133,13 +133,9 @@ class HostProcesses:
 @functools.cache
 def _this_process(pid: int) -> Process:
     # Needed at each handshake, even in a process that has no descriptor left.
-    return Process(host=_host(), pid=pid, started=_started(pid) or 0)
-
-
-def _host() -> str:
-    """Equal for processes that could write to one another's memory."""
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    host = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return Process(host=host, pid=pid, started=_started(pid) or 0)
 
 
 def _started(pid: int) -> int | None:
