@@ -19,23 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.connectors.base import ConnectorContext
+    from pdserve.connectors.views import RequestView
     from pdserve.wire.transfer import Endpoint, KVHandoff, KVShape, PushTicket
 
 
-def why_not_handoff(
-    handoff: KVHandoff,
-    mine: ConnectorContext,
-    *,
-    prompt_token_ids: Sequence[int],
-    cache_salt: str,
-    ticket: PushTicket | None = None,
-) -> str | None:
-    """Return why this engine cannot use `handoff` for that prompt; None = it can.
-
-    Args:
-        ticket: The ticket of the push that the handoff belongs to, if any.
-    """
-    owner = handoff.engine_id
+def why_not_handoff(handoff: KVHandoff, request: RequestView, mine: ConnectorContext) -> str | None:
+    """Return why this engine cannot use `handoff` for a request; None = it can."""
+    owner, ticket = handoff.engine_id, request.kv_transfer_params.ticket
     if ticket is not None:
         named = (handoff.nonce, owner, handoff.incarnation)
         planned = (ticket.nonce, ticket.prefill.engine_id, ticket.prefill.incarnation)
@@ -44,12 +34,13 @@ def why_not_handoff(
     why = _why_not_peer(owner, handoff.shape, handoff.endpoints, mine)
     if why is not None:
         return why
-    num_tokens = len(prompt_token_ids) + len(handoff.first_token_ids) - 1
+    prompt = request.prompt_token_ids
+    num_tokens = len(prompt) + len(handoff.first_token_ids) - 1
     num_blocks = -(-num_tokens // handoff.shape.block_size)
     for what, theirs, ours in (
         ("layout digest", handoff.layout_digest, mine.layout_digest),
         ("tokens", handoff.num_tokens, num_tokens),
-        ("prompt digest", handoff.prompt_digest, prompt_digest(prompt_token_ids, cache_salt)),
+        ("prompt digest", handoff.prompt_digest, prompt_digest(prompt, request.cache_salt)),
     ):
         if theirs != ours:
             return f"{what} is {theirs} at {owner} and {ours} at {mine.engine_id}"

@@ -157,16 +157,7 @@ class HandoverScheduler(KVConnectorScheduler):
                 return "another request has its nonce"  # P can write to only one of them
         if request.handoff is None:
             return None
-        return self._refusal_of_handoff(request, request.handoff)
-
-    def _refusal_of_handoff(self, request: RequestView, handoff: KVHandoff) -> str | None:
-        return why_not_handoff(
-            handoff,
-            self._context,
-            prompt_token_ids=request.prompt_token_ids,
-            cache_salt=request.cache_salt,
-            ticket=request.kv_transfer_params.ticket,
-        )
+        return why_not_handoff(request.handoff, request, self._context)
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
@@ -429,7 +420,7 @@ class HandoverScheduler(KVConnectorScheduler):
             if incoming is not None and incoming.handoff is None:  # it was pushed
                 why = "it came without a handoff"
                 if each.handoff is not None:
-                    why = self._refusal_of_handoff(incoming.request, each.handoff)
+                    why = why_not_handoff(each.handoff, incoming.request, self._context)
             if why is None:
                 usable.append(each)
                 continue

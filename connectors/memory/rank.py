@@ -117,7 +117,7 @@ class MemoryRank:
         with self._exchange.lock:
             filled: list[Load | Reserve] = [*todo.reserves, *todo.loads]
             for each in filled:
-                self._note_written(each.local_block_ids, each.first_token)
+                self._note_written(each)
             for grant in todo.grants:
                 self._note_handed_out(grant.block_ids, grant.generations)
             self.machine.apply(todo)
@@ -192,18 +192,23 @@ class MemoryRank:
 
     # ---- engines that reuse blocks too early -----------------------------------------------
 
-    def _note_written(self, block_ids: Sequence[BlockId], first_token: int) -> None:
+    def _note_written(self, filled: Load | Reserve) -> None:
         """Count a fault if blocks for a new transfer are still written by another one."""
-        theirs = block_ids[first_token // self.context.shape.block_size :]
-        if not set(self.machine.written_blocks()).isdisjoint(theirs):
+        others: list[Load | Reserve] = [*self.machine.loads.open, *self.machine.receiving.open]
+        blocks = self._written(filled)
+        if not all(blocks.isdisjoint(self._written(each)) for each in others):
             self._reused["block_reused_under_load"] += 1
+
+    def _written(self, filled: Load | Reserve) -> set[BlockId]:
+        return set(filled.local_block_ids[filled.first_token // self.context.shape.block_size :])
 
     def _note_handed_out(self, block_ids: Sequence[BlockId], generations: Sequence[int]) -> None:
         """Count a fault for each block that a push still reads in an earlier generation."""
         known = dict(zip(block_ids, generations, strict=True))
-        for block_id, generation in self.machine.read_blocks():
-            if known.get(block_id, 0) > generation:
-                self._reused["block_reused_under_write"] += 1
+        for push in self.machine.server.pushing.reading:
+            for block_id, generation in zip(*push.table, strict=True):
+                if known.get(block_id, 0) > generation:
+                    self._reused["block_reused_under_write"] += 1
 
 
 class _Later:

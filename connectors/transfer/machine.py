@@ -18,11 +18,8 @@ from pdserve.connectors.transfer.serving import Server
 from pdserve.observe.log import log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pdserve.connectors.handover.instructions import Instructions, Load, Reserve
+    from pdserve.connectors.handover.instructions import Instructions
     from pdserve.connectors.transfer.seams import Seams
-    from pdserve.wire.ids import BlockId
     from pdserve.wire.transfer import ConnectorReport
 
 _log = logging.getLogger(__name__)
@@ -40,7 +37,6 @@ class TransferMachine:
     def __init__(self, seams: Seams) -> None:
         self._mover = seams.mover
         self._rank = seams.context.rank
-        self._block_size = seams.context.shape.block_size
         self._clock = seams.clock
         self.facts = Facts()
         self.peers = Peers(seams)
@@ -126,18 +122,6 @@ class TransferMachine:
     def take_report(self) -> ConnectorReport:
         """Return the facts since the last call."""
         return self.facts.take(self._rank, self.server.take_settled())
-
-    def written_blocks(self) -> Iterator[BlockId]:
-        """Yield this rank's blocks that may still be written to."""
-        size = self._block_size
-        filled: list[Load | Reserve] = [*self.loads.open, *self.receiving.open]
-        for each in filled:
-            yield from each.local_block_ids[each.first_token // size :]
-
-    def read_blocks(self) -> Iterator[tuple[BlockId, int]]:
-        """Yield this rank's blocks that pushes are reading now, with their generations."""
-        for push in self.server.pushing.reading:
-            yield from zip(*push.table, strict=True)
 
     def _is_alone(self) -> bool:
         """Whether a fence would affect nothing but reservations."""
