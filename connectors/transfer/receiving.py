@@ -230,13 +230,11 @@ class Receiving:
     # ---- parts -------------------------------------------------------------------------
 
     def _register(self, part: IncomingPart) -> None:
-        reservation, owner = part.reservation, part.reservation.reserve.owner
-        if part.state is IncomingState.WAITING and self._peers.send_to(
-            owner, part.rank, reservation.registration
-        ):
+        """Register a part that waits, if its rank of P is connected."""
+        owner = part.reservation.reserve.owner
+        if self._peers.send_to(owner, part.rank, part.reservation.registration):
             part.state, part.alive_s = IncomingState.SENT, self._now_s()
-            peer = self._peers.find(owner, part.rank)
-            part.process = None if peer is None else peer.process
+            part.process = self._peers.of(owner, part.rank).process
 
     def _go_on_checking(self, part: IncomingPart) -> None:
         """Take digests of written tokens; once all are taken and P's are here, compare."""
