@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pdserve.connectors.base import (
-        ConnectorContext,
-        KVConnectorScheduler,
-        KVConnectorWorker,
-        KVLayout,
-    )
+    from pdserve.connectors.base import ConnectorContext, KVConnectorScheduler, KVConnectorWorker
     from pdserve.connectors.memory.rank import MemoryRank
     from pdserve.observe.clock import Clock
     from pdserve.wire.transfer import Endpoint
@@ -64,7 +59,7 @@ class MemoryConnector(KVConnectorBase, frozen=True, kw_only=True):
         from pdserve.connectors.memory.rank import MemoryRank
         from pdserve.connectors.transfer.worker import TransferWorker
 
-        def start(kv: Tensor, layout: KVLayout) -> MemoryRank:
+        def start(kv: Tensor) -> MemoryRank:
             return MemoryRank(
                 context,
                 kv=kv,

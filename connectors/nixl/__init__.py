@@ -18,7 +18,7 @@ from pdserve.observe.clock import SystemClock
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pdserve.connectors.base import ConnectorContext, KVLayout
+    from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.nixl.mover import NixlMover
     from pdserve.connectors.side_channel.reactor import Reactor
 
@@ -46,7 +46,7 @@ class NixlConnector(TransferConnector, frozen=True, kw_only=True):
     settings: NixlSettings = NixlSettings()
 
     def make_mover(
-        self, context: ConnectorContext, kv: Tensor, layout: KVLayout, host: str, reactor: Reactor
+        self, context: ConnectorContext, kv: Tensor, host: str, reactor: Reactor
     ) -> NixlMover:
         """See `TransferConnector`."""
         from pdserve.connectors.nixl.mover import NixlMover

@@ -134,7 +134,7 @@ class TransferWorker(KVConnectorWorker):
         start: Makes the runner of the protocol, given KV memory.
     """
 
-    def __init__(self, start: Callable[[torch.Tensor, KVLayout], Runner], *, clock: Clock) -> None:
+    def __init__(self, start: Callable[[torch.Tensor], Runner], *, clock: Clock) -> None:
         self._start = start
         self._clock = clock
         self._runner: Runner | None = None
@@ -154,7 +154,7 @@ class TransferWorker(KVConnectorWorker):
         if self._runner is not None:
             raise InternalError("KV memory was registered twice")
         self._is_cuda = kv.is_cuda
-        self._runner = self._start(kv, layout)
+        self._runner = self._start(kv)
         return self._runner.endpoint
 
     def post(self, metadata: ConnectorMetadata) -> None:

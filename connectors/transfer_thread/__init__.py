@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pdserve.connectors.base import (
-        ConnectorContext,
-        KVConnectorScheduler,
-        KVConnectorWorker,
-        KVLayout,
-    )
+    from pdserve.connectors.base import ConnectorContext, KVConnectorScheduler, KVConnectorWorker
     from pdserve.connectors.side_channel.reactor import Reactor
     from pdserve.connectors.transfer_thread.thread import ThreadMover
     from pdserve.wire.transfer import Endpoint
@@ -34,7 +29,7 @@ class TransferConnector(KVConnectorBase, frozen=True, kw_only=True):
     capabilities: Capabilities = Capabilities(push=True)
 
     def make_mover(
-        self, context: ConnectorContext, kv: Tensor, layout: KVLayout, host: str, reactor: Reactor
+        self, context: ConnectorContext, kv: Tensor, host: str, reactor: Reactor
     ) -> ThreadMover:
         """Make what moves the bytes of one rank, as `TransferThread` asks for it.
 
@@ -64,10 +59,8 @@ class TransferConnector(KVConnectorBase, frozen=True, kw_only=True):
 
         clock = SystemClock()
 
-        def start(kv: Tensor, layout: KVLayout) -> TransferThread:
-            make_mover = partial(self.make_mover, context, kv, layout)
-            return TransferThread(
-                context, kv=kv, layout=layout, wake=wake, clock=clock, make_mover=make_mover
-            )
+        def start(kv: Tensor) -> TransferThread:
+            make_mover = partial(self.make_mover, context, kv)
+            return TransferThread(context, kv=kv, wake=wake, clock=clock, make_mover=make_mover)
 
         return TransferWorker(start, clock=clock)

@@ -36,7 +36,7 @@ from pdserve.wire.transfer import ConnectorReport
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.connectors.base import ConnectorContext, KVLayout
+    from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.transfer.pushes import ChunkStep, Observation
     from pdserve.connectors.transfer.seams import Processes
     from pdserve.observe.clock import Clock
@@ -129,11 +129,11 @@ class TransferThread:
         context: ConnectorContext,
         *,
         kv: torch.Tensor,
-        layout: KVLayout,
         wake: Callable[[], None],
         clock: Clock,
         make_mover: Callable[[str, Reactor], ThreadMover],
     ) -> None:
+        layout = context.layout
         if not kv.is_contiguous() or kv.numel() * kv.element_size() != (
             layout.num_blocks * layout.block_bytes
         ):

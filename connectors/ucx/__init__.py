@@ -18,7 +18,7 @@ from pdserve.observe.clock import SystemClock
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pdserve.connectors.base import ConnectorContext, KVLayout
+    from pdserve.connectors.base import ConnectorContext
     from pdserve.connectors.side_channel.reactor import Reactor
     from pdserve.connectors.ucx.mover import UcxMover
 
@@ -47,7 +47,7 @@ class UcxConnector(TransferConnector, frozen=True, kw_only=True):
     settings: UcxSettings = UcxSettings()
 
     def make_mover(
-        self, context: ConnectorContext, kv: Tensor, layout: KVLayout, host: str, reactor: Reactor
+        self, context: ConnectorContext, kv: Tensor, host: str, reactor: Reactor
     ) -> UcxMover:
         """See `TransferConnector`."""
         from pdserve.connectors.transfer_thread.host import net_devices
@@ -56,7 +56,7 @@ class UcxConnector(TransferConnector, frozen=True, kw_only=True):
         options = {"NET_DEVICES": net_devices(host), "TLS": self.settings.tls}
         return UcxMover(
             kv=kv,
-            layout=layout,
+            layout=context.layout,
             watch=reactor.watch,
             clock=SystemClock(),
             options={name: value for name, value in options.items() if value},
