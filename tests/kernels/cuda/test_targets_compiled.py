@@ -30,6 +30,7 @@ SPILLED = {
     "attention prompt, over 2^31 rows": 208,
     "attention prompt, blocks of 16": 192,
     "attention prompt, windowed": 192,
+    "attention prompt, sinks": 40,
     "attention prompt, wide": 384,
     "attention prompt, wide, windowed": 320,
     "attention prompt, fp32": 1040,
