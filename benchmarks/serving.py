@@ -87,6 +87,9 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--vllm", help="the `vllm` command to compare with")
     parser.add_argument("--vllm-dtype", default="bfloat16", help="what vLLM computes in")
+    parser.add_argument(
+        "--sampling", type=json.loads, default={}, help="fields of each request, as a JSON object"
+    )
     args = parser.parse_args()
     if unknown := set(args.deployments.split(",")) - {"serve", "pd"}:
         parser.error(f"--deployments: {', '.join(sorted(unknown))}: want serve, pd or both")
@@ -105,11 +108,12 @@ async def _run(args: argparse.Namespace, model: Path, directory: Path) -> dict[s
         may_merge = deployment.startswith("vllm")
         async with _deployed(deployment, model, directory, args) as (url, log):
             warm_up = Workload(num_requests=4, num_in=64, num_out=8, concurrency=2)
-            await _play(url, warm_up, may_merge=may_merge)
+            fields = {"may_merge": may_merge, "sampling": args.sampling}
+            await _play(url, warm_up, **fields)
             for name in args.workloads.split(","):
                 print(f"{deployment}: {name}", file=sys.stderr)
                 since = log.stat().st_size
-                outcomes = await _play(url, WORKLOADS[name], may_merge=may_merge)
+                outcomes = await _play(url, WORKLOADS[name], **fields)
                 await asyncio.sleep(0.3)
                 figures = _summarise(outcomes, WORKLOADS[name].num_out)
                 if deployment == "pd":
@@ -123,6 +127,7 @@ async def _run(args: argparse.Namespace, model: Path, directory: Path) -> dict[s
             "serve": "one engine on all cores, chunks of 512",
             "pd": "one prefill and one decode engine, half the cores each, and the proxy",
         },
+        "sampling": args.sampling or "greedy",
         "goals": {"handover_without_wire_ms_p50": 5.0},
         "workloads": found,
         "field_notes": FIELD_NOTES,
@@ -179,7 +184,9 @@ async def _deployed(
             yield url, log
 
 
-async def _play(url: str, load: Workload, *, may_merge: bool) -> list[Outcome]:
+async def _play(
+    url: str, load: Workload, *, may_merge: bool, sampling: dict[str, Any]
+) -> list[Outcome]:
     rng = random.Random(7)
     due_s, at_s = [], 0.0
     for _ in range(load.num_requests):
@@ -196,7 +203,7 @@ async def _play(url: str, load: Workload, *, may_merge: bool) -> list[Outcome]:
         for index, at_s in enumerate(due_s)
     ]
     places = load.concurrency if load.rate is None else None
-    asker = Asker(url, "serving-", max_concurrency=places, may_merge=may_merge)
+    asker = Asker(url, "serving-", max_concurrency=places, may_merge=may_merge, extra_body=sampling)
     try:
         return await asker.ask(plan)
     finally:
