@@ -213,7 +213,6 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank: The worker half's rank within its engine; 0 for the scheduler half.
-        num_ranks: Ranks of the engine (TP x PP); each has a worker half.
         layout_digest: Digest of the KV layout. Engines with equal digests can exchange KV, however
             it is spread over their ranks.
         layout_fields: The fields that the digest covers.
@@ -229,8 +228,12 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     layout_fields: dict[str, str]
     shape: KVShape
     rank: int = 0
-    num_ranks: int = 1
     numerics: Numerics | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine (TP x PP); each has a worker half."""
+        return self.shape.num_ranks
 
 
 def guarded(call: Callable[[], T]) -> T | Exception:

@@ -190,7 +190,6 @@ class ToyExecutor:
                 layout_fields=fields,
                 shape=shape,
                 rank=number,
-                num_ranks=shape.num_ranks,
             )
             for number, rank in enumerate(self._ranks)
         ]

@@ -182,7 +182,6 @@ class Engine:
             layout_digest="|".join(f"{name}={value}" for name, value in sorted(fields.items())),
             layout_fields=fields,
             shape=shape,
-            num_ranks=shape.num_ranks,
         )
         self.news = threading.Event()
         self.ranks = [self.make_rank(connector, rank, dtype) for rank in range(shape.num_ranks)]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.connectors.base import KVLayout
+from pdserve.connectors.slicing import shard_of
 from pdserve.wire.transfer import BlockOrder, KVShape
 
 if TYPE_CHECKING:
@@ -56,11 +57,8 @@ class Share:
     """
 
     def __init__(self, shape: KVShape, rank: int) -> None:
-        first, end = shape.stages[rank // shape.tp_size]
-        self.layers = range(first, end)
-        index, num_heads, tp = rank % shape.tp_size, shape.num_kv_heads, shape.tp_size
-        start = index * num_heads // tp
-        self.heads = range(start, max(start + 1, (index + 1) * num_heads // tp))
+        shard = shard_of(shape, rank)
+        self.layers, self.heads = shard.layers, shard.heads
         self._shape = shape
 
     def layout(self, dtype: str) -> KVLayout:

@@ -127,7 +127,6 @@ def start_engine(
             layout_digest=first.layout_digest,
             layout_fields=first.layout_fields,
             shape=first.shape,
-            num_ranks=len(workers),
             numerics=first.numerics,
         )
         half = connector.make_scheduler(context, endpoints)

@@ -154,7 +154,6 @@ class Worker:
             layout_fields=fields,
             shape=shape,
             rank=place.engine_rank,
-            num_ranks=world.pp.size * world.tp.size,
             numerics=numerics,
         )
         transfer = config.transfer

@@ -105,7 +105,6 @@ def context(
             num_kv_heads=num_ranks * shape.num_kv_heads,
         ),
         rank=rank,
-        num_ranks=num_ranks,
     )
 
 

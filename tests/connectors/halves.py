@@ -61,7 +61,6 @@ def scheduler(
             (shape or layout()).shape_of_one_rank(),
             **{"tp_size": num_ranks, "num_kv_heads": 2 * num_ranks, **(kv_shape or {})},
         ),
-        num_ranks=num_ranks,
     )
     count = itertools.count()
     return HandoverScheduler(

@@ -107,7 +107,6 @@ class PushEngine:
                 layout_fields={},
                 shape=shape,
                 rank=rank,
-                num_ranks=shape.num_ranks,
             )
             self.ranks.append(Rank(NixlConnector(), context, self.news.set))
         self.workers: list[Any] = [each.worker for each in self.ranks]
