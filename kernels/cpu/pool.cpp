@@ -33,7 +33,7 @@ inline void pause() {
 constexpr uint64_t kOpen = uint64_t{1} << 31;
 constexpr uint64_t kJoined = kOpen - 1;
 
-// What is left of a part of the loop: [begin, end), in the high and low 32 bits.
+// The chunks that are left of a part of the loop: [begin, end), in the high and low 32 bits.
 struct Part {
     alignas(64) std::atomic<uint64_t> left{0};
 };
@@ -57,14 +57,13 @@ void futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
             nullptr, nullptr, 0);
 }
 
-// Takes a piece of a part, from its front or, to help the thread whose it is, from its end.
+// Takes some chunks of a part, from its front or, to help the thread whose it is, from its end.
 bool take(Part& part, const Loop& loop, bool from_front, int64_t& begin, int64_t& end) {
     uint64_t left = part.left.load(std::memory_order_relaxed);
     for (;;) {
         begin = static_cast<int64_t>(left >> 32), end = static_cast<int64_t>(left & 0xffffffff);
         if (begin >= end) return false;
-        const int64_t share = loop.in_parts ? (end - begin + 1) / 2 : 0;
-        const int64_t size = std::min(end - begin, std::max(loop.chunk, share));
+        const int64_t size = loop.in_parts ? (end - begin + 1) / 2 : 1;
         const int64_t cut = from_front ? begin + size : end - size;
         const uint64_t rest = from_front ? static_cast<uint64_t>(cut) << 32 | (left & 0xffffffff)
                                          : (left >> 32 << 32) | static_cast<uint64_t>(cut);
@@ -84,7 +83,9 @@ void do_parts(int own) {
     for (int i = 0; i < num_parts; i++) {
         Part& part = pool.parts[(own + i) % num_parts];
         int64_t begin, end;
-        while (take(part, loop, i == 0, begin, end)) loop.run(loop.body, begin, end);
+        while (take(part, loop, i == 0, begin, end)) {
+            loop.run(loop.body, begin * loop.chunk, std::min(end * loop.chunk, loop.size));
+        }
     }
 }
 
@@ -165,15 +166,15 @@ void run_loop(const Loop& loop, int num_threads) {
         loop.run(loop.body, 0, loop.size);
         return;
     }
-    const int64_t num_pieces = (loop.size + loop.chunk - 1) / loop.chunk;
-    num_threads = static_cast<int>(std::min<int64_t>({num_threads, num_pieces, kMaxWorkers + 1}));
+    const int64_t num_chunks = (loop.size + loop.chunk - 1) / loop.chunk;
+    num_threads = static_cast<int>(std::min<int64_t>({num_threads, num_chunks, kMaxWorkers + 1}));
     if (pool.num_workers < num_threads - 1) grow(num_threads - 1);
     pool.loop = loop;
     pool.num_threads = num_threads;
     const int num_parts = num_parts_of(loop);
     for (int i = 0; i < num_parts; i++) {
-        const auto begin = static_cast<uint64_t>(loop.size * i / num_parts);
-        const auto end = static_cast<uint64_t>(loop.size * (i + 1) / num_parts);
+        const auto begin = static_cast<uint64_t>(num_chunks * i / num_parts);
+        const auto end = static_cast<uint64_t>(num_chunks * (i + 1) / num_parts);
         pool.parts[i].left.store(begin << 32 | end, std::memory_order_relaxed);
     }
     pool.left.store(0, std::memory_order_relaxed);

@@ -15,8 +15,8 @@ namespace pd {
 struct Loop {
     void (*run)(void* body, int64_t begin, int64_t end);
     void* body;
-    int64_t size;   // fits 32 bits
-    int64_t chunk;  // smallest piece that a thread takes at a time
+    int64_t size;
+    int64_t chunk;  // what a thread takes at a time, at least
     // A part for each thread, which takes half of what is left of it at a time, and then helps with
     // those of others, from their ends: it reads memory in one run. Else all take from the front,
     // where pieces that take long can lie.
