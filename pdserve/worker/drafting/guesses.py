@@ -68,7 +68,7 @@ class Guesses:
         """Choose the next token of some drafts.
 
         Args:
-            logits: `[M, N]` fp32; changed.
+            logits: `[M, N]` fp32.
             rows: `[M]`, the batch rows of the drafts.
             num_outputs: `[M]`, number of tokens that their requests have put out.
             depth: Number of tokens that each draft has.
