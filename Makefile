@@ -59,7 +59,7 @@ layers:
 
 # Three shares that take alike, each file imported by one process alone; of a share, ARGS may choose none.
 # Each has one thread, see `test`.
-FRONT := $(addprefix tests/,proxy http bench config wire observe text)
+FRONT := $(addprefix tests/,proxy http config wire observe)
 CORE  := $(addprefix tests/,server dialects connectors cli tools stateful scheduler)
 quick: quick-front quick-core quick-rest
 quick-front: SHARE = $(FRONT)

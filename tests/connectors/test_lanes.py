@@ -286,6 +286,7 @@ def test_a_lane_without_an_agent_leaves_the_jobs_to_the_other(world: World) -> N
     assert bench.lanes.close(5.0)
 
 
+@pytest.mark.slow
 def test_a_fence_after_which_no_agent_can_be_made_ends_nothing_else(world: World) -> None:
     make = Maker(world)
     bench = Bench(make, num_lanes=1)

@@ -92,6 +92,7 @@ def quantise(directory: Path, name: str) -> Path:
     return wide
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_computes_what_its_weights_times_their_scales_compute(
     save_model: Callable[..., Any], tmp_path: Path, name: str

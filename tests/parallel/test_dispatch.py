@@ -147,13 +147,8 @@ def test_every_way_of_dispatch_gives_what_one_rank_gives(shape: MeshShape) -> No
             assert all(torch.equal(ranks[0], other) for other in ranks), scenario
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(MeshShape(tp=4), marks=pytest.mark.slow, id="tp4"),
-        pytest.param(MeshShape(dp=2, tp=2), id="dp2-tp2"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [MeshShape(tp=4), MeshShape(dp=2, tp=2)], ids=["tp4", "dp2-tp2"])
 def test_a_token_gets_the_same_bits_whoever_its_neighbours_are(shape: MeshShape) -> None:
     num_tokens = (12,) * shape.dp
     full, fewer = (
@@ -188,6 +183,7 @@ def _served(world: World, backend: str) -> int:
     return local.num_choices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_copies_of_an_expert_share_its_tokens_evenly(num_ranks: int) -> None:
     for backend in _BACKENDS:

@@ -351,6 +351,7 @@ def make_boxed() -> Iterator[Callable[[SpeculativeConfig], Driver]]:
         worker.close(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_a_grammar_leaves_no_choice_of_is_put_out_in_one_step(
     make_boxed: Callable[[SpeculativeConfig], Driver], temperature: float

@@ -41,6 +41,7 @@ def _ask(world: World) -> list[dict[int, list[int]]]:
     return [forced.of(wanted) for wanted in ({0: 3, 1: 2, 2: 2}, {2: 2, 3: 2}, {1: 1}, {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_rank_has_the_forced_tokens_that_the_first_knows(num_ranks: int) -> None:
     found = run_ranks(MeshShape(tp=num_ranks), _ask) if num_ranks > 1 else [_ask(World.alone())]

@@ -289,6 +289,7 @@ def test_a_model_without_such_a_layer_is_refused_at_the_start(
     assert raised.value.param == "speculative-config.method"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "speculators"), [way[:2] for way in WAYS], ids=IDS)
 def test_tokens_and_logprobs_are_those_without_a_head(
     make_driver: Callable[..., Driver], tmp_path: Path, method: str, speculators: bool
