@@ -17,12 +17,11 @@ import numpy as np
 import torch
 
 from pdserve.errors import InternalError
-from pdserve.kernels.reference.sampling import FRACTION_BITS, NOT_FINITE, Draws
+from pdserve.kernels.reference.sampling import NOT_FINITE, Draws
 from pdserve.worker.device_masks import DeviceMasks
 from pdserve.worker.device_rules import DeviceRules, are_kept
 from pdserve.worker.logit_rules import LogitRules
 from pdserve.worker.logprobs import token_logprobs
-from pdserve.worker.philox import uniforms
 from pdserve.worker.sampler import PATIENCE_S, Sampled, Sampler, note_tokens
 from pdserve.worker.verifying import DraftedRows, single, take_at_once, verify_in_waves
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 _AHEAD = 32
 """Uniform numbers made at a time for a row: few at once cost the host as much as these."""
-_WHOLE = 1 << FRACTION_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +267,8 @@ class DeviceSampler(Sampler):
             is_first = np.diff(rows, prepend=-1) != 0
             of, first = rows[is_first], num_outputs[is_first]
             index = first[:, None] + np.arange(self._num_ahead)
-            made = uniforms(np.repeat(self._seed[of], self._num_ahead), index.ravel())
-            self._ahead[of] = (made * _WHOLE).astype(np.int64).reshape(-1, self._num_ahead)
+            made = super()._uniforms(np.repeat(of, self._num_ahead), index.ravel())
+            self._ahead[of] = made.reshape(-1, self._num_ahead)
             self._ahead_of[of] = first
             ahead = num_outputs - self._ahead_of[rows]
         found: NDArray[np.int64] = self._ahead[rows, ahead]

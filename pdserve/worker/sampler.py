@@ -40,6 +40,7 @@ PATIENCE_S: Final = 0.002
 the step before are there by then, but for the slowest."""
 _GREEDY_BELOW = 1e-5
 _WHOLE = 1 << FRACTION_BITS
+_REFERENCE = SamplingOps()
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -67,7 +68,7 @@ class Sampler:
     Args:
         num_rows: Rows of the batch.
         grammars: Computes the tokens that grammars allow; None where no request has one.
-        ops: Operations of the device.
+        ops: Operations of the device; without any, the reference's.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         grammars: GrammarPool | None = None,
-        ops: SamplingOps = SamplingOps(),  # noqa: B008  # frozen
+        ops: SamplingOps = _REFERENCE,
     ) -> None:
         self._ops = ops
         self._vocab_size = vocab_size
