@@ -41,6 +41,7 @@ from pdserve.kernels.reference import (
     attention,
     chunks,
     digest,
+    logprobs,
     masks,
     mla,
     moe,
@@ -51,6 +52,7 @@ from pdserve.kernels.reference import (
     sampling,
 )
 from pdserve.kernels.reference.attention import AttentionForm
+from pdserve.kernels.reference.logprobs import Described
 from pdserve.kernels.reference.moe import RoutingRule
 from pdserve.kernels.reference.rules import Ruled, RuleTables
 from pdserve.kernels.reference.sampling import Draws
@@ -116,10 +118,14 @@ class RuleLogits(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOps:
-    """How tokens are chosen where logits lie; on the host, `draw` alone is used."""
+    """How tokens are chosen and described where logits lie.
+
+    On the host, `draw` and `describe` alone are used.
+    """
 
     largest: Callable[[Tensor], tuple[Tensor, Tensor]] = sampling.largest
     draw: DrawTokens = sampling.draw
+    describe: Callable[[Tensor, Tensor, Tensor], Described] = logprobs.describe
     rule: RuleLogits = rules.rule
     note: Callable[[Tensor, Tensor, Tensor, Tensor], None] = rules.note
     mask: Callable[[Tensor, Tensor], None] = masks.mask

@@ -22,7 +22,7 @@ from pdserve.kernels.cpu.marshal import open_library
 from pdserve.kernels.cpu.moe import CpuExperts, RouterOps
 from pdserve.kernels.cpu.packing import Packing
 from pdserve.kernels.cpu.rows import RowOps
-from pdserve.kernels.cpu.sampling import DrawOps
+from pdserve.kernels.cpu.sampling import ChoiceOps
 from pdserve.kernels.ops import SamplingOps
 
 _UNITS = ("by fp32 FMA", "by VDPBF16PS", "on AMX tiles")
@@ -51,6 +51,7 @@ def from_library(path: Path) -> KernelBackend:
     library = open_library(path)
     packing = Packing(library)
     rows, attention, digest = RowOps(library), AttentionOps(library), DigestOps(library)
+    choice = ChoiceOps(library)
     unit = _UNITS[library.pd_bf16_unit()]
     return KernelBackend(
         name="cpu",
@@ -74,5 +75,5 @@ def from_library(path: Path) -> KernelBackend:
         experts=partial(CpuExperts, packing),
         mlp=partial(make_mlp, library),
         attention=partial(make_attention, library),
-        sampling=SamplingOps(draw=DrawOps(library).draw),
+        sampling=SamplingOps(draw=choice.draw, describe=choice.describe),
     )

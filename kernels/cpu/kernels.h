@@ -164,6 +164,19 @@ struct PdDraw {
     int32_t num_threads;
 };
 
+// Describes one token of each row of logits, and the likeliest others.
+struct PdDescribe {
+    const float* logits;     // [num_rows, vocab_size]
+    const int64_t* tokens;   // [num_rows]
+    const int32_t* num_top;  // [num_rows], at most top_stride
+    double* normalisers;     // [num_rows]; NaN where a logit is NaN or the largest is infinite
+    int64_t* ranks;          // [num_rows], from 1
+    int64_t* top;            // [num_rows, top_stride]; of each row the first num_top are written,
+                             // where the normaliser is a number
+    int64_t num_rows, vocab_size, top_stride;
+    int32_t num_threads;
+};
+
 // y = sum over c of weights[:, c] * down(gated(gate(x), up(x))) of expert ids[:, c], in order of c.
 struct PdExperts {
     const void* x;         // [rows, width]
@@ -252,6 +265,7 @@ void pd_head_linear(const PdHeadLinear* p);
 int32_t pd_rope_and_latent(const PdRopeAndLatent* p);
 void pd_route(const PdRoute* p);
 int32_t pd_draw(const PdDraw* p);
+int32_t pd_describe(const PdDescribe* p);
 int32_t pd_experts(const PdExperts* p);
 int32_t pd_digest(const PdDigest* p);
 int32_t pd_gather_chunks(const PdChunks* p);

@@ -350,6 +350,7 @@ class DeviceSampler(Sampler):
         if unmodified is None:
             return Sampled(chosen, {}, non_finite, hindered)
         described = token_logprobs(
+            self._ops,
             unmodified,
             torch.from_numpy(chosen[staged.described]).to(self._device),
             [self._alternatives[staged.rows[i]] for i in staged.described],
@@ -392,7 +393,7 @@ class DeviceSampler(Sampler):
         logits = torch.zeros(max_logits, self._vocab_size, device=self._device)
         tokens, peaks = self._ops.largest(logits)
         draws = self._buffers.draws(max_logits)
-        token_logprobs(logits.clone(), tokens, [1] * max_logits)
+        token_logprobs(self._ops, logits.clone(), tokens, [1] * max_logits)
         for by_k in (False, True):
             for by_p in (False, True):
                 self._ops.draw(logits, peaks, draws, tokens, by_k=by_k, by_p=by_p)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.kernels.ops import SamplingOps
     from pdserve.wire.ids import RequestId
     from pdserve.wire.sampling import TokenLogprobs
     from pdserve.wire.step import NewRequest
@@ -35,12 +36,19 @@ class PromptLogprobs:
         batch: Holds the prompts.
         logits: Maps final states `[M, hidden_size]` to logits `[M, vocab_size]` on the rank that
             answers, to None on the others of its stage, which make the same calls.
+        ops: Describe tokens where the logits are.
     """
 
     def __init__(
-        self, batch: InputBatch, logits: Callable[[Tensor], Tensor | None], *, vocab_size: int
+        self,
+        batch: InputBatch,
+        logits: Callable[[Tensor], Tensor | None],
+        ops: SamplingOps,
+        *,
+        vocab_size: int,
     ) -> None:
         self._batch = batch
+        self._ops = ops
         self._logits = logits
         self._piece = max(1, _LOGITS_CHUNK_BYTES // (4 * vocab_size))
         self._wanted: dict[RequestId, tuple[int, int]] = {}
@@ -90,7 +98,8 @@ class PromptLogprobs:
                 wanted = targets[at : at + self._piece]
                 logits = self._logits(hidden[first + at : first + at + len(wanted)])
                 if logits is not None:
-                    entries += token_logprobs(logits, wanted, [num_top] * len(wanted))
+                    tops = [num_top] * len(wanted)
+                    entries += token_logprobs(self._ops, logits, wanted, tops)
             found[request_id] = entries
         return found
 

@@ -144,6 +144,7 @@ class ModelRunner:
         self._described = PromptLogprobs(
             self._batch,
             lambda hidden: self._whole(self._model.logits(hidden)),
+            loaded.sampling,
             vocab_size=self._vocab_size,
         )
         self._pooler = PromptPooler()

@@ -162,7 +162,9 @@ class Sampler:
         ruled = [i for i, row in enumerate(at) if row in self._rules]
         reported = [i for i, row in enumerate(at) if row in self._alternatives]
         random = [i for i, row in enumerate(at) if row in self._random]
-        unmodified = logits[reported] if reported else None
+        unmodified: Tensor | None = None
+        if reported:  # rules alone change logits
+            unmodified = logits[reported] if ruled or len(reported) < len(at) else logits
         hindered = self._apply_rules(at, ruled, logits)
         if ruled:
             owned = logits if len(ruled) == len(at) else logits[ruled]
@@ -177,6 +179,7 @@ class Sampler:
         if unmodified is None:
             return Sampled(chosen, {}, non_finite, hindered)
         described = token_logprobs(
+            self._ops,
             unmodified,
             torch.from_numpy(chosen[reported]).to(self._device),
             [self._alternatives[at[i]] for i in reported],

@@ -1,4 +1,4 @@
-"""Tokens are drawn on the host as the reference draws them, alone and in any company."""
+"""Tokens are drawn and described on the host as by the reference, alone and in any company."""
 
 from __future__ import annotations
 
@@ -82,3 +82,42 @@ def test_a_row_that_is_not_there_is_refused(row: int) -> None:
     logits, tokens = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(InternalError, match="an id is outside"):
         HERE.draw(logits, torch.zeros(2), draws, tokens, by_k=False, by_p=False)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 64, 1000, 1025, 5003])
+def test_tokens_are_described_as_the_reference_describes_them(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    spreads = torch.tensor([0.0, 0.01, 1.0, 4.0, 30.0, 200.0]).repeat(4)[:, None]
+    logits = torch.randn(24, vocab_size, generator=generator) * spreads
+    logits[6:12] = logits[6:12].round()  # many are equal
+    logits[12:18, 1::2] = -INF
+    logits[18:].copy_(logits[18:].sort().values)
+    logits[-1] = -logits[-1].abs().sort().values
+    tokens = torch.randint(vocab_size, (24,), generator=generator)
+    num_top = torch.randint(min(vocab_size, 50) + 1, (24,), generator=generator).int()
+    num_top[7] = vocab_size
+    wanted = REFERENCE.sampling.describe(logits, tokens, num_top)
+    found = HERE.describe(logits, tokens, num_top)
+    assert found.normalisers.tolist() == pytest.approx(wanted.normalisers.tolist(), abs=2e-9)
+    assert torch.equal(found.ranks, wanted.ranks)
+    for row, num in enumerate(num_top.tolist()):
+        assert torch.equal(found.top[row, :num], wanted.top[row, :num])
+        alone = HERE.describe(logits[row : row + 1], tokens[row : row + 1], num_top[row : row + 1])
+        assert torch.equal(alone.normalisers, found.normalisers[row : row + 1])
+        assert torch.equal(alone.top[0], found.top[row, :num])
+
+
+@pytest.mark.parametrize("lost", [math.nan, INF])
+def test_what_is_told_of_a_row_that_is_not_finite_is_not_a_number(lost: float) -> None:
+    logits, tokens = torch.randn(3, 70), torch.tensor([0, 1, 2])
+    alone = HERE.describe(logits[:1], tokens[:1], torch.ones(1, dtype=torch.int32))
+    logits[1, 69], logits[2] = lost, -INF
+    found = HERE.describe(logits, tokens, torch.ones(3, dtype=torch.int32))
+    assert found.normalisers.isnan().tolist() == [False, True, True]
+    assert torch.equal(found.normalisers[0], alone.normalisers[0])
+
+
+@pytest.mark.parametrize("token", [-1, 9])
+def test_a_token_that_is_not_in_the_vocabulary_is_refused(token: int) -> None:
+    with pytest.raises(InternalError, match="an id is outside"):
+        HERE.describe(torch.zeros(1, 9), torch.tensor([token]), torch.zeros(1, dtype=torch.int32))

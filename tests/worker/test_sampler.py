@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import InternalError
+from pdserve.kernels.backend import REFERENCE
+from pdserve.kernels.registry import kernels_on
 from pdserve.scheduler.plan import refusal_of
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import GenerateRequest
@@ -23,9 +25,14 @@ from pdserve.worker.sampler import Sampler
 from tests.worker.driver import params
 
 if TYPE_CHECKING:
+    from pdserve.kernels.ops import SamplingOps
     from pdserve.wire.sampling import SamplingParams
 
 CPU = torch.device("cpu")
+OPS = [
+    pytest.param(REFERENCE.sampling, id="reference"),
+    pytest.param(kernels_on(CPU).sampling, id="kernels"),
+]
 VOCAB = 500
 PROMPT = [3, 4, 5, 5, 499]
 OUTPUTS = [5, 9, 9, 9, 20]
@@ -369,30 +376,32 @@ def test_logprobs_come_from_unmodified_logits(fields: dict[str, Any]) -> None:
         assert [v for _, v in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
-def test_logprobs_are_to_the_bit_those_of_any_order_of_the_vocabulary() -> None:
+@pytest.mark.parametrize("ops", OPS)
+def test_logprobs_are_to_the_bit_those_of_any_order_of_the_vocabulary(ops: SamplingOps) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(8, 5003, generator=generator) * 4
     tokens = torch.arange(8)
-    told = token_logprobs(logits, tokens, [3] * 8)
+    told = token_logprobs(ops, logits, tokens, [3] * 8)
     exact = logits.double().log_softmax(-1)[tokens, tokens]
     assert [each.logprob for each in told] == pytest.approx(exact.tolist(), abs=2e-8)
     for _ in range(20):
         order = torch.randperm(logits.shape[1], generator=generator)
-        moved = token_logprobs(logits[:, order], order.argsort()[tokens], [3] * 8)
+        moved = token_logprobs(ops, logits[:, order], order.argsort()[tokens], [3] * 8)
         assert [each.logprob for each in moved] == [each.logprob for each in told]
         for one, other in zip(moved, told, strict=True):
             assert [(int(order[token]), value) for token, value in one.top] == other.top
     logits[3, 17], logits[4, 17], logits[5] = math.nan, math.inf, -math.inf
-    lost = token_logprobs(logits, tokens, [2] * 8)
+    lost = token_logprobs(ops, logits, tokens, [2] * 8)
     assert [math.isnan(each.logprob) for each in lost] == [i in (3, 4, 5) for i in range(8)]
 
 
-def test_of_equally_likely_tokens_the_first_ones_are_reported_whatever_else_is_in_the_batch() -> (
-    None
-):
+@pytest.mark.parametrize("ops", OPS)
+def test_of_equally_likely_tokens_the_first_ones_are_reported_whatever_else_is_in_the_batch(
+    ops: SamplingOps,
+) -> None:
     logits = (torch.randn(3, 50_000, generator=torch.Generator().manual_seed(0)) * 2).round()
     tokens = torch.zeros(3, dtype=torch.int64)
     best = sorted(range(50_000), key=lambda token: -float(logits[0, token]))[:5]
     for rows, widest in ((1, 5), (3, 5), (3, 20)):
-        told = token_logprobs(logits[:rows], tokens[:rows], [5, widest, 0][:rows])
+        told = token_logprobs(ops, logits[:rows], tokens[:rows], [5, widest, 0][:rows])
         assert [token for token, _ in told[0].top] == best
