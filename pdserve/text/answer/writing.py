@@ -93,24 +93,34 @@ class GrammarWriter:
 
     def literal(self, text: str) -> str:
         """Return the grammar of a text: tokens by their ids, and quoted strings."""
+        return " ".join(self._literals(text))
+
+    def _literals(self, text: str) -> list[str]:
         texts = sorted((each for each in self.tokens if each in text), key=len, reverse=True)
         if not texts:
-            return json.dumps(text) if text else ""
+            return [json.dumps(text)] if text else []
         parts = re.split("(" + "|".join(map(re.escape, texts)) + ")", text)
-        return " ".join(
+        return [
             f"<[{self.tokens[part]}]>" if position % 2 else json.dumps(part)
             for position, part in enumerate(parts)
             if part
-        )
+        ]
 
-    def free(self, name: str, excluded: Iterable[str], limits: Iterable[str] = ()) -> str:
-        """Add a terminal for any text that contains none of some texts; return its name.
+    def free(
+        self, name: str, excluded: Iterable[str], limits: Iterable[str] = (), *, end: str = ""
+    ) -> str:
+        """Add a terminal for any text that contains none of some texts; return a reference to it.
 
         Args:
             limits: Terminals that the text must match, too.
+            end: What stands behind it. Its letters are in the terminal: llguidance never takes back
+                what a terminal has read, and a text may contain the beginning of its end.
         """
         without = [f"~/{_ANY}{_regex(each)}{_ANY}/" for each in excluded]
-        return self.rule(name, " & ".join((f"/{_ANY}/", *limits, *without)))
+        text, rest = " & ".join((f"/{_ANY}/", *limits, *without)), self._literals(end)
+        if rest and rest[0].startswith('"'):
+            text = f"({text}) {rest.pop(0)}"
+        return " ".join((self.rule(name, text), *rest))
 
     def calls(self, writing: Writing, use: ToolUse, *, prefix: str = "call") -> str:
         """Add rules for one call or, in parallel, some of them; return the name of the first.
@@ -197,17 +207,17 @@ class GrammarWriter:
         opening = begin.replace("{key}", key).replace("{is_string}", _json(is_string))
         opening = opening.replace("{type}", "string" if is_string else type_of(schema))
         content = (
-            self._texts(f"TEXT_{rule}".upper(), writing, {} if is_loose else schema)
+            self._texts(f"TEXT_{rule}".upper(), writing, {} if is_loose else schema, end)
             if is_string
-            else f"%json {_json(with_bounded_spaces({**shared, **schema}))}"
+            else f"%json {_json(with_bounded_spaces({**shared, **schema}))} {self.literal(end)}"
         )
-        parts = self.literal(opening), content, self.literal(end)
-        return " ".join(part for part in parts if part)
+        return f"{self.literal(opening)} {content}"
 
-    def _texts(self, name: str, writing: Writing, schema: Mapping[str, Any]) -> str:
+    def _texts(self, name: str, writing: Writing, schema: Mapping[str, Any], end: str) -> str:
+        """Return the grammar of a string without quotes, and of what stands behind it."""
         values = values_of(schema)
         if values:
-            return "(" + " | ".join(map(json.dumps, values)) + ")"
+            return "(" + " | ".join(map(json.dumps, values)) + f") {self.literal(end)}"
         limits = []
         if schema.keys() & {"minLength", "maxLength"}:
             least, most = schema.get("minLength", 0), schema.get("maxLength", "")
@@ -221,7 +231,7 @@ class GrammarWriter:
             if name_of_format not in _FORMATS:
                 raise ValueError(f"the format {name_of_format!r} is not {', '.join(_FORMATS)}")
             limits.append(f"/{_FORMATS[name_of_format]}/")
-        return self.free(name, writing.excluded, limits)
+        return self.free(name, writing.excluded, limits, end=end)
 
     def thought(self, reasoning: ReasoningFormat, *, is_open: bool) -> str:
         """Add rules for reasoning; return a reference to it.

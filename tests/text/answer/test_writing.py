@@ -236,6 +236,27 @@ def test_a_format_takes_what_is_valid_and_nothing_else(
         assert (num_taken == len(token_ids)) is (text in valid), text
 
 
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    "name", [name for name, each in FORMATS.items() if each.writing and each.writing.parameter]
+)
+def test_a_string_without_quotes_ends_wherever_its_end_is_written(name: str, has_tokens: bool):
+    style, tokenizer, matching = style_with(name, has_tokens=has_tokens)
+    writing = FORMATS[name].writing
+    assert writing is not None
+    assert writing.parameter is not None
+    begin, end = (each.replace("{key}", "s") for each in writing.parameter)
+    call = writing.begin.replace("{name}", "f") + begin.replace("{is_string}", "true") + "{}" + end
+    call = writing.opening + call + writing.end + writing.closing
+    tools = {"f": {"properties": {"s": {"type": "string"}}, "required": ["s"]}}
+    grammar = style.grammar("", ToolUse(tools, is_forced=True, is_parallel=False))
+    for text in ("Paris", "two\nlines", "a </b", end[:3]):
+        token_ids = tokenizer.encode(call.format(text), add_special_tokens=False)
+        matcher = LLMatcher(matching, grammar)
+        assert matcher.consume_tokens(token_ids), text
+        assert matcher.is_accepting()
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [*FORMATS])
 @pytest.mark.parametrize("has_tokens", [True, False])
