@@ -33,9 +33,11 @@ RECENT_BYTES = 16 << 10
 """What is kept of a stream as it was sent, about 60 tokens, before it is hashed at one go: most
 streams end before, and are never read."""
 
-_TEXTS = frozenset({"text", "content", "reasoning", "reasoning_content", "name", "arguments"})
+_TEXTS = frozenset(
+    {"text", "content", "reasoning", "reasoning_content", "name", "arguments", "input"}
+)
 _TEXT = re.compile(
-    rb'"(?:text|content|reasoning|reasoning_content|arguments)":"((?:[^"\\]|\\.)*+)"'
+    rb'"(?:text|content|reasoning|reasoning_content|arguments|input)":"((?:[^"\\]|\\.)*+)"'
 )
 """The text of a chunk, as JSON."""
 _CALLS = "tool_calls"
@@ -410,8 +412,9 @@ def _strip_calls(calls: list[dict[str, Any]], path: Path, state: _Left) -> list[
         where = (*path, str(call["index"]))
         is_begun = any(run[: len(where)] == where for run in state.runs)
         rest, has_more = _strip(call, where, state)
-        if is_begun and isinstance(rest.get("function"), dict):
-            rest["function"] = {key: part for key, part in rest["function"].items() if part}
+        for kind in ("function", "custom"):
+            if is_begun and isinstance(rest.get(kind), dict):
+                rest[kind] = {key: part for key, part in rest[kind].items() if part}
         if has_more or not is_begun:
             kept.append(rest)
     return kept

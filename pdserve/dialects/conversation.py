@@ -63,22 +63,22 @@ def _add(messages: list[_Message], item: dict[str, Any], where: str) -> None:
             if texts:  # there are none where it is encrypted
                 turn = {"role": "assistant", "content": "", "reasoning": "\n".join(texts)}
                 messages.append(turn)
-        case "function_call":
+        case "function_call" | "custom_tool_call" as kind:
             name = string_in(item, "name", where, _PARAM)
             if item.get("namespace") is not None:
                 name = full_name(string_in(item, "namespace", where, _PARAM), name)
+            is_custom = kind == "custom_tool_call"
+            field = "input" if is_custom else "arguments"
+            kind = "custom" if is_custom else "function"
             call = {
                 "id": string_in(item, "call_id", where, _PARAM),
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "arguments": string_in(item, "arguments", where, _PARAM),
-                },
+                "type": kind,
+                kind: {"name": name, field: string_in(item, field, where, _PARAM)},
             }
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             texts = text_of(item.get("output"), _TEXTS, f"{where}.output", _PARAM)
             call_id = string_in(item, "call_id", where, _PARAM)
             content = "\n".join(texts)
@@ -91,7 +91,7 @@ def _add(messages: list[_Message], item: dict[str, Any], where: str) -> None:
             )
         case kind:
             raise BadRequestError(
-                f"{where}.type is {kind!r}: the only supported tools are functions",
+                f"{where}.type is {kind!r}: the only supported tools are functions and custom ones",
                 param=_PARAM,
             )
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.dialects.answer import AnswerPart, Dialect, DialectEvent, PartKind
 from pdserve.dialects.conversation import messages_of
-from pdserve.dialects.response_tools import WEB_SEARCH, is_web_search, local_names, tool_fields
+from pdserve.dialects.response_tools import (
+    WEB_SEARCH,
+    custom_names,
+    is_web_search,
+    local_names,
+    tool_fields,
+)
+from pdserve.dialects.tool_inputs import InputReader, input_in
 from pdserve.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -58,6 +65,8 @@ class ResponsesDialect(Dialect):
         self._body = body
         self._request_id = request_id
         self._local_names = local_names(body.tools or ())
+        self._custom_names = custom_names(body.tools or ())
+        self._input = InputReader()
         self._num_events = 0
         self._error: dict[str, Any] | None = None
 
@@ -69,6 +78,7 @@ class ResponsesDialect(Dialect):
     def part_begun(self, part: AnswerPart) -> Iterator[DialectEvent]:
         """See `Dialect`."""
         item = self._item(part, "in_progress")
+        self._input = InputReader()
         yield self._event("response.output_item.added", output_index=part.position, item=item)
         if part.kind is not PartKind.CALL:
             content = _content(part)
@@ -87,6 +97,9 @@ class ResponsesDialect(Dialect):
             case PartKind.REASONING:
                 name = "response.reasoning_text.delta"
                 yield self._about(part, name, content_index=0, delta=text)
+            case PartKind.CALL if self._is_custom(part):
+                if given := self._input.push(text):
+                    yield self._about(part, "response.custom_tool_call_input.delta", delta=given)
             case PartKind.CALL:
                 yield self._about(part, "response.function_call_arguments.delta", delta=text)
 
@@ -100,6 +113,9 @@ class ResponsesDialect(Dialect):
             case PartKind.REASONING:
                 name = "response.reasoning_text.done"
                 yield self._about(part, name, content_index=0, text=part.text)
+            case PartKind.CALL if self._is_custom(part):
+                name = "response.custom_tool_call_input.done"
+                yield self._about(part, name, input=input_in(part.text))
             case PartKind.CALL:
                 name = "response.function_call_arguments.done"
                 named = self._named(part)
@@ -135,7 +151,12 @@ class ResponsesDialect(Dialect):
         return self._event(kind, item_id=self._id_of(part), output_index=part.position, **data)
 
     def _id_of(self, part: AnswerPart) -> str:
-        return f"{_PREFIXES[part.kind]}_{self._request_id}_{part.position}"
+        prefix = "ctc" if self._is_custom(part) else _PREFIXES[part.kind]
+        return f"{prefix}_{self._request_id}_{part.position}"
+
+    def _is_custom(self, part: AnswerPart) -> bool:
+        """Whether a part is a call of a custom tool."""
+        return part.kind is PartKind.CALL and part.name in self._custom_names
 
     def _item(self, part: AnswerPart, status: str) -> dict[str, Any]:
         has_begun = status != "in_progress"
@@ -147,8 +168,10 @@ class ResponsesDialect(Dialect):
             case PartKind.REASONING:
                 return {**item, "type": "reasoning", "summary": [], "content": content}
             case PartKind.CALL:
-                call = {"call_id": part.call_id, **self._named(part), "arguments": part.text}
-                return {**item, "type": "function_call", **call}
+                call = {**item, "call_id": part.call_id, **self._named(part)}
+                if self._is_custom(part):
+                    return {**call, "type": "custom_tool_call", "input": input_in(part.text)}
+                return {**call, "type": "function_call", "arguments": part.text}
 
     def _named(self, part: AnswerPart) -> dict[str, str]:
         """Return the fields of a call that name its function."""

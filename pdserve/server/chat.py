@@ -15,7 +15,13 @@ from pdserve.errors import BadRequestError
 from pdserve.http.dialect_bodies import MessagesRequest, ResponsesRequest
 from pdserve.http.parsing import parse_body
 from pdserve.http.protocol import ChatRequest
-from pdserve.http.tools import named_tool, strict_tools, tools_by_name
+from pdserve.http.tools import (
+    as_functions,
+    chosen_tools,
+    inputs_by_name,
+    strict_tools,
+    tools_by_name,
+)
 from pdserve.server.account import serving
 from pdserve.server.form import (
     AnswerForm,
@@ -95,7 +101,7 @@ async def render_chat(
         template.render,
         messages,
         now_s=now_s,
-        tools=tools,
+        tools=as_functions(tools),
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         variables=body.template_variables,
@@ -109,27 +115,34 @@ def _reading(body: ChatRequest, text: Text, prompt: str) -> AnswerReading:
     Raises:
         BadRequestError: The request asks for tool calls that are impossible.
     """
-    offered, name = tools_by_name(body.offered_tools), named_tool(body.tool_choice)
-    is_forced = name is not None or body.tool_choice == "required"
+    offered, choice = tools_by_name(body.offered_tools), chosen_tools(body.tool_choice)
+    inputs = inputs_by_name(body.offered_tools)
+    is_forced, name = choice.is_required, choice.name
+    wanted = choice.allowed if name is None else {name}
     style = text.answers.forcing if is_forced else text.answers
     if offered and not is_forced:
         _check_choice(style)
-    if is_forced and not (offered.keys() if name is None else offered.keys() & {name}):
+    lacking = sorted(wanted - offered.keys()) if wanted is not None else []
+    if lacking or (is_forced and not offered):
         raise BadRequestError(
-            f"tool_choice asks for {'a tool' if name is None else repr(name)}, which tools does "
+            f"tool_choice asks for {', '.join(map(repr, lacking)) or 'a tool'}, which tools does "
             "not contain: add it, or change tool_choice",
             param="tool_choice",
         )
-    strict = offered.keys() if is_forced else strict_tools(body.offered_tools)
+    allowed = {each: offered[each] for each in offered if wanted is None or each in wanted}
+    strict = allowed.keys() & (offered.keys() if is_forced else strict_tools(body.offered_tools))
+    is_bound = bool(strict) or len(allowed) < len(offered)
     use = ToolUse(
-        offered if name is None else {name: offered[name]},
+        allowed,
         is_forced=is_forced,
         is_parallel=body.parallel_tool_calls is not False and name is None,
-        loose=frozenset(offered.keys() - strict),
+        loose=frozenset(allowed.keys() - strict - inputs.keys()),
+        inputs={each: taken.lark for each, taken in inputs.items() if taken.lark},
+        told=frozenset(each for each, taken in inputs.items() if taken.is_told),
     )
     return AnswerReading(
         new_machine=functools.partial(style.machine, prompt, use),
-        tools_grammar=style.grammar(prompt, use) if strict else None,
+        tools_grammar=style.grammar(prompt, use) if is_bound else None,
         thought_end=style.thought_end(prompt),
         thought_before=style.thought_before(prompt),
     )
@@ -341,7 +354,8 @@ class _Form(AnswerForm):
     def _fragment(self, call: CallDelta, choice: int) -> dict[str, Any]:
         """Return the new part of a call, as an entry of a stream's chunk."""
         if call.begins is None:
-            return {"index": call.index, "function": {"arguments": call.arguments}}
+            gained = {"input" if call.is_input else "arguments": call.arguments}
+            return {"index": call.index, "custom" if call.is_input else "function": gained}
         return {"index": call.index} | self._call(call.begins, call.arguments, choice, call.index)
 
     def _calls(self, delta: Delta) -> list[dict[str, Any]]:
@@ -360,10 +374,11 @@ class _Form(AnswerForm):
         digest = hashlib.sha256(
             f"{self._text_request.request_id}:{choice}:{index}".encode()
         ).digest()
+        kind, field = ("custom", "input") if begins.is_input else ("function", "arguments")
         return {
             "id": begins.call_id or f"call_{b32encode(digest).decode()[:24]}",
-            "type": "function",
-            "function": {"name": begins.name, "arguments": arguments},
+            "type": kind,
+            kind: {"name": begins.name, field: arguments},
         }
 
     def _facts(self, delta: Delta) -> dict[str, Any]:

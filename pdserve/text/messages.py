@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdserve.dialects.texts import without_billing
 from pdserve.errors import BadRequestError
+from pdserve.http.tools import INPUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -118,6 +119,8 @@ def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
         raise BadRequestError(f"{where} must be a list of tool calls", param="messages")
     parsed = []
     for index, call in enumerate(calls):
+        if isinstance(call, dict) and call.get("type") == "custom":
+            call = _with_text(call, f"{where}[{index}].custom")
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequestError(
@@ -127,6 +130,18 @@ def _with_objects(calls: object, where: str) -> list[dict[str, Any]]:
         arguments = _Arguments.read(function.get("arguments"))
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
+
+
+def _with_text(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a call of a custom tool as one of a function, as models know it."""
+    match call.get("custom"):
+        case {"name": str(name), "input": str(text)}:
+            function = {"name": name, "arguments": {INPUT: text}}
+            rest = {field: value for field, value in call.items() if field != "custom"}
+            return {**rest, "type": "function", "function": function}
+    raise BadRequestError(
+        f"{where} must be an object with a name and an input, which are strings", param="messages"
+    )
 
 
 class _Arguments(dict[str, Any]):

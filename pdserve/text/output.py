@@ -35,13 +35,15 @@ class CallDelta(msgspec.Struct):
     Attributes:
         index: Its index among the calls begun in its choice.
         begins: Its name, in its first delta.
-        arguments: A part of the text of a JSON object.
+        arguments: A part of the text of a JSON object, or of a custom tool's text.
+        is_input: Which of them.
         is_whole: Whether it ends here and is a call. A call that is never whole does not count.
     """
 
     index: int
     begins: CallBegins | None = None
     arguments: str = ""
+    is_input: bool = False
     is_whole: bool = False
 
 
@@ -152,6 +154,7 @@ class OutputProcessor:
         self.reads_calls = machine is not None and machine.reads_calls
         self.num_calls = 0
         self._num_begun = self._num_ended = 0
+        self._is_input = False
         self._kind: type[Piece] | None = None
         self._is_thought = False
 
@@ -216,10 +219,13 @@ class OutputProcessor:
                     delta.add_reasoning(text)
                 case CallBegins():
                     delta.add_text(self._stops.flush())  # no stop string reaches into a call
-                    delta.call(self._num_begun).begins = piece
+                    call = delta.call(self._num_begun)
+                    call.begins, call.is_input = piece, piece.is_input
+                    self._is_input = piece.is_input
                     self._num_begun += 1
                 case CallArguments(text):
-                    delta.call(self._num_begun - 1).arguments += text
+                    call = delta.call(self._num_begun - 1)
+                    call.arguments, call.is_input = call.arguments + text, self._is_input
                 case CallEnds(num_lost):
                     for index in range(self._num_ended, self._num_begun):
                         is_whole = index < self._num_begun - num_lost

@@ -117,7 +117,7 @@ def test_a_function_may_be_chosen_without_its_namespace_if_no_other_is_meant(too
         {"type": "namespace", "name": "n"},
         {"type": "namespace", "name": "n", "tools": [3]},
         {"type": "namespace", "name": "n", "tools": [SERVER]},
-        {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]},
+        {"type": "namespace", "name": "n", "tools": [{"type": "mcp", "name": "c"}]},
         {"type": "function"},
     ],
 )
@@ -268,6 +268,89 @@ def test_a_tool_that_is_not_there_cannot_be_chosen():
     tool = {"type": "function", "name": "look"}
     with pytest.raises(BadRequestError, match="tool_choice"):
         asked(input="hi", tools=[tool], tool_choice={"type": "web_search"})
+
+
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+CUSTOM = {"type": "custom", "name": "run", "description": "d", "format": GRAMMAR}
+OF_CHAT = {
+    "type": "custom",
+    "custom": {
+        "name": "run",
+        "description": "d",
+        "format": {
+            "type": "grammar",
+            "grammar": {"syntax": "lark", "definition": 'start: "a"'},
+        },
+    },
+    "called_as": "function",
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        ({"type": "custom", "name": "run"}, {"type": "custom", "custom": {"name": "run"}}),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "look"}, {"type": "custom", "name": "run"}],
+            },
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [
+                        {"type": "function", "function": {"name": "n__look"}},
+                        {"type": "custom", "custom": {"name": "run"}},
+                    ],
+                },
+            },
+        ),
+    ],
+)
+def test_custom_tools_and_choices_have_the_form_of_a_chats(choice, wanted):
+    look = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "look"}]}
+    chat = asked(input="hi", tools=[CUSTOM, look], tool_choice=choice)
+    assert chat["tools"][0] == OF_CHAT
+    assert chat["tool_choice"] == wanted
+
+
+def test_calls_of_custom_tools_are_sent_back_as_they_came():
+    said = {"type": "custom_tool_call", "call_id": "a", "name": "run", "input": "x"}
+    output = {"type": "custom_tool_call_output", "call_id": "a", "output": "done"}
+    called = {"id": "a", "type": "custom", "custom": {"name": "run", "input": "x"}}
+    assert messages([said, output]) == [
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "a", "content": "done"},
+    ]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_custom_tools_call_is_streamed_as_its_text(is_whole: bool):
+    body = {"input": "hi", "tools": [CUSTOM], "stream": True}
+    pieces = ['{"inp', 'ut": "a\\', "n", 'b"' + "}" * is_whole]
+    chunks = [
+        chunk(call(0, pieces[0], name="run", id="call_a")),
+        *(chunk(call(0, piece)) for piece in pieces[1:]),
+        chunk({}, "tool_calls" if is_whole else "length"),
+        DONE,
+    ]
+    events = translated(translator(RESPONSES, body), chunks)
+    deltas = [data["delta"] for name, data in events if name.endswith("input.delta")]
+    assert deltas == ["a", "\n", "b"]
+    [(done, last)] = [event for event in events if "call_input.done" in event[0]]
+    assert (done, last["input"]) == ("response.custom_tool_call_input.done", "a\nb")
+    [item] = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert item == {
+        "id": "ctc_r_0",
+        "type": "custom_tool_call",
+        "status": "completed" if is_whole else "incomplete",
+        "call_id": "call_a",
+        "name": "run",
+        "input": "a\nb",
+    }
+    assert events[-1][1]["response"]["output"] == ([item] if is_whole else [])
 
 
 def test_a_stream_has_openais_events_in_their_order():

@@ -219,6 +219,35 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_of_its_dialect(text
 
 
 @pytest.mark.parametrize("deployment", [engine, pair])
+async def test_openais_client_is_called_with_a_text(text, deployment, openai):
+    style = AnswerStyle(calls=TOOL_PARSERS["hermes"])
+    said = '<tool_call>\n{"name": "run", "arguments": {"input": "a\\n\\"b\\""}}\n</tool_call>'
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: /[a-z"\\n]+/'}
+    tools = [{"type": "custom", "name": "run", "format": form}]
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "custom", "name": "run"}],
+    }
+    asked = {"model": "tiny", "input": "hi", "tools": tools, "tool_choice": allowed}
+    async with (
+        deployment(replace(text, answers=style), said) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        whole = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            last = await stream.get_final_response()
+    for response in (whole, last):
+        [call] = response.output
+        assert (call.type, call.name, call.input) == ("custom_tool_call", "run", 'a\n"b"')
+    deltas = [each.delta for each in events if each.type == "response.custom_tool_call_input.delta"]
+    [done] = [each for each in events if each.type == "response.custom_tool_call_input.done"]
+    assert done.input == "".join(deltas) == 'a\n"b"'
+    assert len(deltas) > 1
+
+
+@pytest.mark.parametrize("deployment", [engine, pair])
 async def test_log_probabilities_of_a_response_are_its_texts_whole_and_streamed(text, deployment):
     style = AnswerStyle(
         calls=TOOL_PARSERS["hermes"],

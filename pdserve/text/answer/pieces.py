@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,12 +26,16 @@ class ToolUse:
         is_forced: Whether it must call one; otherwise it may also be only text.
         is_parallel: Whether it may have several calls; otherwise the first one ends it.
         loose: Tools whose arguments need not follow their schemas, if the format has a choice.
+        inputs: Grammars in Lark of the only argument of tools, by their names.
+        told: Tools whose calls are told as the text that they take.
     """
 
     tools: Tools
     is_forced: bool = False
     is_parallel: bool = True
     loose: frozenset[str] = frozenset()
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    told: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,12 @@ class CallBegins:
 
     Attributes:
         call_id: The model's own name for the call, where its format has one.
+        is_input: Whether a text comes in place of arguments.
     """
 
     name: str
     call_id: str | None = None
+    is_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)

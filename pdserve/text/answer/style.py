@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import BadRequestError, ConfigError
 from pdserve.text.answer.harmony import HarmonyMachine, harmony_before, harmony_grammar
+from pdserve.text.answer.inputs import InputTelling
 from pdserve.text.answer.json_calls import JSON_LIST, MISTRAL, MISTRAL_V3
 from pdserve.text.answer.machine import AnswerMachine
 from pdserve.text.answer.parsers import (
@@ -110,6 +111,10 @@ class AnswerStyle:
 
     def machine(self, prompt: str, use: ToolUse) -> AnswerReader | None:
         """Return the machine that splits an answer to `prompt`; None if all of it is content."""
+        machine = self._machine(prompt, use)
+        return InputTelling(machine, use.told) if machine is not None and use.told else machine
+
+    def _machine(self, prompt: str, use: ToolUse) -> AnswerReader | None:
         if self.token_machine is not None:
             return self.token_machine(prompt, vocabulary=self.vocabulary, use=use)
         calls = self.calls if use.tools else None

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pdserve.http.tools import INPUT
+from pdserve.text.lark import embedded
 from pdserve.text.schemas import (
     branches_of,
     is_text,
@@ -128,8 +130,8 @@ class GrammarWriter:
         Args:
             prefix: Prefix of the rules' names.
         """
-        for index, (name, schema) in enumerate(use.tools.items()):
-            self._call(f"{prefix}_{index}", writing, name, schema, is_loose=name in use.loose)
+        for index, name in enumerate(use.tools):
+            self._call(f"{prefix}_{index}", writing, use, name)
         call = self.rule(prefix, *(f"{prefix}_{index}" for index in range(len(use.tools))))
         more = ""
         if use.is_parallel and writing.between is not None:
@@ -137,18 +139,43 @@ class GrammarWriter:
         parts = self.literal(writing.opening), call, more, self.literal(writing.closing)
         return self.rule(f"{prefix}s", " ".join(part for part in parts if part))
 
-    def _call(
-        self, rule: str, writing: Writing, name: str, schema: Mapping[str, Any], *, is_loose: bool
-    ) -> None:
+    def _call(self, rule: str, writing: Writing, use: ToolUse, name: str) -> None:
+        schema, is_loose = use.tools[name], name in use.loose
         begin, number, rest = writing.begin.replace("{name}", name).partition("{index}")
         head = f"{self.literal(begin)} /[0-9]{{1,4}}/ {self.literal(rest)}" if number else ""
-        arguments = (
-            f"%json {_json(with_bounded_spaces(_object({} if is_loose else schema)))}"
-            if writing.parameter is None
-            else self._parameters(rule, writing, schema, is_loose=is_loose)
-        )
+        if name in use.inputs:
+            try:
+                arguments = self._input(rule, writing, use.inputs[name])
+            except ValueError as error:
+                raise ValueError(f"the format of {name!r}: {error}") from error
+        elif writing.parameter is None:
+            arguments = f"%json {_json(with_bounded_spaces(_object({} if is_loose else schema)))}"
+        else:
+            arguments = self._parameters(rule, writing, schema, is_loose=is_loose)
         parts = head or self.literal(begin), arguments, self.literal(writing.end)
         self.rule(rule, " ".join(part for part in parts if part))
+
+    def _input(self, rule: str, writing: Writing, lark: str) -> str:
+        """Add rules for arguments that are one text; return a reference to them.
+
+        Raises:
+            ValueError: Its grammar cannot stand in this format.
+        """
+        if writing.parameter is None:
+            text = embedded(lark, rule.upper(), is_quoted=True)
+            self._rules += text.rules
+            begin = json.dumps(f'{{"{INPUT}": "')
+            return f'{begin} {text.reference} "\\"}}"'
+        begin, end = writing.parameter
+        after, *_ = self._literals(end)
+        letters = json.loads(after) if after.startswith('"') else ""
+        text = embedded(lark, rule.upper(), is_quoted=False, end=letters)
+        self._rules += text.rules
+        content = f"{text.reference} {self.literal(end)}"
+        if text.is_terminal:
+            limits = [text.reference]
+            content = self.free(f"TEXT_{rule}".upper(), writing.excluded, limits, end=end)
+        return f"{self.literal(_opening(begin, INPUT, {'type': 'string'}))} {content}"
 
     def _parameters(
         self, rule: str, writing: Writing, schema: Mapping[str, Any], *, is_loose: bool
@@ -204,14 +231,12 @@ class GrammarWriter:
         assert writing.parameter is not None
         begin, end = writing.parameter
         is_string = is_text(schema)
-        opening = begin.replace("{key}", key).replace("{is_string}", _json(is_string))
-        opening = opening.replace("{type}", "string" if is_string else type_of(schema))
         content = (
             self._texts(f"TEXT_{rule}".upper(), writing, {} if is_loose else schema, end)
             if is_string
             else f"%json {_json(with_bounded_spaces({**shared, **schema}))} {self.literal(end)}"
         )
-        return f"{self.literal(opening)} {content}"
+        return f"{self.literal(_opening(begin, key, schema))} {content}"
 
     def _texts(self, name: str, writing: Writing, schema: Mapping[str, Any], end: str) -> str:
         """Return the grammar of a string without quotes, and of what stands behind it."""
@@ -325,6 +350,13 @@ def check_tools(tools: Tools, *, with_keys: bool) -> None:
         for key in properties if with_keys and isinstance(properties, dict) else ():
             if not _KEY.fullmatch(key):
                 raise ValueError(f"the tool {name!r} has a parameter {key!r}: rename it")
+
+
+def _opening(begin: str, key: str, schema: Mapping[str, Any]) -> str:
+    """Return the text before the value of a parameter."""
+    is_string = is_text(schema)
+    begin = begin.replace("{key}", key).replace("{is_string}", _json(is_string))
+    return begin.replace("{type}", "string" if is_string else type_of(schema))
 
 
 def _containing(pattern: object) -> str:

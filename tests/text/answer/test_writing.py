@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -115,10 +116,11 @@ def answers(
     begun: str = "",
     prompt: str = "</think>",
     tools: Mapping[str, Any] = TOOLS,
+    inputs: Mapping[str, str] | None = None,
 ) -> list[TextDelta]:
     """Some whole answers."""
     style, tokenizer, matching = style_with(name, has_tokens=has_tokens)
-    use = ToolUse(tools, is_forced=is_forced, is_parallel=tools is TOOLS)
+    use = ToolUse(tools, is_forced=is_forced, is_parallel=tools is TOOLS, inputs=inputs or {})
     grammar = style.grammar(prompt, use)
     found = []
     for seed in range(40):
@@ -144,6 +146,27 @@ def answers(
 def test_a_forced_answer_is_calls_that_its_own_parser_reads(name):
     found = answers(name, is_forced=True, num=3)
     assert all(delta.calls and not delta.text.strip() for delta in found)
+
+
+LARKS = {
+    "terminals": 'start: WORD "\\n" WORD?\nWORD: /[a-z"<]{1,3}/',
+    "recursion": 'start: "(" (start | WORD) ")"\nWORD: "a" | "\\n"',
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("lark", [*LARKS])
+@pytest.mark.parametrize("name", [*FORMATS, *TOKEN_MACHINES])
+def test_a_text_in_place_of_arguments_follows_its_grammar_in_every_format(name, lark):
+    wanted = {"terminals": r"[a-z\"<]{1,3}\n([a-z\"<]{1,3})?", "recursion": r"\(+[a\n]\)+"}[lark]
+    schema = {"properties": {"input": {"type": "string"}}, "required": ["input"]}
+    tools, inputs = {"f": schema, "g": schema}, {"f": LARKS[lark]}
+    found = answers(name, is_forced=True, num=3, tools=tools, inputs=inputs)
+    calls = [call for delta in found for call in delta.calls]
+    for call in calls:
+        if call.begins is not None and call.begins.name == "f":
+            assert re.fullmatch(wanted, json.loads(call.arguments)["input"])
+    assert any(call.begins is not None and call.begins.name == "f" for call in calls)
 
 
 LIMITED = [
