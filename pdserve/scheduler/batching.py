@@ -187,21 +187,26 @@ class Batcher:
         running = self._state.running
         able: list[tuple[Request, DraftRecord]] = []
         wishes: list[DraftWish] = []
+        num_built, hopeless = self._state.steps.num_built, budget.hopeless
         for request_id in filling.num_tokens:
             request = running[request_id]
-            num, record = min(self._max_draft_rows(request), max_rows), request.drafts
-            if num > 0 and record is not None:
+            record = request.drafts
+            if record is None or (record.level <= hopeless and num_built % record.trial_interval):
+                continue
+            num = min(self._max_draft_rows(request), max_rows)
+            if num > 0:
                 # No step is planned behind one with drafts before its results are known.
                 is_worth_it = record.found > RARELY or not self._plans_ahead
                 able.append((request, record))
                 wishes.append(DraftWish(record.acceptance, record.found, num if is_worth_it else 0))
+        if not able:
+            return 0
         shares = budget.share(
             wishes,
             num_rows=sum(filling.num_tokens.values()),
             num_requests=len(filling.num_tokens),
         )
         num_left = max_rows
-        num_built = self._state.steps.num_built
         for (request, record), share in zip(able, shares, strict=True):
             trial = int(num_built % record.trial_interval == 0)
             wanted = min(share or trial, num_left)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class DraftRecord:
         is_predicted: As given.
         found: Running share of the steps with rows that had a draft.
         num_drafted, num_accepted: Draft tokens verified; those of them that were right.
+        level: `acceptance` as a whole number of `_LEVELS`.
         trial_interval: Steps between two trials, in which the request is given a row although that
             does not pay. It doubles with each trial that fails, and is reset by a draft that was
             right.
@@ -64,6 +66,7 @@ class DraftRecord:
         "_tried",
         "found",
         "is_predicted",
+        "level",
         "num_accepted",
         "num_drafted",
         "spoiled_at",
@@ -81,6 +84,7 @@ class DraftRecord:
         self._is_on_trial = False
         self._memory = memory
         self._right, self._tried = 2.0 * acceptance, 2.0
+        self.level = round(acceptance * _LEVELS)
 
     @property
     def acceptance(self) -> float:
@@ -106,6 +110,7 @@ class DraftRecord:
         self.num_accepted += num_accepted
         self._right = self._right * self._memory + num_accepted
         self._tried = self._tried * self._memory + num_accepted + (num_accepted < num_drafted)
+        self.level = round(self.acceptance * _LEVELS)
         if num_accepted:
             self.trial_interval = TRIAL_INTERVAL
         elif was_on_trial:
@@ -154,11 +159,19 @@ class RowBudget:
             beyond them the time is interpolated linearly.
         draft_cost: Time to draft one more token for all requests together, relative to that of a
             step without drafts. 0: drafts cost no time.
+
+    Attributes:
+        hopeless: Highest `DraftRecord.level` at which no step has a row for a request.
     """
 
     def __init__(self, costs: Sequence[tuple[int, float]], draft_cost: float = 0.0) -> None:
         self._logs = _log_costs(costs or DEFAULT_COSTS)
         self._draft_cost = draft_cost
+        growths = (after - before for before, after in pairwise(self._logs))
+        least = math.log1p(draft_cost) + min(growths)
+        self.hopeless = max(
+            level for level in range(_LEVELS + 1) if not level or _gains(level, 1)[0] <= least
+        )
 
     def share(self, wishes: Sequence[DraftWish], *, num_rows: int, num_requests: int) -> list[int]:
         """Return how many rows each request gets.

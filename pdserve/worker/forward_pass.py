@@ -88,14 +88,16 @@ class ForwardPass:
         """Return the logits of the buffers' tokens, and what a drafter reads."""
         inputs, tap = self._buffers.graph_inputs(size), self._tap()
         hidden = self._model.forward(inputs, self._kv_layers, tap=tap)
-        read = () if tap is None else (hidden, *tap.states)
+        states = [] if tap is None else tap.states
+        read = () if self._aux_layers is None else (hidden, *states)
         return self._model.logits(hidden), *read
 
     def _with_prompts(self, size: GraphSize) -> tuple[Tensor, ...]:
         """Return the buffers' final states, and sums or what a drafter reads."""
         inputs, tap = self._buffers.graph_inputs(size), self._tap()
-        if tap is not None:
-            return self._model.forward(inputs, self._kv_layers, tap=tap), *tap.states
+        if self._aux_layers is not None:
+            hidden = self._model.forward(inputs, self._kv_layers, tap=tap)
+            return hidden, *([] if tap is None else tap.states)
         wanted = WantedStates(self._buffers.logit_rows(size.num_requests))
         hidden = self._model.forward(inputs, self._kv_layers, wanted=wanted)
         return hidden, wanted.sums
@@ -118,11 +120,12 @@ class ForwardPass:
             return self._replay(prepared, prepared.graph)
         rows, tap = prepared.few_logit_rows, self._tap()
         wanted = None
-        if rows is not None and self._narrows and tap is None and not reads_all:
+        if rows is not None and self._narrows and self._aux_layers is None and not reads_all:
             wanted = WantedStates(rows)
         hidden = self._model.forward(prepared.inputs, self._kv_layers, hooks, received, tap, wanted)
         sums = None if wanted is None else wanted.sums
-        return FinalStates(hidden, sums, None if tap is None else tap.states)
+        read = None if self._aux_layers is None else []
+        return FinalStates(hidden, sums, read if tap is None else tap.states)
 
     def _replay(self, prepared: PreparedStep, size: GraphSize) -> FinalStates:
         assert self.prompt_graphs is not None
@@ -138,4 +141,4 @@ class ForwardPass:
         return FinalStates(hidden, None, read)
 
     def _tap(self) -> StreamTap | None:
-        return None if self._aux_layers is None else StreamTap(self._aux_layers)
+        return StreamTap(self._aux_layers) if self._aux_layers else None

@@ -240,6 +240,22 @@ class TestRowBudget:
         assert all(0 <= share <= wish.max_rows for share, wish in zip(shares, wishes, strict=True))
         assert len(shares) == len(wishes)
 
+    @given(
+        st.integers(0, 10),
+        st.integers(1, 64),
+        st.floats(0, 0.5),
+        st.sampled_from([COSTS, ((1, 1.0), (64, 1.0)), ((1, 1.0), (2, 2.0))]),
+    )
+    def test_who_has_no_hope_alone_gets_no_row_in_any_step(
+        self, num_failed: int, num_requests: int, cost: float, points: list[tuple[int, float]]
+    ) -> None:
+        budget, record = RowBudget(points, cost), DraftRecord()
+        for _ in range(num_failed):
+            record.note(5, 0)
+        wish = DraftWish(record.acceptance, 1.0, 7)
+        given = budget.share([wish], num_rows=num_requests, num_requests=num_requests)
+        assert record.level > budget.hopeless or given == [0]
+
 
 class TestDraftRecord:
     def test_drafts_that_fail_are_soon_tried_only_now_and_then(self) -> None:
