@@ -306,14 +306,7 @@ def peers(
                     "peer", Grade.WARN, f"{url} is still loading", "repeat this when it is ready"
                 )
                 continue
-            peer = RunningEngine(
-                url,
-                engine["role"],
-                engine["layout_digest"],
-                engine["layout"],
-                engine.get("text_digest", ""),
-                engine.get("numerics"),
-            )
+            peer = RunningEngine.told(url, engine)
             addresses = [(each["host"], each["port"]) for each in engine["endpoints"]]
         except OSError as error:
             reason, remedy = reason_and_remedy(error, "give the base URL of a running engine")

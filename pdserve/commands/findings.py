@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -30,7 +31,11 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class RunningEngine(msgspec.Struct, frozen=True):
-    """A running engine, as its `/pdserve/info` describes it."""
+    """A running engine, as its `/pdserve/info` describes it.
+
+    Attributes:
+        hands_over: Whether it has a connector that exchanges KV with other engines.
+    """
 
     url: str
     role: str
@@ -38,11 +43,32 @@ class RunningEngine(msgspec.Struct, frozen=True):
     layout: dict[str, str]
     text_digest: str = ""
     numerics: dict[str, Any] | None = None
+    hands_over: bool = True
+
+    @classmethod
+    def told(cls, url: str, engine: Mapping[str, Any]) -> RunningEngine:
+        """Return the engine at `url` from its report."""
+        return cls(
+            url,
+            engine["role"],
+            engine["layout_digest"],
+            engine["layout"],
+            engine.get("text_digest", ""),
+            engine.get("numerics"),
+            bool(engine["endpoints"]),
+        )
 
 
 def compatible(one: RunningEngine, other: RunningEngine) -> Finding:
     """Can one engine use the other's KV?"""
     names = f"{one.url} and {other.url}"
+    if alone := [each.url for each in (one, other) if not each.hands_over]:
+        return Finding(
+            "compatible",
+            Grade.FAIL,
+            f"{names} cannot exchange KV: {' and '.join(alone)} has no connector for it",
+            "add nixl to --kv-transfer-config.kv-connector",
+        )
     if one.layout_digest == other.layout_digest:
         if one.text_digest != other.text_digest:
             return Finding(

@@ -191,13 +191,12 @@ class Supervisor:
                     engine = (await response.json())["engine"]
                 if engine is None:  # it starts anew, after a death that is reported elsewhere
                     continue
-                digest, layout = engine["layout_digest"], engine["layout"]
-                peers.append(RunningEngine(member.url, member.role, digest, layout))
+                peers.append(RunningEngine.told(member.url, engine))
         for one, other in itertools.combinations(peers, 2):
-            if one.role == other.role != BOTH:
+            if one.role == other.role and (one.role != BOTH or not one.hands_over):
                 continue
             finding = compatible(one, other)
-            if finding.verdict is not Grade.OK:
+            if finding.verdict is Grade.FAIL:
                 raise ConfigError(f"{finding.text}; {finding.remedy}")
 
     async def _demo(self, session: aiohttp.ClientSession) -> bool:

@@ -64,6 +64,14 @@ def test_engines_that_differ_are_named_with_both_values() -> None:
     assert "--dtype" in finding.remedy
 
 
+def test_an_engine_without_a_connector_for_kv_is_named() -> None:
+    alone = {"engine": engine("prefill")["engine"] | {"endpoints": []}}
+    *_, finding = peers(p=alone, d=engine("decode"))
+    assert finding.verdict is Grade.FAIL
+    assert finding.text == "p and d cannot exchange KV: p has no connector for it"
+    assert "--kv-transfer-config.kv-connector" in finding.remedy
+
+
 def test_kv_on_the_loopback_device_of_one_of_two_hosts_fails_with_the_remedy() -> None:
     engines = {
         f"http://10.0.0.{n}:8100": engine(role) for n, role in ((1, "prefill"), (2, "decode"))

@@ -164,18 +164,24 @@ async def test_who_is_late_is_named(
 class _Told:
     """An HTTP session that tells a dtype of each engine; none of one that starts."""
 
-    def __init__(self, dtypes: dict[str, str | None]) -> None:
+    def __init__(self, dtypes: dict[str, str | None], *, alone: str = "", role: str = "") -> None:
         self._dtypes = dtypes
+        self._alone = alone
+        self._role = role
 
     @contextlib.asynccontextmanager
     async def get(self, url: str) -> AsyncIterator[_Told]:
-        self._dtype = self._dtypes[url.removesuffix("/pdserve/info")]
+        self._url = url.removesuffix("/pdserve/info")
         yield self
 
     async def json(self) -> dict[str, object]:
-        if self._dtype is None:
+        dtype = self._dtypes[self._url]
+        if dtype is None:
             return {"engine": None}
-        return {"engine": {"layout_digest": self._dtype, "layout": {"dtype": self._dtype}}}
+        role = self._role or ("prefill" if self._url == next(iter(self._dtypes)) else "decode")
+        endpoints = [] if self._alone in (self._url, "all") else [{"host": "::1", "port": 1}]
+        layout = {"layout_digest": dtype, "layout": {"dtype": dtype}}
+        return {"engine": {"role": role, "endpoints": endpoints, **layout}}
 
 
 async def test_engines_that_cannot_pair_are_an_error() -> None:
@@ -192,3 +198,9 @@ async def test_engines_that_cannot_pair_are_an_error() -> None:
         match="dtype float32 and bfloat16; start both with the same model and --dtype",
     ):
         await supervisor._require_pairs(session)
+    alike = dict.fromkeys((prefill, decode), "float32")
+    session = _Told(alike, alone=prefill)
+    with pytest.raises(ConfigError, match=rf"{prefill} has no connector for it; add nixl to --kv-"):
+        await supervisor._require_pairs(session)
+    session = _Told(alike, alone="all", role="both")  # each serves whole requests
+    await supervisor._require_pairs(session)
