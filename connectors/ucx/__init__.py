@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
+from pdserve.config.checks import require
 from pdserve.connectors.transfer_thread import TransferConnector
-from pdserve.errors import ConfigError
 from pdserve.observe.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ class UcxSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 16
 
     def __post_init__(self) -> None:
-        if self.messages < 4:
-            flag = "kv-transfer-config.ucx.messages"
-            raise ConfigError(f"--{flag} is {self.messages}: it must be at least 4", param=flag)
+        flag = "kv-transfer-config.ucx.messages"
+        require(4 <= self.messages <= 1024, flag, self.messages, "use 4 to 1024")
 
 
 class UcxConnector(TransferConnector, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -16,6 +17,9 @@ import numpy as np
 from pdserve.bench.records import Planned
 from pdserve.config.bench import RampUp
 from pdserve.errors import ConfigError
+
+_LONGEST_S: Final = 1e7
+"""Of a run, about four months: nobody waits for the last request of a longer one."""
 
 
 class ArrivalLaw(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,14 +125,14 @@ def due_times(num: int, arrivals: ArrivalLaw, seed: int) -> list[float]:
         shape = arrivals.burstiness
         gaps = np.random.default_rng(seed).gamma(shape, mean_gaps / shape)
     times = np.cumsum(gaps)
-    if not 0 < times[-1] < math.inf:
+    if arrivals.ramp is None and 0 < times[-1] < math.inf:
+        times *= num / arrivals.rate / times[-1]
+    if not 0 < times[-1] <= _LONGEST_S:
         raise ConfigError(
             f"--request-rate {rates[0]:g} and --burstiness {arrivals.burstiness:g} make all gaps "
             "0, or endless: use values nearer to 1",
             param="burstiness",
         )
-    if arrivals.ramp is None and times[-1] > 0:
-        times *= num / arrivals.rate / times[-1]
     return [float(time) for time in times]
 
 

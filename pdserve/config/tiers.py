@@ -34,6 +34,8 @@ KV_PORT: Final = 8300
 Not LMCache's own 5555: a server that was started for others gives out no memory that engines of
 ours can use (it was started without --shm-name), and is not to be taken for one that does.
 """
+_MAX_CHUNK_TOKENS: Final = 1 << 16
+"""A prompt shorter than a chunk is never stored."""
 LEAST_CPU_BYTES: Final = 64 << 20
 """Below this, a chunk or two of a model would fill it."""
 
@@ -200,7 +202,8 @@ def require_chunk_size(flag: str, chunk_size: int) -> None:
     Raises:
         ConfigError: It is not a valid size.
     """
-    require(chunk_size > 0, flag, chunk_size, f"{POSITIVE}, and a multiple of --block-size")
+    remedy = f"use a multiple of --block-size, {_MAX_CHUNK_TOKENS} at most"
+    require(0 < chunk_size <= _MAX_CHUNK_TOKENS, flag, chunk_size, remedy)
 
 
 # fmt: off

@@ -96,7 +96,8 @@ def test_settings_of_commands_are_checked_when_they_are_made() -> None:
             make()
     with pytest.raises(ConfigError, match="--chunk-size is 0"):
         KvServerConfig(chunk_size=0)
-    with pytest.raises(ConfigError, match="--kv-chunk-size is -1"):
-        UpConfig(kv_chunk_size=-1)
+    for chunk_size in (-1, 1 << 40):
+        with pytest.raises(ConfigError, match=f"--kv-chunk-size is {chunk_size}: use a multiple"):
+            UpConfig(kv_chunk_size=chunk_size)
     with pytest.raises(ConfigError, match="--http-port is 8300: it is --port as well"):
         KvServerConfig(http_port=8300)

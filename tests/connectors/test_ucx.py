@@ -49,9 +49,11 @@ print("ignored" if int(status["SigIgn"], 16) & 1 else "handled")
     assert run_python("-c", program).stdout == "ignored\n"
 
 
-def test_too_few_messages_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-transfer-config\.ucx\.messages is 1: it must be"):
-        UcxSettings(messages=1)
+@pytest.mark.parametrize("messages", [1, 1 << 40])
+def test_too_few_or_too_many_messages_are_refused_by_name(messages: int) -> None:
+    says = rf"--kv-transfer-config\.ucx\.messages is {messages}: use 4 to 1024"
+    with pytest.raises(ConfigError, match=says):
+        UcxSettings(messages=messages)
 
 
 @pytest.mark.slow
