@@ -45,6 +45,8 @@ BACKLOG = 2048
 """Connections that may wait to be accepted, because a burst of streams can arrive at once."""
 _LONGEST_MS = (1 << 31) - 1
 """Of an option of Linux: 25 days."""
+_TOO_MANY_HEADERS = "Too many headers"
+"""What aiohttp's parser says of them: it has no class for it."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -129,6 +131,8 @@ class ClientConnection(web.RequestHandler):
             error = HeadersTooLargeError(
                 f"a header or the request line is longer than {exc.args[1]} bytes"
             )
+        elif (message or "").startswith(_TOO_MANY_HEADERS):
+            error = HeadersTooLargeError("the request has too many headers")
         elif isinstance(exc, UnicodeEncodeError) and hdrs.EXPECT in request.headers:
             # aiohttp refuses an unknown expectation in its own words, which cannot be encoded.
             error = refusal_of(web.HTTPExpectationFailed(), request)

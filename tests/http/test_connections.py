@@ -197,6 +197,14 @@ async def test_headers_that_are_too_large_are_a_431_that_says_how_large_they_may
         assert "8190 bytes" in error["message"]
 
 
+async def test_more_headers_than_are_read_are_a_431(serve):
+    async with connected(await serve()) as wire:
+        wire.send(HEAD + b"X: y\r\n" * 5000 + b"\r\n")
+        status, error = await wire.refusal()
+        assert (status, error["code"]) == (431, "headers_too_large")
+        assert "too many headers" in error["message"]
+
+
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
 @pytest.mark.parametrize(("expected", "shown"), [(b"miracles", "miracles"), (b"\xff", r"\udcff")])
 async def test_an_unknown_expectation_is_a_417_in_openais_shape(
