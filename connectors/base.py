@@ -237,10 +237,7 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def guarded(call: Callable[[], T]) -> T | Exception:
-    """Return what `call` returns or, if it fails, the exception.
-
-    Connectors are third-party code; an error over one request must not affect the others.
-    """
+    """Return what `call` returns or, as an error must not affect other requests, its exception."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - see above
@@ -254,8 +251,8 @@ class KVConnectorScheduler:
 
     An exception that a method raises over a request ends only that request, with an error; the
     connector must be left as it was before the call. If `preempted` or `request_finished` raises,
-    nothing is in flight in the request's blocks, unless it is pinned. `take_instructions` and
-    `take_events` concern no single request, and must not raise.
+    nothing is in flight in the request's blocks, unless it is pinned. `take_instructions`,
+    `take_events` and `end_reservations` concern no single request, and must not raise.
 
     Attributes:
         hands_over: Whether a request may end as HANDOFF. If not, it is decoded where it was
@@ -336,6 +333,9 @@ class KVConnectorScheduler:
         peer or a save still reads, until `Settled`; HANDOFF always returns one.
         """
         return None
+
+    def end_reservations(self) -> None:
+        """Give up what peers hold for requests that cannot start, as leases have all blocks."""
 
     def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
         """Take a report of the workers; return what it means for requests.

@@ -310,6 +310,17 @@ class HandoverScheduler(KVConnectorScheduler):
         )
         return handoff
 
+    def end_reservations(self) -> None:
+        """See `KVConnectorScheduler`: at P, pushes that have not begun will be pulled."""
+        for outgoing in self._outgoing.values():
+            if outgoing.stage is PushStage.LIVE and not outgoing.block_ids:
+                self._stop(
+                    Outgoing(outgoing.request_id, outgoing.num_tokens, outgoing.nonce),
+                    "all blocks that its prompt could have here are leased",
+                )
+                outgoing.nonce, outgoing.stage = "", PushStage.PULLED
+                outgoing.was_live = False
+
     def update_connector_output(self, report: ConnectorReport) -> ConnectorNews:
         """See `KVConnectorScheduler`.
 

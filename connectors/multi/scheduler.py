@@ -299,6 +299,11 @@ class MultiScheduler(KVConnectorScheduler):
         said = {name: child.take_instructions() for name, child in self._children.items()}
         return MultiInstructions.of(said).to_metadata()
 
+    def end_reservations(self) -> None:
+        """See `KVConnectorScheduler`."""
+        for child in self._children.values():
+            child.end_reservations()
+
     def take_events(self) -> Sequence[KVEvent]:
         """See `KVConnectorScheduler`. Events of all children."""
         return [event for child in self._children.values() for event in child.take_events()]

@@ -202,6 +202,7 @@ class Scheduler:
         if filling.num_tokens:
             self._stuck.went_on()
         elif not self.state.steps.has_gone:
+            self._stuck.end_reservations(now_s)
             stuck = self._stuck.next_to_end(now_s)
             if stuck is not None:
                 self._fail(stuck, self._stuck.why, ErrorCode.KV_TRANSFER_FAILED, now_s)

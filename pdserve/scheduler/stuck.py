@@ -2,6 +2,9 @@
 
 An engine for both roles leases blocks to others, and needs blocks for what others have leased to
 it. If all blocks of two such engines are leased, each waits for the other to read.
+
+P and D wait for one another if all of P's blocks are leased to requests that D has no blocks for,
+because it has reserved its own for pushes, which have no blocks at P.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 STUCK_AFTER_S: Final = 30.0
 """A busy reader may take as long to come to its leases, and is not stuck."""
+RESERVED_S: Final = 1.0
+"""A push that is given up is pulled instead, which costs little."""
 _NEXT_AFTER_S: Final = 5.0
 """In that time, the engine whose blocks have become free should have gone on."""
 
@@ -37,10 +42,22 @@ class StuckKV:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._since_s: float | None = None
+        self._idle_since_s: float | None = None
 
     def went_on(self) -> None:
         """Note that a step computes something."""
-        self._since_s = None
+        self._since_s = self._idle_since_s = None
+
+    def end_reservations(self, now_s: float) -> None:
+        """Have pushes given up that wait for blocks. Call when no step can be planned."""
+        state = self._state
+        if len(state.steps) or not (state.leased and len(state.waiting)):
+            self._idle_since_s = None
+        elif self._idle_since_s is None:
+            self._idle_since_s = now_s
+        elif now_s >= self._idle_since_s + RESERVED_S:
+            self._idle_since_s = now_s
+            state.connector.end_reservations()
 
     def next_to_end(self, now_s: float) -> Request | None:
         """Return the request to end now, if any. Call when no step can be planned."""

@@ -1,13 +1,15 @@
-"""Two engines for both roles whose blocks are all leased to the other."""
+"""Two engines whose blocks are all leased to the other, or reserved for it."""
 
 from __future__ import annotations
 
+import msgspec
+
 from pdserve.connectors.memory.exchange import Exchange
 from pdserve.observe.clock import ManualClock
-from pdserve.scheduler.stuck import STUCK_AFTER_S
+from pdserve.scheduler.stuck import RESERVED_S, STUCK_AFTER_S
 from pdserve.wire.ids import RequestId
 from pdserve.wire.request import EngineOutput, FinishReason, GenerateRequest
-from pdserve.wire.transfer import KVHandoff
+from pdserve.wire.transfer import KVHandoff, PushTicket
 from tests.scheduler.invariants import assert_nothing_held
 from tests.toy import ToyEngine, sampling
 from tests.toy_executor import expected_output
@@ -67,6 +69,32 @@ class Pair:
     def ended(self) -> dict[RequestId, EngineOutput]:
         lasts = {each: told[-1] for each, told in self.outputs.items() if told}
         return {each: last for each, last in lasts.items() if last.finish_reason is not None}
+
+
+def test_a_push_that_has_no_blocks_at_p_gives_back_those_at_d_which_ps_leases_wait_for() -> None:
+    clock, exchange = ManualClock(), Exchange()
+    p = ToyEngine("p", exchange, clock, num_blocks=6)
+    d = ToyEngine("d", exchange, clock, num_blocks=5, max_model_len=40)
+    ticket = PushTicket(nonce="n", prefill=p.ref, decode=d.ref)
+    pushed = msgspec.structs.replace(
+        request_of("q", 0), ticket=ticket, arrival_s=clock.monotonic_s()
+    )
+    there = RequestId("q0-there")
+    d.scheduler.add(msgspec.structs.replace(pushed, request_id=there, remote_decode=False))
+    d.settle()
+    ready = lease_all(p, "p")
+    p.scheduler.add(pushed)
+    for wire in ready:
+        d.scheduler.add(wire)
+    ends: dict[str, FinishReason] = {}
+    for _ in range(12):
+        outputs = [*p.settle(), *d.settle()]
+        ends |= {each.request_id: each.finish_reason for each in outputs if each.finish_reason}
+        clock.advance(RESERVED_S / 4)
+    assert ends.pop(there) is FinishReason.ERROR
+    assert ends.pop("q0") is FinishReason.HANDOFF
+    assert ends == {each.request_id: FinishReason.LENGTH for each in ready}
+    assert_nothing_held(d.scheduler)
 
 
 def test_engines_that_wait_for_one_another_let_go_of_kv_until_they_can_go_on() -> None:
