@@ -8,6 +8,7 @@ another; in a large fleet the rate is capped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import zlib
 from functools import partial
@@ -174,7 +175,8 @@ class HealthChecks:
             self._note_failed_check(backend, failure, reads)
         else:
             backend.num_late_checks = 0
-            if status == 200 and (why := self._backends.why_misfit(backend)):
+            why = _why_no_engine(report, body) or self._backends.why_misfit(backend)
+            if status == 200 and why:
                 backend.health, backend.reason, backend.models = Health.NOT_READY, why, []
                 level = logging.ERROR
             elif status == 200:
@@ -318,6 +320,21 @@ def _report_in(backend: Backend, body: bytes) -> EngineReport:
     except UNREADABLE as error:
         message = f"{backend.url}{INFO_PATH} cannot be read: {error}"
         raise WorkerError(message, reason="garbled") from error
+
+
+class _ProxyStatus(msgspec.Struct):
+    """What a ready proxy says at `/readyz`."""
+
+    engines: dict[str, int]
+
+
+def _why_no_engine(report: EngineReport | None, body: bytes) -> str:
+    """Return why what answered a check is no engine; empty if it may be one."""
+    if report is None:
+        with contextlib.suppress(*UNREADABLE):
+            msgspec.json.decode(body, type=_ProxyStatus)
+            return "it is a proxy, and would serve each leg as a whole request: name its engines"
+    return ""
 
 
 def _tell_failure(url: str, error: BaseException) -> None:

@@ -37,7 +37,10 @@ async def _serve(config: ProxyConfig) -> int:
 
 
 def _tell_ready(config: ProxyConfig, url: str) -> None:
-    log_event(log, "ready", url=url, prefill=len(config.prefill), decode=len(config.decode))
+    prefill, decode = (
+        len({engine.rstrip("/") for engine in urls}) for urls in (config.prefill, config.decode)
+    )
+    log_event(log, "ready", url=url, prefill=prefill, decode=decode)
     for role, port, known in (("prefill", 8100, config.prefill), ("decode", 8200, config.decode)):
         if not known:
             start = f"{program()} {role} MODEL --port {port} --proxy {url}"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.commands.proxy import _tell_ready
+from pdserve.config.http import ProxyConfig
 from tests.cli.process import ROOT, environment
 from tests.python import run_python
 
@@ -39,3 +41,12 @@ def test_a_command_to_copy_is_called_by_its_path_if_the_shell_does_not_find_it(
 def test_a_command_to_copy_is_called_as_a_module_if_this_one_was() -> None:
     module = str(ROOT / "pdserve" / "__main__.py")
     assert _called_as(module, path="/usr/bin") == f"{sys.executable} -m pdserve"
+
+
+def test_a_url_with_and_without_a_slash_at_its_end_is_one_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, other = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    with caplog.at_level("INFO", "pdserve"):
+        _tell_ready(ProxyConfig(prefill=(engine, f"{engine}/"), decode=(other,)), "http://here")
+    assert caplog.messages == ["ready url=http://here prefill=1 decode=1"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from pdserve.config.schema import Role
 from pdserve.observe.clock import ManualClock
 from pdserve.proxy.backend import Backend, Breaker, Health
@@ -30,6 +32,18 @@ async def test_an_engine_that_is_not_ready_is_asked_why(make_stack):
     backend = stack.proxy.backends.get(other.url)
     await until(lambda: backend.health is Health.NOT_READY)
     assert backend.reason.startswith("/readyz answers 503")
+
+
+async def test_another_proxy_is_no_engine(make_stack):
+    """Two that name each other would send a request to and fro until its time is over."""
+    inner = await make_stack([ScriptedEngine("prefill")], [ScriptedEngine("decode")])
+    named = SimpleNamespace(url=inner.url)
+    outer = await make_stack([], [named], queue_timeout_s=0.1)
+    backend = outer.proxy.backends.get(inner.url)
+    await until(lambda: backend.health is Health.NOT_READY)
+    assert "it is a proxy" in backend.reason
+    assert (await outer.refused())[0] == 503
+    assert not any(engine.calls for engine in inner.engines)
 
 
 def test_checks_of_a_small_fleet_come_at_the_interval_and_sooner_of_those_that_are_away():
