@@ -35,13 +35,14 @@ def require_port(port: int, flag: str = "port") -> None:
 
 
 def is_url(url: str) -> bool:
-    """Whether it is a URL of HTTP with a host and a port that somebody can be asked for."""
+    """Whether it is a base URL of HTTP: with a host and a port, and nothing that logs must hide."""
     try:
         parts = urlsplit(url)
         has_host = bool((parts.hostname or "").encode("idna")) and parts.port != 0
     except ValueError:
         return False
-    return has_host and url.startswith(("http://", "https://"))
+    is_base = not ("@" in parts.netloc or parts.query or parts.fragment)
+    return has_host and is_base and url.startswith(("http://", "https://"))
 
 
 def require_url(url: str, flag: str) -> None:

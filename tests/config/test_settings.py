@@ -254,6 +254,8 @@ def test_an_engine_setting_that_cannot_be_names_its_flag(flag: str, value: objec
         ("port", 70000),
         ("prefill", ("localhost:8100",)),
         ("decode", ("ftp://x",)),
+        ("decode", ("http://user:password@x:8100",)),
+        ("decode", ("http://x:8100?of=me",)),
         ("max-concurrent-requests", 0),
         ("request-timeout-secs", 0),
         ("queue-size", -1),
