@@ -124,7 +124,7 @@ class ForwardPass:
             wanted = WantedStates(rows)
         hidden = self._model.forward(prepared.inputs, self._kv_layers, hooks, received, tap, wanted)
         sums = None if wanted is None else wanted.sums
-        read = None if self._aux_layers is None else []
+        read: list[Tensor] | None = None if self._aux_layers is None else []
         return FinalStates(hidden, sums, read if tap is None else tap.states)
 
     def _replay(self, prepared: PreparedStep, size: GraphSize) -> FinalStates:
