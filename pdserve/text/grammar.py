@@ -115,6 +115,8 @@ def in_short(said: str) -> str:
 
     The option that it recommends against overlaps in oneOf is one that pdserve refuses.
     """
+    if said.startswith("NoExtension"):
+        return "no output of any length satisfies it"
     said = said.replace(_OPTION, "Its schemas must exclude each other; otherwise use anyOf")
     line = " ".join(part for part in said.splitlines() if part and " | " not in part)
     return line.strip(" ^")[:_MAX_MESSAGE_CHARS]
