@@ -120,6 +120,12 @@ _NOT_VARIABLES = {
 }
 _FIELD = re.compile(r" - at (?:`key` in )?`\$\.?([^`.\[]*)[^`]*`$")
 
+_HALF = re.compile(
+    rb"(?<!\\)\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
+)
+"""An escape of one surrogate without the other."""
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 # Built on import: it takes milliseconds, which the first request should not pay.
@@ -192,7 +198,12 @@ def top_level(data: bytes) -> Mapping[str, msgspec.Raw]:
 def encoding_remedy(data: bytes) -> str:
     """Return what to do about a body that is not JSON; empty if its encoding is not the reason."""
     marks = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return "; send it in UTF-8, without a byte order mark" if data.startswith(marks) else ""
+    if data.startswith(marks):
+        return "; send it in UTF-8, without a byte order mark"
+    half = _HALF.search(data)
+    if half is None:
+        return ""
+    return f"; {half[0].decode()} at byte {half.start()} is half of a character: send whole ones"
 
 
 def _named(

@@ -40,6 +40,16 @@ def test_a_body_in_another_encoding_is_refused_with_the_remedy(encoding):
         body('{"prompt": "a"}'.encode(encoding))
 
 
+@pytest.mark.parametrize("half", [rb"a\ud83d", rb"\uD83Dx", rb"\ude00", rb"\ud83d\ude00\ude00"])
+def test_half_of_a_character_is_named(half):
+    whole = rb"\\ud83d \ud83d\ude00"
+    assert body(b'{"prompt": "%b"}' % whole).is_pushable
+    with pytest.raises(BadRequestError, match=r"\\u[dD]\w{3} at byte \d+ is half of a character"):
+        body(b'{"prompt": "%b", "model": "%b"}' % (whole, half))
+    with pytest.raises(BadRequestError, match=r"\(byte \d+\)$"):
+        body(b'{"prompt": "%b", "stream": ja}' % whole)
+
+
 ODD = [
     b"\xff",
     b'{"\xff":1}',
