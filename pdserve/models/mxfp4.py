@@ -8,91 +8,61 @@ bf16 or fp32; the engine computes, and uses memory, as with a bf16 checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from pdserve.models.quantised_format import NUMBERS, QuantisedFormat
+from pdserve.models.scaled import FP4_VALUES, SCALE
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor, dtype
 
+    from pdserve.models.quantised_format import Region
     from pdserve.models.weight_file import StoredTensor
 
-_BLOCKS: Final = "_blocks"
-_SCALES: Final = "_scales"
 _RUN: Final = 32
 """Numbers that share a scale."""
 _BIAS: Final = 127
-_POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES: Final = (*_POSITIVE, *(-each for each in _POSITIVE))
 _EVERYTHING: Final = (slice(None), slice(None), slice(None))
 
 
-class Mxfp4Format(msgspec.Struct, frozen=True):
-    """MXFP4 of stacked matrices, `[E, columns, rows]`, as `Fp8Format` is of single ones.
+class Mxfp4Stack(msgspec.Struct, frozen=True):
+    """A scheme of stacked matrices, `[E, columns, rows]`; see `Scheme`.
 
-    In the file a row lies together: blocks are `[E, rows, columns / 32, 16]`, scales `[E, rows,
+    In the file a row lies together: numbers are `[E, rows, columns / 32, 16]`, scales `[E, rows,
     columns / 32]`.
-
-    Attributes:
-        stored: The dtype of such a weight, as `named` says it.
-        scale_dtypes, has_small_scales, unused: As there.
     """
 
-    stored: str = "MXFP4"
-    scale_dtypes: tuple[str, ...] = ("U8",)
-    has_small_scales: bool = False
-    unused: tuple[str, ...] = ()
+    def fits(self, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> bool:
+        """See `Scheme`."""
+        if len(shape) != 3 or shape[1] % _RUN:
+            return False
+        runs = shape[0], shape[2], shape[1] // _RUN
+        found = {role: (each.dtype, each.shape) for role, each in stored.items()}
+        return found == {NUMBERS: ("U8", (*runs, _RUN // 2)), SCALE: ("U8", runs)}
 
-    def named(self, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Return tensors by the names and with the shapes of the weights that blocks stand for."""
-        return dict(self._weight(name, each) for name, each in tensors.items())
-
-    def _weight(self, name: str, each: StoredTensor) -> tuple[str, StoredTensor]:
-        is_packed = each.dtype == "U8" and len(each.shape) == 4 and 2 * each.shape[3] == _RUN
-        if not name.endswith(_BLOCKS) or not is_packed:
-            return name, each
-        experts, rows, num_runs, _ = each.shape
-        shape = experts, num_runs * _RUN, rows
-        return name.removesuffix(_BLOCKS), replace(each, dtype=self.stored, shape=shape)
-
-    def scale_names(self, weight: str) -> tuple[str, ...]:
-        """Return the possible names of a weight's scales."""
-        return (weight + _SCALES,)
-
-    def fits(self, scale: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether scales of this shape can belong to a weight of this one."""
-        experts, columns, rows = shape
-        return scale == (experts, rows, columns // _RUN)
-
-    def weight_region(self, region: tuple[slice, ...] | None) -> tuple[slice, ...]:
-        """Return where the blocks of a region of a weight lie."""
-        return *self.scale_region(region), slice(None)
-
-    def scale_region(self, region: tuple[slice, ...] | None) -> tuple[slice, ...]:
-        """Return where its scales lie."""
+    def regions(self, shape: tuple[int, ...], region: Region | None) -> dict[str, Region]:
+        """See `Scheme`."""
         experts, columns, rows = region or _EVERYTHING
         stop = None if columns.stop is None else -(-columns.stop // _RUN)
-        return experts, rows, slice((columns.start or 0) // _RUN, stop)
+        runs = experts, rows, slice((columns.start or 0) // _RUN, stop)
+        return {NUMBERS: (*runs, slice(None)), SCALE: runs}
 
     def widened(
         self,
-        weight: Tensor,
-        scale: Tensor,
+        tensors: Mapping[str, Tensor],
         *,
         shape: tuple[int, ...],
-        region: tuple[slice, ...] | None,
+        region: Region | None,
         to: dtype,
     ) -> Tensor:
-        """Return a region of a weight, `[E, columns, rows]`, whose rows lie together.
-
-        Args:
-            weight: Its blocks, `[E, rows, runs, 16]` uint8.
-            scale: Its scales, `[E, rows, runs]` uint8.
-            shape, region: See `Slot`.
-        """
+        """See `Scheme`: `[E, columns, rows]`, whose rows lie together."""
+        weight, scale = tensors[NUMBERS], tensors[SCALE]
         experts, rows, runs, _ = weight.shape
-        of_byte = [(_VALUES[byte & 15], _VALUES[byte >> 4]) for byte in range(256)]
+        of_byte = [(FP4_VALUES[byte & 15], FP4_VALUES[byte >> 4]) for byte in range(256)]
         pairs = weight.new_tensor(of_byte, dtype=to).bfloat16()
         ones = scale.new_ones(scale.shape[1:]).float()
         found = weight.new_empty((experts, rows, runs, _RUN), dtype=to)
@@ -105,3 +75,6 @@ class Mxfp4Format(msgspec.Struct, frozen=True):
         columns = range(shape[1])[(region or _EVERYTHING)[1]]
         first = columns.start % _RUN
         return found.flatten(2)[..., first : first + len(columns)].transpose(1, 2)
+
+
+MXFP4: Final = QuantisedFormat({"_blocks": NUMBERS, "_scales": SCALE}, (Mxfp4Stack(),))

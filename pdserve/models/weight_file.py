@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from pdserve.errors import ConfigError
 from pdserve.models.shard_paths import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -39,7 +40,7 @@ class WeightFile:
     """One safetensors file: 8 bytes of header length, a JSON header, the data.
 
     Attributes:
-        tensors: What it has, by the names that `read` is asked for.
+        tensors: What it has, by the names that are asked for.
 
     Raises:
         ConfigError: It is a Git LFS pointer, is cut short, or cannot be read.
@@ -84,22 +85,23 @@ class WeightFile:
     def _broken(self, why: str) -> ConfigError:
         return ConfigError(f"{self.path} cannot be used: {why}", param="model")
 
-    def read(self, regions: Mapping[str, tuple[slice, ...] | None]) -> Iterator[tuple[str, Tensor]]:
-        """Yield regions of its tensors, as views of the mapped file, which is unmapped at the end.
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[str, tuple[slice, ...] | None], Tensor]]:
+        """Map the file; the function returns a region of a tensor as a view of it, None the whole.
 
-        Args:
-            regions: By name, also of tensors elsewhere; None is a whole tensor.
+        Slices of more dims than the tensor has are ignored. At the end the file is unmapped.
         """
-        wanted = [name for name in self.tensors if name in regions]
-        if not wanted:
-            return
         try:
             with safe_open(self.path, framework="pt", device="cpu") as file:
-                for name in wanted:
-                    region, stored = regions[name], self.tensors[name].name
-                    if region is None:
-                        yield name, file.get_tensor(stored)
-                    else:
-                        yield name, file.get_slice(stored)[region]
+
+                def read(name: str, region: tuple[slice, ...] | None) -> Tensor:
+                    stored = self.tensors[name]
+                    part = (region or ())[: len(stored.shape)]
+                    found: Tensor = (
+                        file.get_slice(stored.name)[part] if part else file.get_tensor(stored.name)
+                    )
+                    return found
+
+                yield read
         except (SafetensorError, OSError) as error:
             raise self._broken(str(error)) from None

@@ -20,19 +20,19 @@ import torch
 from pdserve.errors import ConfigError
 from pdserve.models.config_json import Fields, read_config
 from pdserve.models.file_digest import DigestCache, FileDigest
-from pdserve.models.mxfp4 import Mxfp4Format
 from pdserve.models.quantised import read_quantised
+from pdserve.models.quantised_format import NUMBERS
 from pdserve.models.shard_paths import shard_paths
 from pdserve.models.weight_file import StoredTensor, WeightFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
 
-    from pdserve.models.fp8 import Fp8Format
+    from pdserve.models.quantised_format import QuantisedFormat, Region, Scheme
     from pdserve.parallel.group import World
 
 _DECODER = "model."
@@ -149,7 +149,7 @@ class Checkpoint:
     """The safetensors files of a model directory, with an index or without.
 
     Opening reads the files' headers only. Embedding models are saved without a head, and with
-    tensor names relative to their decoder. FP8 and MXFP4 weights are widened.
+    tensor names relative to their decoder. Quantised weights are widened.
 
     Raises:
         ConfigError: `shard_paths` refuses the directory, a file is a Git LFS pointer or is cut
@@ -165,16 +165,13 @@ class Checkpoint:
             raise ConfigError(
                 f"the safetensors files in {str(directory)!r} hold no tensors", param="model"
             )
-        if isinstance(self._format, Mxfp4Format):
-            for shard in self._shards:
-                shard.tensors = self._format.named(shard.tensors)
         if not any(name.startswith(_DECODER) for shard in self._shards for name in shard.tensors):
             for shard in self._shards:
                 shard.tensors = {_DECODER + name: each for name, each in shard.tensors.items()}
 
     @contextmanager
     def digesting(self, world: World) -> Iterator[Callable[[], str]]:
-        """See `WeightSource`: covers every byte of every file, and the files' names."""
+        """See `WeightSource`: covers all bytes and names of files, and how they are widened."""
         files = FileDigest(
             [shard.path for shard in self._shards],
             cache=DigestCache.of_user(),
@@ -182,17 +179,15 @@ class Checkpoint:
             num_threads=min(_MAX_DIGEST_THREADS, torch.get_num_threads()),
         )
         with closing(files):
-            yield files.result
+            form = self._format
+            yield files.result if form is None else lambda: _digest_with(form, files.result())
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of most elements that are neither quantised nor scales."""
         counts: dict[str, int] = {}
-        scales, form = set(self._scales.values()), self._format
-        for shard in self._shards:
-            for name, stored in shard.tensors.items():
-                if name not in scales and not (form and stored.dtype == form.stored):
-                    counts[stored.dtype] = counts.get(stored.dtype, 0) + math.prod(stored.shape)
+        for stored in self._plain.values():
+            counts[stored.dtype] = counts.get(stored.dtype, 0) + math.prod(stored.shape)
         name = max(counts, key=lambda name: counts[name], default="BF16")
         if name not in _DTYPES:
             raise ConfigError(
@@ -203,7 +198,7 @@ class Checkpoint:
         return _DTYPES[name]
 
     def __contains__(self, name: str) -> bool:
-        return any(name in shard.tensors for shard in self._shards)
+        return name in self._plain or name in self._quantised
 
     def integers(self, name: str) -> Tensor | None:
         """Return a tensor that is not a weight, as int64; None if it does not exist."""
@@ -219,58 +214,55 @@ class Checkpoint:
         Raises:
             ConfigError: They differ, so transformers would not tie them.
         """
+        if _HEAD not in self:
+            return
+        if {_HEAD, _EMBEDDING} & self._quantised.keys():
+            raise _untied()
         slot = Slot((), lambda _: None)
         embeddings, heads = (self.tensors({name: slot}) for name in (_EMBEDDING, _HEAD))
         for (_, embedding), (_, head) in zip(embeddings, heads, strict=False):
             if embedding.dtype != head.dtype or not torch.equal(embedding, head):
-                raise ConfigError(
-                    f"config.json: tie_word_embeddings is True, but {_HEAD} differs from "
-                    f"{_EMBEDDING}: set it to false to use both, or remove the head",
-                    param="model",
-                )
+                raise _untied()
 
     def check(
         self, slots: Mapping[str, Slot], *, tied_head: bool, unused: tuple[str, ...] = ()
     ) -> None:
         """See `WeightSource`."""
-        stored: dict[str, StoredTensor] = {}
+        names: set[str] = set()
         for shard in self._shards:
-            for name, tensor in shard.tensors.items():
-                if name in stored:
+            for name in shard.tensors:
+                if name in names:
                     raise ConfigError(
                         f"tensor {name} is in two shards: it may be in only one", param="model"
                     )
-                stored[name] = tensor
-        scales, form = self._scales, self._format
-        missing = [name for name in slots if name not in stored]
+                names.add(name)
+        stored, plain, quantised = self._stored, self._plain, self._quantised
+        missing = [name for name in slots if name not in self]
         unexpected = [
             name
-            for name in stored.keys() - scales.values()
-            if name not in slots
+            for name in [*plain, *quantised]
+            if (name not in slots or (name in plain and name in quantised))
             and not name.endswith("rotary_emb.inv_freq")
-            and not (form is not None and name.endswith(form.unused))
             and not (tied_head and name == _HEAD)
             and not name.startswith(unused)
+            and not self._is_bias_of_zeros(name)
         ]
         different = [
             f"{name} is {list(stored[name].shape)}, config.json says {list(slot.shape)}"
             for name, slot in slots.items()
-            if name in stored and stored[name].shape != slot.shape
-        ]
-        different += [
-            f"{scale} is {list(stored[scale].shape)}, its weight {list(stored[name].shape)}"
-            for name, scale in scales.items()
-            if form is not None
-            and name in slots
-            and not form.fits(stored[scale].shape, stored[name].shape)
+            if name in plain and stored[name].shape != slot.shape
         ]
         foreign = [
-            f"{each} is {stored[each].dtype}"
-            + (" and has no scale" if form and stored[each].dtype == form.stored else "")
+            f"{name} is {stored[name].dtype}"
             for name in slots
-            if name in stored
-            and stored[each := scales.get(name, name)].dtype
-            not in (form.scale_dtypes if form and name in scales else _DTYPES)
+            if name in plain and stored[name].dtype not in _DTYPES
+        ]
+        unfit = [
+            f"{name} {list(slot.shape)} of "
+            + ", ".join(f"{each} {stored[each].dtype} {list(stored[each].shape)}" for each in parts)
+            for name, slot in slots.items()
+            if (parts := sorted(quantised.get(name, {}).values()))
+            and self._scheme(name, slots) is None
         ]
         problems = [
             f"{text}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
@@ -279,6 +271,7 @@ class Checkpoint:
                 ("unexpected", sorted(unexpected)),
                 ("of another shape", different),
                 ("of an unsupported dtype", foreign),
+                ("not as quantization_config says", unfit),
             )
             if names
         ]
@@ -289,55 +282,108 @@ class Checkpoint:
 
     def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`. Shard by shard, in the order of the data."""
-        form, dtype = self._format, self.dtype
+        dtype, quantised = self.dtype, self._quantised
         wanted = {name: slot for name, slot in slots.items() if slot.load is not None}
-        regions = {name: slot.region for name, slot in wanted.items()}
-        if form is None:
-            for shard in self._shards:
-                yield from shard.read(regions)
-            return
-        for name in wanted.keys() & self._scales:
-            regions[name] = form.weight_region(regions[name])
-        scales = self._read_scales(form, wanted) if form.has_small_scales else {}
+        regions = {name: slot.region for name, slot in wanted.items() if name in self._plain}
+        weights: dict[str, tuple[str, Scheme]] = {}
+        for name in wanted.keys() & quantised.keys():
+            slot, scheme = wanted[name], self._scheme(name, slots)
+            assert scheme is not None, "see `check`"
+            weights[quantised[name][NUMBERS]] = name, scheme
+            for role, part in scheme.regions(slot.shape, slot.region).items():
+                regions[quantised[name][role]] = part
+        apart = self._read_apart([name for name, _ in weights.values()], regions)
         for shard in self._shards:
-            for name, tensor in shard.read(regions):
-                if name not in self._scales:
-                    yield name, tensor
-                    continue
-                slot = slots[name]
-                if name not in scales:
-                    scales = self._read_scales(form, {name: slot})
-                shape, region = slot.shape, slot.region
-                yield (
-                    name,
-                    form.widened(tensor, scales.pop(name), shape=shape, region=region, to=dtype),
-                )
+            here = [
+                name
+                for name in shard.tensors
+                if name in weights or (name in regions and name in self._plain)
+            ]
+            if not here:
+                continue
+            with shard.opened() as read:
+                for name in here:
+                    if name not in weights:
+                        yield name, read(name, regions[name])
+                        continue
+                    weight, scheme = weights[name]
+                    tensors = {
+                        role: apart.pop(part) if part in apart else read(part, regions[part])
+                        for role, part in quantised[weight].items()
+                    }
+                    slot = slots[weight]
+                    try:
+                        found = scheme.widened(
+                            tensors, shape=slot.shape, region=slot.region, to=dtype
+                        )
+                    except ValueError as error:
+                        raise ConfigError(f"{weight}: {error}", param="model") from None
+                    yield weight, found
+
+    def _read_apart(
+        self, names: Collection[str], regions: Mapping[str, Region | None]
+    ) -> dict[str, Tensor]:
+        """Read the tensors of quantised weights that are in other files than their numbers."""
+        found: dict[str, Tensor] = {}
+        for shard in self._shards:
+            away = [
+                name
+                for weight in names
+                if (parts := self._quantised[weight])[NUMBERS] not in shard.tensors
+                for name in parts.values()
+                if name in shard.tensors
+            ]
+            if away:
+                with shard.opened() as read:
+                    found.update((name, read(name, regions[name]).clone()) for name in away)
+        return found
 
     @cached_property
-    def _scales(self) -> dict[str, str]:
-        """Names of the scales of quantised weights, by the weights' names."""
-        if (form := self._format) is None:
-            return {}
-        stored = {name: each for shard in self._shards for name, each in shard.tensors.items()}
+    def _stored(self) -> dict[str, StoredTensor]:
+        return {name: each for shard in self._shards for name, each in shard.tensors.items()}
+
+    @cached_property
+    def _quantised(self) -> dict[str, dict[str, str]]:
+        """Names of the tensors of quantised weights, by weight and role."""
+        return {} if self._format is None else self._format.grouped(self._stored)
+
+    @cached_property
+    def _plain(self) -> dict[str, StoredTensor]:
+        """What is stored and read as it is."""
+        parts = {name for parts in self._quantised.values() for name in parts.values()}
+        unused = () if self._format is None else self._format.unused
         return {
-            name: scale
-            for name, each in stored.items()
-            if each.dtype == form.stored
-            for scale in form.scale_names(name)
-            if scale in stored
+            name: each
+            for name, each in self._stored.items()
+            if name not in parts and not name.endswith(unused)
         }
 
-    def _read_scales(
-        self, form: Fp8Format | Mxfp4Format, slots: Mapping[str, Slot]
-    ) -> dict[str, Tensor]:
-        """Return the scales of some weights, by the weights' names."""
-        weights = {scale: name for name, scale in self._scales.items() if name in slots}
-        regions = {scale: form.scale_region(slots[name].region) for scale, name in weights.items()}
-        return {
-            weights[name]: tensor.clone()
-            for shard in self._shards
-            for name, tensor in shard.read(regions)
-        }
+    def _scheme(self, name: str, slots: Mapping[str, Slot]) -> Scheme | None:
+        """Return how a quantised weight is stored; None if not as its format says."""
+        assert self._format is not None
+        parts = {role: self._stored[part] for role, part in self._quantised[name].items()}
+        return self._format.scheme(slots[name].shape, parts)
+
+    def _is_bias_of_zeros(self, name: str) -> bool:
+        """Whether it is a bias beside a quantised weight that adds nothing, as GPTQ may store."""
+        weight = name.removesuffix("bias") + "weight"
+        if not name.endswith(".bias") or weight not in self._quantised:
+            return False
+        slot = Slot((), lambda _: None)
+        return not any(bool(bias.any()) for _, bias in self.tensors({name: slot}))
+
+
+def _untied() -> ConfigError:
+    return ConfigError(
+        f"config.json: tie_word_embeddings is True, but {_HEAD} differs from {_EMBEDDING}: set it "
+        "to false to use both, or remove the head",
+        param="model",
+    )
+
+
+def _digest_with(form: QuantisedFormat, digest: str) -> str:
+    """Return the digest of files that a format widens."""
+    return hashlib.sha256(f"{digest}\0{form}".encode()).hexdigest()[:32]
 
 
 class DummyWeights:

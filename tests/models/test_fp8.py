@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.config.schema import ParallelConfig
 from pdserve.errors import ConfigError
-from pdserve.models.fp8 import Fp8Format
+from pdserve.models.quantised_format import NUMBERS
 from pdserve.models.reading import read_arch
+from pdserve.models.scaled import SCALE, ScaledMatrix
 from pdserve.models.weights import Checkpoint, Slot, load_weights
 from pdserve.parallel.mesh import MeshShape
 from tests.models.decoding import greedy, load
@@ -159,21 +160,21 @@ def test_a_region_is_widened_as_in_the_whole(
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     block = {"block": block, "row": (1, shape[1]), "tensor": shape}[kind]
     stored, scale, whole = rounded(weight, block)
-    form = Fp8Format(block if kind == "block" else None)
-    assert form.fits(tuple(scale.shape), shape) or scale.numel() == 1
+    scheme = ScaledMatrix("F8_E4M3", block)
     region = tuple(
         slice(*sorted((a % (size + 1), b % (size + 1))))
         for a, b, size in zip(cuts[:2], cuts[2:], shape, strict=True)
     )
-    found = form.widened(stored[region], scale, shape=shape, region=region, to=torch.float32)
+    parts = scheme.regions(shape, region)
+    tensors = {NUMBERS: stored[parts[NUMBERS]], SCALE: scale[parts[SCALE]]}
+    found = scheme.widened(tensors, shape=shape, region=region, to=torch.float32)
     assert torch.equal(found, whole[region])
 
 
 def test_a_block_may_be_much_wider_than_its_weight() -> None:
     stored, scale, whole = rounded(torch.randn(6, 5), (2, 5))
-    form = Fp8Format((2, 1 << 40))
-    assert form.fits(tuple(scale.shape), (6, 5))
-    found = form.widened(stored, scale, shape=(6, 5), region=None, to=torch.float32)
+    scheme, tensors = ScaledMatrix("F8_E4M3", (2, 1 << 40)), {NUMBERS: stored, SCALE: scale}
+    found = scheme.widened(tensors, shape=(6, 5), region=None, to=torch.float32)
     assert torch.equal(found, whole)
 
 
@@ -196,15 +197,18 @@ def test_a_rank_reads_its_region(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(PROJ + "_scale_inv"), "{proj} is F8_E4M3 and has no scale"),
-        (lambda t: t.update({PROJ + "_scale_inv": torch.ones(3, 3)}), r"_scale_inv is \[3, 3\]"),
+        (lambda t: t.pop(PROJ + "_scale_inv"), r"{proj} \[64, 64\] of {proj} F8_E4M3 \[64, 64\]$"),
+        (
+            lambda t: t.update({PROJ + "_scale_inv": torch.ones(3, 3)}),
+            r"{proj} .*_scale_inv F32 \[3, 3\]$",
+        ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
-            "model.norm.weight is F8_E4M3 and has no scale",
+            r"model.norm.weight \[64\] of model.norm.weight F8_E4M3 \[64\]$",
         ),
         (
             lambda t: t.update({PROJ + "_scale_inv": torch.ones(3, 2, dtype=torch.int32)}),
-            "_scale_inv is I32",
+            "{proj} .*_scale_inv I32",
         ),
         (lambda t: t.update({"x.k_scale": torch.ones(())}), "unexpected: x.k_scale"),
     ],
@@ -230,7 +234,7 @@ PROJ = "model.layers.0.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "config.quant_method is 'awq': of quantised"),
+        ({"quant_method": "hqq", "bits": 4}, "config.quant_method is 'hqq': of quantised"),
         ({}, "config.quant_method is None: of quantised"),
         ("fp8", "quantization_config is 'fp8': an object is needed"),
         ({**FP8, "fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'"),
@@ -239,7 +243,7 @@ PROJ = "model.layers.0.self_attn.q_proj.weight"
         (compressed(strategy="group"), "strategy is 'group'"),
         (compressed(num_bits=4), "num_bits is 4"),
         (compressed(type="int"), "type is 'int'"),
-        (compressed(strategy="tensor") | {"format": "pack-quantized"}, "format is 'pack"),
+        (compressed(strategy="tensor") | {"format": "marlin-24"}, "format is 'marlin-24'"),
         (compressed(strategy="tensor") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (compressed(strategy="tensor") | {"transform_config": {"config_groups": {}}}, "transform_"),
     ],

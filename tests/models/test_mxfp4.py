@@ -14,7 +14,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.config.schema import ParallelConfig
 from pdserve.errors import ConfigError
-from pdserve.models.mxfp4 import Mxfp4Format
+from pdserve.models.mxfp4 import Mxfp4Stack
+from pdserve.models.quantised_format import NUMBERS
+from pdserve.models.scaled import SCALE
 from pdserve.parallel.mesh import MeshShape
 from tests.models.decoding import greedy, load
 from tests.ranks import run_ranks
@@ -105,22 +107,17 @@ def test_a_region_is_widened_as_in_the_whole(
 ) -> None:
     experts, rows, runs = sizes
     blocks, scales = packed(experts, rows, 32 * runs)
-    whole, form = convert_moe_packed_tensors(blocks, scales), Mxfp4Format()
+    whole, scheme = convert_moe_packed_tensors(blocks, scales), Mxfp4Stack()
     shape = tuple(whole.shape)
     assert shape == (experts, 32 * runs, rows)
-    assert form.fits(tuple(scales.shape), shape)
     region = tuple(
         slice(*sorted((a % (size + 1), b % (size + 1))))
         for a, b, size in zip(cuts[:3], cuts[3:], shape, strict=True)
     )
     for part in (region, None):
-        found = form.widened(
-            blocks[form.weight_region(part)],
-            scales[form.scale_region(part)],
-            shape=shape,
-            region=part,
-            to=torch.bfloat16,
-        )
+        parts = scheme.regions(shape, part)
+        tensors = {NUMBERS: blocks[parts[NUMBERS]], SCALE: scales[parts[SCALE]]}
+        found = scheme.widened(tensors, shape=shape, region=part, to=torch.bfloat16)
         assert torch.equal(found, whole if part is None else whole[part])
 
 
@@ -143,15 +140,18 @@ def test_scales_may_be_in_another_file_and_the_config_silent_on_dtypes(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(STACKED + "_scales"), "{name} is MXFP4 and has no scale"),
-        (lambda t: t.update({STACKED + "_scales": t[STACKED + "_scales"][:1]}), r"_scales is \[1,"),
+        (lambda t: t.pop(STACKED + "_scales"), r"{name} .* U8 \[8, 64, 3, 16\]$"),
+        (
+            lambda t: t.update({STACKED + "_scales": t[STACKED + "_scales"][:1]}),
+            r"s U8 \[1, 64, 3\]$",
+        ),
         (
             lambda t: t.update({STACKED + "_blocks": t[STACKED + "_blocks"][..., :8].contiguous()}),
-            "missing: {name}; unexpected: {name}_blocks, {name}_scales",
+            r"{name} .*_blocks U8 \[8, 64, 3, 8\]",
         ),
         (
             lambda t: t.update({STACKED + "_scales": t[STACKED + "_scales"].float()}),
-            "scales is F32",
+            r"scales F32 \[8, 64, 3\]$",
         ),
     ],
     ids=["no scales", "too few", "other blocks", "dtype"],

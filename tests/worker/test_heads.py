@@ -357,7 +357,7 @@ def test_engines_with_cached_prefixes_and_preemptions_put_out_the_same(
         ({"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}, "eagle_aux_hidden_state_layer_ids"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 99]}, "different layers from 0 to 8"),
         ({"draft_vocab_size": 77}, "d2t has"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised checkpoints"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_at_the_start_and_named(

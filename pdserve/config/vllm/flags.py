@@ -215,7 +215,7 @@ ABSENT_SPECULATIVE_KEYS: Final = {
 """Keys of `--speculative-config` that are not supported."""
 
 ABSENT: Final = {
-    "weights keep the checkpoint's dtype; FP8 and MXFP4 weights get its other dtype": """
+    "config.json says how weights are quantised; they get the checkpoint's other dtype": """
         quantization quantization-config allow-deprecated-quantization quantization-param-path
         kv-cache-dtype-skip-layers calculate-kv-scales
     """,
