@@ -55,6 +55,12 @@ struct TileRegisters {
         asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile)
                      : "memory");
     }
+    // The same, of what is not needed again soon: it leaves the cache to what is.
+    template <int kTile>
+    static void load_once(const void* from, int64_t stride) {
+        asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile)
+                     : "memory");
+    }
     template <int kTile>
     static void store(void* to, int64_t stride) {
         asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile)
@@ -104,9 +110,11 @@ class Tiles : TileRegisters {
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
 
-    // kRuns: of rows. kAhead: bytes of the weight stream to ask for ahead of use, or 0.
-    template <int kRuns, int kAhead>
-    static void multiply(const TileProduct& p) {
+    // kRuns: of rows. kAhead: bytes of the weight stream to ask for ahead of use, or 0. kOnce: x
+    // passes by, and weights stay. Calls aside() in each step: what vectors do there, in some dozens
+    // of instructions, mostly passes while tiles multiply.
+    template <int kRuns, int kAhead, bool kOnce = false, class Aside>
+    static void multiply(const TileProduct& p, Aside&& aside) {
         const int64_t x_stride = p.x_stride * int64_t{sizeof(Bf16)};
         const int64_t w_stride = p.w_stride * int64_t{sizeof(Bf16)};
         const int64_t sums_stride = p.sums_stride * int64_t{sizeof(float)};
@@ -123,7 +131,7 @@ class Tiles : TileRegisters {
         const char* coming = p.coming;
         for (int64_t step = 0; step < p.steps; step++) {
             load<kWeights>(w, w_stride);
-            load<kInputs>(x0, x_stride);
+            load_input<kInputs, kOnce>(x0, x_stride);
             add<0, kInputs, kWeights>();
             load<kWeights + 1>(w + 2 * kLanes, w_stride);
             if constexpr (kAhead > 0) {
@@ -134,11 +142,12 @@ class Tiles : TileRegisters {
             coming += p.lines * 64;
             add<1, kInputs, kWeights + 1>();
             if constexpr (kRuns == 2) {
-                load<kInputs + 1>(x1, x_stride);
+                load_input<kInputs + 1, kOnce>(x1, x_stride);
                 add<2, kInputs + 1, kWeights>();
                 add<3, kInputs + 1, kWeights + 1>();
                 x1 += kTileDepth;
             }
+            aside();
             x0 += kTileDepth;
             w += kTileRows * p.w_stride;
         }
@@ -148,9 +157,20 @@ class Tiles : TileRegisters {
         }
     }
 
+    template <int kRuns, int kAhead>
+    static void multiply(const TileProduct& p) {
+        multiply<kRuns, kAhead>(p, [] {});
+    }
+
    private:
     // Registers 0 to 3 hold sums.
     static constexpr int kInputs = 4, kWeights = 6;
+
+    template <int kTile, bool kOnce>
+    static void load_input(const void* from, int64_t stride) {
+        if constexpr (kOnce) load_once<kTile>(from, stride);
+        else load<kTile>(from, stride);
+    }
 };
 
 // Denormals count as zero, in the results of this thread's vectors and in what they read, for as

@@ -15,7 +15,6 @@
 #include "linear_tiles.h"
 #include "linear_vectors.h"
 #include "pool.h"
-#include "rows.h"
 
 namespace pd {
 namespace {
@@ -164,7 +163,7 @@ void multiply(const PdLinear& p, Out* y) {
 }
 
 // A group of gates and the group of what they let through are multiplied one after the other, by
-// one thread, which has both in its cache when it makes one of them.
+// one thread, which makes one of both as it completes the second.
 template <class T>
 void multiply_gated(const PdLinear& p, T* y) {
     constexpr int64_t kBoth = 2 * kCols;
@@ -190,11 +189,11 @@ void multiply_gated(const PdLinear& p, T* y) {
                     p.bias == nullptr ? nullptr : p.bias + group * kCols,
                     kCols,
                     both + half * kCols,
-                    kBoth};
+                    kBoth,
+                    nullptr,
+                    half == 0 ? nullptr : y + row * width + pair * kCols,
+                    width};
             });
-            for (int64_t r = 0; r < rows; r++) {
-                silu_row(both + r * kBoth, y + (row + r) * width + pair * kCols, kCols);
-            }
         }
     });
 }

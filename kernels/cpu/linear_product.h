@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "packed.h"
+#include "rows.h"
 
 namespace pd {
 
@@ -26,20 +27,27 @@ struct Product {
     Out* y;
     int64_t y_stride;
     const T* next = nullptr;  // weights that this thread multiplies next, if it knows
+    // If not null, y is the second half of rows whose first 32 columns lie before it, and a row that
+    // is complete becomes silu(first half) * second half here, gated_stride elements apart.
+    Out* gated = nullptr;
+    int64_t gated_stride = 0;
 };
 
 // The sums of a row and 32 columns to y.
 template <class T, class Out>
 void finish_row(const Product<T, Out>& p, int64_t row, const float* sums) {
-    for (int half = 0; half < 2; half++) {
-        const int count = std::min(p.cols - half * kLanes, kLanes);
-        if (count <= 0) return;
+    Out* y = p.y + row * p.y_stride;
+    for (int half = 0; p.cols < kCols && half < 2; half++) {
+        const int count = std::min(std::max(p.cols - half * kLanes, 0), kLanes);
         F16 value = load(sums + half * kLanes);
         if (p.bias != nullptr) value = value + load(p.bias + half * kLanes, count);
-        Out* y = p.y + row * p.y_stride + half * kLanes;
-        if (count == kLanes) store(y, value);
-        else store(y, value, count);
+        store(y + half * kLanes, value, count);
     }
+    if (p.cols < kCols) return;
+    F16 low = load(sums), high = load(sums + kLanes);
+    if (p.bias != nullptr) low = low + load(p.bias), high = high + load(p.bias + kLanes);
+    store_two(y, low, high);
+    if (p.gated != nullptr) silu_row(y - kCols, p.gated + row * p.gated_stride, kCols);
 }
 
 }  // namespace pd

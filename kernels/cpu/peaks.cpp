@@ -74,7 +74,23 @@ double pairs_rate() {
 double tiles_rate() {
 #ifdef PD_AMX
     if (!have_tiles()) return 0.0;
-    const Tiles tiles(kTileRows);  // all zero
+    // Zeros would be multiplied a fifth faster, for they take less power.
+    Bf16 numbers[4 * kTileRows * kTileDepth];
+    uint32_t bits = 1;
+    for (Bf16& number : numbers) {
+        bits = bits * 1664525 + 1013904223;
+        number.bits = static_cast<uint16_t>((bits >> 16 & 0x80ff) | 0x3f00);
+    }
+    float sums[2 * kTileRows * 2 * kLanes];
+    const Tiles tiles(kTileRows);
+    tiles.multiply<2, 0>({{numbers, numbers + kTileRows * kTileDepth},
+                          kTileDepth,
+                          numbers + 2 * kTileRows * kTileDepth,
+                          4 * kLanes,
+                          1,
+                          {sums, sums + 2 * kTileRows * kLanes},
+                          2 * kLanes,
+                          false});
     return best_rate(4.0 * kTileLoops * 2 * kTileRows * kTileRows * kTileDepth, [] {
         for (int loop = 0; loop < kTileLoops; loop++) {
             asm volatile(

@@ -386,6 +386,18 @@ inline F16 round_to_integer(F16 a) {
 
 #endif
 
+// Two vectors side by side.
+template <class T>
+inline void store_two(T* p, F16 a, F16 b) {
+    store(p, a), store(p + kLanes, b);
+}
+#ifdef PD_DPBF16
+inline void store_two(Bf16* p, F16 a, F16 b) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(b.v, a.v);
+    std::memcpy(p, &both, sizeof both);
+}
+#endif
+
 template <>
 inline F16 rounded_to<float>(F16 a) {
     return a;

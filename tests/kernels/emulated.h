@@ -294,6 +294,10 @@ class TileRegisters {
         }
     }
     template <int kTile>
+    static void load_once(const void* from, int64_t stride) {
+        load<kTile>(from, stride);
+    }
+    template <int kTile>
     static void store(void* to, int64_t stride) {
         for (int row = 0; row < of_thread[kTile].rows; row++) {
             std::memcpy(static_cast<char*>(to) + row * stride, of_thread[kTile].words[row], 64);
