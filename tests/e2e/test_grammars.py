@@ -6,6 +6,7 @@ The weights are random and the temperature is 1, so whatever a mask lets through
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,43 @@ def test_one_engine_and_pd_call_the_same_tools_where_they_have_to(
         assert name in ("see", "go")
         jsonschema.validate(arguments, SCHEMA)
     assert is_parallel or all(len(each) <= 1 for each in found["proxy"])
+
+
+PATCH = 'start: BEGIN line~3..5 END\nline: "+" /[a-z"\\\\]{1,6}/ LF\nBEGIN: "<p>" LF\nEND: "</p>"\n'
+LARK = f"{PATCH}%import common.LF\n"
+CUSTOM = {
+    "name": "patch",
+    "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": LARK}},
+}
+
+
+def test_one_engine_and_pd_call_a_custom_tool_with_the_same_text_of_its_grammar(
+    asked_by_openai: Deployment,
+) -> None:
+    def call(name: str, seed: int) -> dict[str, Any]:
+        body = {
+            "messages": [{"role": "user", "content": f"{seed}"}],
+            "tools": [{"type": "custom", "custom": CUSTOM}, *TOOLS],
+            "tool_choice": {"type": "custom", "custom": {"name": "patch"}},
+            "temperature": 1.0,
+            "seed": seed,
+        }
+        headers = {"Authorization": f"Bearer {OPENAI_KEY}"}
+        url = f"{asked_by_openai.url(name)}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+        [called] = answer.json()["choices"][0]["message"]["tool_calls"]
+        return {"type": called["type"], **called["custom"]}
+
+    with ThreadPoolExecutor(4) as pool:
+        found = {
+            name: list(pool.map(lambda seed, n=name: call(n, seed), range(4)))
+            for name in ("proxy", "serve")
+        }
+    assert found["proxy"] == found["serve"]
+    for each in found["proxy"]:
+        assert (each["type"], each["name"]) == ("custom", "patch")
+        assert re.fullmatch(r'<p>\n(\+[a-z"\\]{1,6}\n){3,5}</p>', each["input"])
 
 
 def test_outputs_of_drawn_schemas_follow_them(
