@@ -14,7 +14,10 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+import ipaddress
+import socket
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from aiohttp import hdrs
 
@@ -89,11 +92,13 @@ class Access:
     def _require_this_host(request: web.Request) -> None:
         is_forwarded = any(name in request.headers for name in _FORWARDED)
         is_a_page = request.method != hdrs.METH_GET and hdrs.ORIGIN in request.headers
+        # A page of a site whose name leads here by now (DNS rebinding) looks like one of ours.
+        is_a_page |= not _is_of_this_host(request.headers.get(hdrs.HOST, ""))
         if is_forwarded or is_a_page or not is_loopback(request.remote or ""):
             raise ForbiddenError(
                 f"{request.path} is for operators, and without an operator key only programs on "
-                "this host may ask for it: start the server with PDSERVE_OPERATOR_KEY, and send "
-                "the key as `Authorization: Bearer KEY`"
+                "this host may ask for it, by its address: start the server with "
+                "PDSERVE_OPERATOR_KEY, and send the key as `Authorization: Bearer KEY`"
             )
 
 
@@ -116,6 +121,18 @@ def operator_headers(config: ProxyConfig, client: Mapping[str, str]) -> dict[str
 def is_clients(path: str) -> bool:
     """Whether `path` is for clients, not only for operators or other parts."""
     return not path.startswith((*_OPERATORS, _PARTS))
+
+
+def _is_of_this_host(host: str) -> bool:
+    """Whether a Host header has an address, this host's own name, or nothing."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name in ("", "localhost", socket.gethostname().lower()):
+            return True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_for_people(path: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import aiohttp
 import aiohttp.web
 import pytest
@@ -101,6 +103,15 @@ async def test_a_web_page_resets_nothing(serve):
     url = await serve()
     door = ("POST", "/reset_prefix_cache")
     assert (await ask(url, door, Origin="http://evil.example"))[0] == 403
+
+
+@pytest.mark.parametrize("door", OPERATIONS)
+async def test_a_page_whose_sites_name_was_led_to_this_host_is_none_of_its_programs(serve, door):
+    url = await serve()
+    for host in ("evil.example:8000", "evil.example", "[::1", "127.0.0.1.evil.example"):
+        assert await ask(url, door, Host=host) == (403, "operator_key_required")
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", f"{socket.gethostname()}:8000"):
+        assert (await ask(url, door, Host=host))[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/livez", "/metrics", "/version"])
