@@ -1,21 +1,19 @@
-"""Maps architecture names to models, and loads a rank's part of one.
-
-A new architecture is one line in `_MODELS`, its module, and a reader in `reading`.
-"""
+"""Loads a rank's part of a model: the decoder that its `ModelArch` describes."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from pdserve.errors import ConfigError
 from pdserve.models.arch import ModelArch
+from pdserve.models.decoder import Decoder
 from pdserve.models.layers.linear import kv_heads_of
 from pdserve.models.layers.parameter import Placement
+from pdserve.models.naming import as_stored
 from pdserve.models.reading import read_arch
 from pdserve.models.weights import Checkpoint, DummyWeights, WeightSource, load_weights
 from pdserve.parallel import placed
@@ -35,22 +33,6 @@ if TYPE_CHECKING:
     from pdserve.models.weights import Slot
     from pdserve.parallel.dispatch import ExpertParallel
     from pdserve.parallel.group import World
-
-_MODELS = {
-    "LlamaForCausalLM": "pdserve.models.llama",
-    "MistralForCausalLM": "pdserve.models.llama",
-    "Qwen2ForCausalLM": "pdserve.models.qwen",
-    "Qwen3ForCausalLM": "pdserve.models.qwen",
-    "MixtralForCausalLM": "pdserve.models.mixtral",
-    "Qwen3MoeForCausalLM": "pdserve.models.qwen",
-    "DeepseekV2ForCausalLM": "pdserve.models.deepseek",
-    "DeepseekV3ForCausalLM": "pdserve.models.deepseek",
-    "Glm4MoeForCausalLM": "pdserve.models.glm",
-    "Glm4MoeLiteForCausalLM": "pdserve.models.glm",
-    "Phi3ForCausalLM": "pdserve.models.phi",
-    "SeedOssForCausalLM": "pdserve.models.llama",
-    "GptOssForCausalLM": "pdserve.models.gpt_oss",
-}
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -236,12 +218,10 @@ def load_model(
         sequence_parallel=config.parallel.enable_sequence_parallel,
         experts=_experts(arch, layers, config.parallel, world),
     )
-    module = importlib.import_module(_MODELS[arch.architecture])
-    construct = cast("Callable[..., CausalLM]", getattr(module, arch.architecture))
-    model = construct(arch, placement, max_positions=max_model_len, layers=layers)
+    model = Decoder(arch, placement, max_positions=max_model_len, layers=layers)
     with source.digesting(world) as digest:
         load_weights(
-            model.slots(),
+            as_stored(arch.architecture, model.slots()),
             source,
             tied_head=arch.tie_embeddings,
             unused=tuple(
