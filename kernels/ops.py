@@ -2,7 +2,7 @@
 
     rms_norm(x, weight, eps)                         [T, D] -> [T, D]
     add_rms_norm(x, residual, weight, eps)           [T, D] -> [T, D]; residual += x, in place
-    silu_and_mul(x)                                  [T, 2 * I] -> [T, I]
+    silu_and_mul(x), gelu_and_mul(x)                 [T, 2 * I] -> [T, I]
     rope_and_cache(qkv, positions, cos_sin,          [T, (H + 2 * Hkv) * Dh] -> [T, H, Dh]
         kv_layer, slot_mapping,                      writes k and v into kv_layer
         q_norm, k_norm, eps)
@@ -70,6 +70,7 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = norm.rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = norm.add_rms_norm
     silu_and_mul: Callable[[Tensor], Tensor] = activation.silu_and_mul
+    gelu_and_mul: Callable[[Tensor], Tensor] = activation.gelu_and_mul
     rope_and_cache: Callable[
         [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float], Tensor
     ] = rope.rope_and_cache

@@ -27,6 +27,7 @@ _FIGURES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "experts": (("linear", "experts "),),
     "norms": (("step", "graph "), ("rows", "rms_norm")),
     "activation": (("rows", "silu_and_mul"),),
+    "activation of Gemma": (("rows", "gelu_and_mul"),),
     "rotation and cache write": (("step", "graph "), ("rows", "rope_and_cache")),
     "digests": (("rows", "kv_digests"),),
     "copies to and from a store": (("copies", "chunks, "),),

@@ -21,6 +21,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "experts": ("moe", "router"),
     "norms": ("norm",),
     "activation": ("activation",),
+    "activation of Gemma": ("gelu",),
     "rotation and cache write": ("rope",),
     "digests": ("digest",),
     "copies to and from a store": ("chunks",),

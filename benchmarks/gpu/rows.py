@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu.peaks import copied, random_words
 from benchmarks.gpu.timing import DEVICE, Experiments, num_rotated, sized, time_in_graph
 from pdserve.kernels.cases.attention import rope_table
-from pdserve.kernels.cuda import activation, digest, masks, norm, ranks, rope
+from pdserve.kernels.cuda import activation, digest, gelu, masks, norm, ranks, rope
 from pdserve.kernels.cuda.launch import without_overlap
 from pdserve.kernels.digest import place_keys, word_constants
 from pdserve.kernels.ops import Ops
@@ -107,6 +107,13 @@ def operations() -> dict[str, Operation]:
         "silu_and_mul": Operation(
             activation.silu_and_mul,
             REFERENCE.silu_and_mul,
+            lambda t: (random(t, 2 * INNER),),
+            (0,),
+            3 * 2 * INNER,
+        ),
+        "gelu_and_mul": Operation(
+            gelu.gelu_and_mul,
+            REFERENCE.gelu_and_mul,
             lambda t: (random(t, 2 * INNER),),
             (0,),
             3 * 2 * INNER,

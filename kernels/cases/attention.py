@@ -54,7 +54,7 @@ def rope_and_cache() -> list[Case]:
         *,
         block_size: int = 16,
         rotary_dim: int | None = None,
-        norms: bool = False,
+        norms: torch.dtype | bool = False,
         unset: bool = False,
     ) -> Case:
         num_heads, num_kv_heads = heads
@@ -66,6 +66,7 @@ def rope_and_cache() -> list[Case]:
             if unset:
                 slots[::3] = -1
             width = (num_heads + 2 * num_kv_heads) * head_dim
+            of_norms = norms if isinstance(norms, torch.dtype) else dtype
             return (
                 draw((tokens, width), dtype, device, seed=1),
                 torch.randint(0, 300, (tokens,), generator=generator).to(device),
@@ -74,8 +75,8 @@ def rope_and_cache() -> list[Case]:
                     num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device
                 ),
                 slots.to(device),
-                draw((head_dim,), dtype, device, seed=2) if norms else None,
-                draw((head_dim,), dtype, device, seed=3) if norms else None,
+                draw((head_dim,), of_norms, device, seed=2) if norms else None,
+                draw((head_dim,), of_norms, device, seed=3) if norms else None,
                 1e-6,
             )
 
@@ -87,6 +88,7 @@ def rope_and_cache() -> list[Case]:
         case("chunk", 70, (9, 3), 64),
         case("unset_slots", 10, (4, 4), 32, unset=True),
         case("qk_norm", 9, (4, 2), 128, norms=True),
+        case("wide_qk_norm", 9, (4, 2), 96, rotary_dim=64, norms=torch.float32),
         case("partial_rotation", 7, (4, 1), 96, rotary_dim=24, block_size=8),
         case("head_80", 5, (2, 2), 80, block_size=64),
         case("head_256", 3, (8, 1), 256, block_size=32, norms=True),

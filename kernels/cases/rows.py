@@ -36,12 +36,12 @@ def linear() -> list[Case]:
 
 
 def rms_norm() -> list[Case]:
-    """x, weight, eps: rows of one element, of odd length, of zeros."""
+    """x, weight, eps: rows of one element, of odd length, of zeros; weights of fp32."""
 
-    def case(name: str, rows: int, dim: int, scale: float = 1.0) -> Case:
+    def case(name: str, rows: int, dim: int, scale: float = 1.0, *, wide: bool = False) -> Case:
         def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x = draw((rows, dim), dtype, device, seed=1) * scale
-            return x, draw((dim,), dtype, device, seed=2), 1e-5
+            return x, draw((dim,), torch.float32 if wide else dtype, device, seed=2), 1e-5
 
         return Case(name, make)
 
@@ -53,16 +53,18 @@ def rms_norm() -> list[Case]:
         case("wide", 2, 4096),
         case("zeros", 2, 64, 0.0),
         case("tiny_values", 2, 64, 1e-3),
+        case("wide_weights", 5, 67, wide=True),
     ]
 
 
 def add_rms_norm() -> list[Case]:
     """x, residual, weight, eps."""
 
-    def case(name: str, rows: int, dim: int) -> Case:
+    def case(name: str, rows: int, dim: int, *, wide: bool = False) -> Case:
         def make(dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x, residual = (draw((rows, dim), dtype, device, seed=seed) for seed in (1, 2))
-            return x, residual, draw((dim,), dtype, device, seed=3), 1e-6
+            weight = draw((dim,), torch.float32 if wide else dtype, device, seed=3)
+            return x, residual, weight, 1e-6
 
         return Case(name, make)
 
@@ -71,10 +73,11 @@ def add_rms_norm() -> list[Case]:
         case("odd_length", 5, 67),
         case("model_width", 33, 576),
         case("wide", 2, 4096),
+        case("wide_weights", 5, 67, wide=True),
     ]
 
 
-def silu_and_mul() -> list[Case]:
+def gated() -> list[Case]:
     """x: lengths off the vector width, and values at which exp saturates."""
 
     def case(name: str, rows: int, dim: int, scale: float = 1.0) -> Case:

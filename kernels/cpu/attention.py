@@ -12,6 +12,7 @@ from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cpu.marshal import (
     check_places,
     check_requests,
+    norm_type,
     refused,
     same_type,
     sinks_address,
@@ -22,7 +23,7 @@ from pdserve.kernels.reference.attention import PLAIN, AttentionForm
 _MAX_HEAD_DIM = 1024
 _TILE = 64
 
-_ROPE_AND_CACHE = struct.Struct("@8P9qf2i").pack
+_ROPE_AND_CACHE = struct.Struct("@8P9qf3i").pack
 _PAGED_ATTENTION = struct.Struct("@7P12qf2i").pack
 _ROPE_AND_LATENT = struct.Struct("@8P9qf2i").pack
 
@@ -87,6 +88,7 @@ class AttentionOps:
                 rotary_dim,
                 eps,
                 kind,
+                norm_type(qkv.dtype, q_norm, k_norm),
                 get_num_threads(),
             )
         )

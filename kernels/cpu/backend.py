@@ -62,6 +62,7 @@ def from_library(path: Path) -> KernelBackend:
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
         silu_and_mul=rows.silu_and_mul,
+        gelu_and_mul=rows.gelu_and_mul,
         rope_and_cache=attention.rope_and_cache,
         paged_attention=attention.paged_attention,
         route=RouterOps(library).route,

@@ -53,14 +53,14 @@ void pd_mlp(const PdMlp* given) {
     p.gate.y = values.of(pd::Scratch::kNarrow, p.gate.width);
     p.down.x = p.gate.y;
     pd_rms_norm(&p.norm);
-    if (p.norm.rows > pd::kFewRows && p.gate.width % pd::kCols == 0) {
+    if (p.norm.rows > pd::kFewRows && p.gate.width % pd::kCols == 0 && !p.gate.gelu) {
         p.gate_up.y = p.gate.y;
         pd_gated_linear(&p.gate_up);
     } else {
         p.gate_up.y = values.of(pd::Scratch::kWide, p.gate_up.num_cols);
         p.gate.x = p.gate_up.y;
         pd_linear(&p.gate_up);
-        pd_silu_and_mul(&p.gate);
+        pd_gate(&p.gate);
     }
     pd_linear(&p.down);
 }

@@ -13,24 +13,27 @@ from pdserve.kernels.cpu.linear import CpuLinear, PackedWeight
 from pdserve.kernels.cpu.marshal import (
     check_places,
     check_requests,
+    norm_type,
     refused,
     same_type,
     sinks_address,
+    type_code,
 )
 from pdserve.kernels.ops import Ops
+from pdserve.kernels.reference.activation import Gate
 from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, MlpWeights
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.step import StepInputs
 
 # Structs of structs; 0P pads the end.
-_MLP = struct.Struct("@4P2qf2i4P3q3i2P2q2i4P3q3i0P").pack
-_ATTENTION_BLOCK = struct.Struct("@4P2qf2i4P3q3i8P9qf2i7P12qf2i4P3q3i0P").pack
+_MLP = struct.Struct("@4P2qf3i4P3q3i2P2q3i4P3q3i0P").pack
+_ATTENTION_BLOCK = struct.Struct("@4P2qf3i4P3q3i8P9qf3i7P12qf2i4P3q3i0P").pack
 
 
 def make_mlp(library: ctypes.CDLL, ops: Ops, weights: MlpWeights) -> Mlp:
     """Return the feed-forward half, in one call if its matrices are packed for that."""
     gate_up, down = _packed(weights.gate_up), _packed(weights.down)
-    if gate_up is None or down is None:
+    if gate_up is None or down is None or weights.norm is None:
         return Mlp(ops, weights)
     return CpuMlp(library, ops, weights, gate_up, down)
 
@@ -38,7 +41,7 @@ def make_mlp(library: ctypes.CDLL, ops: Ops, weights: MlpWeights) -> Mlp:
 def make_attention(library: ctypes.CDLL, ops: Ops, weights: AttentionWeights) -> Attention:
     """Return the attention half, in one call if its matrices are packed for that."""
     qkv, out = _packed(weights.qkv), _packed(weights.out)
-    if qkv is None or out is None:
+    if qkv is None or out is None or weights.norm is None or weights.between is not None:
         return Attention(ops, weights)
     return CpuAttention(library, ops, weights, qkv, out)
 
@@ -62,14 +65,20 @@ class CpuMlp(Mlp):
     ) -> None:
         super().__init__(ops, weights)
         self._call = library.pd_mlp
+        assert weights.norm is not None
         self._norm, self._eps = weights.norm, weights.eps
+        self._kind = type_code(weights.gate_up.dtype)
+        self._norm_kind = norm_type(weights.gate_up.dtype, weights.norm)
         self._gate_up, self._down = gate_up, down
+        self._is_gelu = weights.gate is Gate.GELU_TANH
 
     def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """See `Mlp.__call__`."""
         rows, width = residual.shape
         norm, gate_up, down = self._norm, self._gate_up, self._down
-        kind = same_type(residual, norm) if x is None else same_type(residual, norm, x)
+        kind = same_type(residual) if x is None else same_type(residual, x)
+        if kind != self._kind:
+            raise TypeError(f"the weights are of another dtype than {residual.dtype}")
         out = torch.empty_like(residual)
         threads = get_num_threads()
         residual_at = residual.data_ptr()
@@ -85,6 +94,7 @@ class CpuMlp(Mlp):
                 width,
                 self._eps,
                 kind,
+                self._norm_kind,
                 threads,
                 # PdLinear
                 0,
@@ -97,13 +107,14 @@ class CpuMlp(Mlp):
                 kind,
                 kind,
                 threads,
-                # PdSiluAndMul
+                # PdGate
                 0,
                 0,
                 rows,
                 inner,
                 kind,
                 threads,
+                self._is_gelu,
                 # PdLinear
                 0,
                 down.address,
@@ -133,7 +144,14 @@ class CpuAttention(Attention):
     ) -> None:
         super().__init__(ops, weights)
         self._call = library.pd_attention_block
-        self._qkv, self._out = qkv, out
+        assert weights.norm is not None
+        self._norm, self._qkv, self._out = weights.norm, qkv, out
+        dtype = weights.qkv.dtype
+        self._kind = type_code(dtype)
+        self._norm_kinds = (
+            norm_type(dtype, weights.norm),
+            norm_type(dtype, weights.q_norm, weights.k_norm),
+        )
         self._takes_kv: bool | None = None  # told by the first call
         self._window, sinks = weights.form.window or 0, weights.form.sinks
         self._sinks_at = 0 if sinks is None else sinks_address(sinks, len(sinks))
@@ -149,19 +167,17 @@ class CpuAttention(Attention):
         if not self._takes_kv:
             return super().__call__(x, residual, kv_layer, step)
         weights, qkv, out_projection = self._weights, self._qkv, self._out
-        norm, q_norm, k_norm, cos_sin = (
-            weights.norm,
-            weights.q_norm,
-            weights.k_norm,
-            weights.cos_sin,
-        )
+        norm, q_norm, k_norm = self._norm, weights.q_norm, weights.k_norm
+        cos_sin = weights.cos_sin
         positions, slot_mapping = step.positions, step.slot_mapping
         block_tables, query_start, context_lens = (
             step.block_tables,
             step.query_start,
             step.context_lens,
         )
-        kind = same_type(residual, norm) if x is None else same_type(residual, norm, x)
+        kind = same_type(residual) if x is None else same_type(residual, x)
+        if kind != self._kind:
+            raise TypeError(f"the weights are of another dtype than {residual.dtype}")
         check_places(kv_layer, residual.dtype, positions, slot_mapping)
         check_requests(kv_layer, residual.dtype, block_tables, query_start, context_lens)
         num_heads = qkv.num_cols // head_dim - 2 * num_kv_heads
@@ -185,6 +201,7 @@ class CpuAttention(Attention):
                 width,
                 weights.eps,
                 kind,
+                self._norm_kinds[0],
                 threads,
                 # PdLinear
                 0,
@@ -217,6 +234,7 @@ class CpuAttention(Attention):
                 rotary_dim,
                 weights.eps,
                 kind,
+                self._norm_kinds[1],
                 threads,
                 # PdPagedAttention
                 0,

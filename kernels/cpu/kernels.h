@@ -58,16 +58,18 @@ struct PdRmsNorm {
     void* y;             // [rows, width]
     int64_t rows, width;
     float eps;
-    PdType type;
+    PdType type, weight_type;  // of the weight: the same or kFp32, which leaves out one rounding
     int32_t num_threads;
 };
 
-struct PdSiluAndMul {
+// y = silu(x) * z, or gelu(x) * z, for x and z side by side.
+struct PdGate {
     const void* x;  // [rows, 2 * width]
     void* y;        // [rows, width]
     int64_t rows, width;
     PdType type;
     int32_t num_threads;
+    int32_t gelu;
 };
 
 struct PdRopeAndCache {
@@ -83,7 +85,7 @@ struct PdRopeAndCache {
     int64_t num_blocks, num_kv_heads, block_size, head_dim;
     int64_t rows, num_heads, num_positions, rotary_dim;
     float eps;
-    PdType type;
+    PdType type, norm_type;  // of the norms: the same or kFp32, as of PdRmsNorm
     int32_t num_threads;
 };
 
@@ -197,7 +199,7 @@ struct PdExperts {
 struct PdMlp {
     PdRmsNorm norm;
     PdLinear gate_up;
-    PdSiluAndMul gate;
+    PdGate gate;
     PdLinear down;
 };
 
@@ -258,7 +260,7 @@ void pd_linear(const PdLinear* p);
 void pd_gated_linear(const PdLinear* p);
 int32_t pd_take_rows(const PdTakeRows* p);
 void pd_rms_norm(const PdRmsNorm* p);
-void pd_silu_and_mul(const PdSiluAndMul* p);
+void pd_gate(const PdGate* p);
 int32_t pd_rope_and_cache(const PdRopeAndCache* p);
 int32_t pd_paged_attention(const PdPagedAttention* p);
 void pd_head_linear(const PdHeadLinear* p);

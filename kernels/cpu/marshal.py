@@ -72,6 +72,20 @@ def same_type(first: Tensor, *others: Tensor) -> int:
     return kind
 
 
+def norm_type(dtype: torch.dtype, *weights: Tensor | None) -> int:
+    """Return the kernels' code of the dtype of norms' weights: `dtype`, or fp32.
+
+    Raises:
+        TypeError: A weight has another dtype, differs from the others, or is not contiguous.
+    """
+    found = {weight.dtype for weight in weights if weight is not None} or {dtype}
+    if len(found) > 1 or not found <= {dtype, torch.float32}:
+        raise TypeError(f"want norms of {dtype} or of fp32, got {found}")
+    if not all(weight is None or weight.is_contiguous() for weight in weights):
+        raise TypeError("want contiguous norms")
+    return TYPES[found.pop()]
+
+
 def check_places(
     kv_layer: Tensor, dtype: torch.dtype, positions: Tensor, slot_mapping: Tensor
 ) -> None:

@@ -140,8 +140,8 @@ Groups group(const PdExperts& p, const int64_t* ids, int64_t num_rows) {
 template <class T>
 void gate(const PdExperts& p, const T* from, T* to, int64_t rows) {
     if (p.limit == 0) {
-        const PdSiluAndMul silu{from, to, rows, p.inner, p.type, p.num_threads};
-        return pd_silu_and_mul(&silu);
+        const PdGate silu{from, to, rows, p.inner, p.type, p.num_threads, 0};
+        return pd_gate(&silu);
     }
     parallel_for(rows, 8, false, p.num_threads, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {

@@ -22,10 +22,10 @@ void for_rows(int64_t rows, int64_t width, int num_threads, Body&& body) {
     parallel_for(rows, chunk, false, rows * width < kWorthSplitting ? 1 : num_threads, body);
 }
 
-// y = round(weight * round(x / rms(x))). A residual, if there is one, becomes round(residual + x)
-// and takes the place of x.
-template <class T>
-void norm_row(const T* x, T* residual, const T* weight, T* y, int64_t width, float eps) {
+// y = round(weight * round(x / rms(x))); weights of fp32 leave out the inner rounding. A residual,
+// if there is one, becomes round(residual + x) and takes the place of x.
+template <class T, class W>
+void norm_row(const T* x, T* residual, const W* weight, T* y, int64_t width, float eps) {
     F16 squares = zero();
     for_lanes(width, [&](int64_t i, int count) {
         F16 a = load_some(x + i, count);
@@ -39,7 +39,7 @@ void norm_row(const T* x, T* residual, const T* weight, T* y, int64_t width, flo
     const F16 scale = splat(1.0f / std::sqrt(mean + eps));
     const T* source = residual == nullptr ? x : residual;
     for_lanes(width, [&](int64_t i, int count) {
-        const F16 normed = rounded_to<T>(load_some(source + i, count) * scale);
+        const F16 normed = rounded_to<W>(load_some(source + i, count) * scale);
         store_some(y + i, normed * load_some(weight + i, count), count);
     });
 }
@@ -59,7 +59,7 @@ void rotate_head(const T* x, T* y, const float* cos, const float* sin, int64_t h
     std::copy(x + 2 * half, x + head_dim, y + 2 * half);
 }
 
-template <class T>
+template <class T, class W>
 void rope_and_cache(const PdRopeAndCache& p, int64_t begin, int64_t end) {
     const int64_t half = p.rotary_dim / 2;
     const int64_t head_stride = p.block_size * p.head_dim;  // between KV heads of a block
@@ -69,7 +69,7 @@ void rope_and_cache(const PdRopeAndCache& p, int64_t begin, int64_t end) {
     T* normed = reinterpret_cast<T*>(sin + half);
     const auto turn = [&](const T* from, const void* norm, T* to) {
         if (norm != nullptr) {
-            norm_row<T>(from, nullptr, static_cast<const T*>(norm), normed, p.head_dim, p.eps);
+            norm_row<T, W>(from, nullptr, static_cast<const W*>(norm), normed, p.head_dim, p.eps);
             from = normed;
         }
         rotate_head(from, to, cos, sin, half, p.head_dim);
@@ -117,9 +117,18 @@ void rope_and_latent(const PdRopeAndLatent& p, int64_t begin, int64_t end) {
         const T* latent = static_cast<const T*>(p.latent) + row * wide;
         T* key = static_cast<T*>(p.kv) + p.slots[row] / p.block_size * p.block_stride +
                  p.slots[row] % p.block_size * wide;
-        norm_row<T>(latent, nullptr, static_cast<const T*>(p.norm), key, p.latent_dim, p.eps);
+        norm_row<T, T>(latent, nullptr, static_cast<const T*>(p.norm), key, p.latent_dim, p.eps);
         rotate_head(latent + p.latent_dim, key + p.latent_dim, cos, sin, half, p.rotary_dim);
     }
+}
+
+// Calls body with values of the types of a row and of its weights.
+template <class Body>
+void with_types(PdType type, PdType weight_type, Body&& body) {
+    with_type(type, [&](auto kind) {
+        if (weight_type == type) body(kind, kind);
+        else body(kind, float{});
+    });
 }
 
 // Whether each position is in the table and each slot in the cache.
@@ -138,26 +147,28 @@ PdStatus places_status(const int64_t* positions, const int64_t* slots, int64_t r
 extern "C" {
 
 void pd_rms_norm(const PdRmsNorm* p) {
-    pd::with_type(p->type, [&](auto kind) {
+    pd::with_types(p->type, p->weight_type, [&](auto kind, auto weight_kind) {
         using T = decltype(kind);
+        using W = decltype(weight_kind);
         pd::for_rows(p->rows, p->width, p->num_threads, [&](int64_t begin, int64_t end) {
             for (int64_t at = begin * p->width; at < end * p->width; at += p->width) {
                 T* residual = p->residual == nullptr ? nullptr : static_cast<T*>(p->residual) + at;
                 pd::norm_row(static_cast<const T*>(p->x) + at, residual,
-                             static_cast<const T*>(p->weight), static_cast<T*>(p->y) + at,
+                             static_cast<const W*>(p->weight), static_cast<T*>(p->y) + at,
                              p->width, p->eps);
             }
         });
     });
 }
 
-void pd_silu_and_mul(const PdSiluAndMul* p) {
+void pd_gate(const PdGate* p) {
     pd::with_type(p->type, [&](auto kind) {
         using T = decltype(kind);
         pd::for_rows(p->rows, 2 * p->width, p->num_threads, [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; row++) {
-                pd::silu_row(static_cast<const T*>(p->x) + row * 2 * p->width,
-                             static_cast<T*>(p->y) + row * p->width, p->width);
+                const T* x = static_cast<const T*>(p->x) + row * 2 * p->width;
+                T* y = static_cast<T*>(p->y) + row * p->width;
+                p->gelu ? pd::gelu_row(x, y, p->width) : pd::silu_row(x, y, p->width);
             }
         });
     });
@@ -168,9 +179,9 @@ int32_t pd_rope_and_cache(const PdRopeAndCache* p) {
                                               p->num_blocks * p->block_size);
     if (status != kOk) return status;
     const int64_t width = (p->num_heads + 2 * p->num_kv_heads) * p->head_dim;
-    pd::with_type(p->type, [&](auto kind) {
+    pd::with_types(p->type, p->norm_type, [&](auto kind, auto norm_kind) {
         pd::for_rows(p->rows, width, p->num_threads, [&](int64_t begin, int64_t end) {
-            pd::rope_and_cache<decltype(kind)>(*p, begin, end);
+            pd::rope_and_cache<decltype(kind), decltype(norm_kind)>(*p, begin, end);
         });
     });
     return kOk;

@@ -36,6 +36,20 @@ void silu_row(const T* x, T* y, int64_t width) {
     });
 }
 
+// The same with gelu(x) = x * (1 + tanh(u)) / 2 = x * sigmoid(2 u) for
+// u = sqrt(2 / pi) * (x + 0.044715 x^3).
+template <class T>
+void gelu_row(const T* x, T* y, int64_t width) {
+    constexpr float kFirst = 1.5957691216f * kLog2E, kThird = 0.044715f * kFirst;
+    for_lanes(width, [&](int64_t i, int count) {
+        const F16 gate = load_some(x + i, count);
+        const F16 steep = gate * fma(gate * gate, splat(kThird), splat(kFirst));
+        const F16 decay = exp2_of(zero() - max(steep, splat(-126.0f)));
+        const F16 gelu = rounded_to<T>(gate / (splat(1.0f) + decay));
+        store_some(y + i, gelu * load_some(x + width + i, count), count);
+    });
+}
+
 // y = (u + 1) * g * sigmoid(alpha * g) for g and u of [width], side by side at x, once g is at most
 // limit and u between -limit and limit. NaN stays NaN.
 template <class T>

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 
 from pdserve.kernels.backend import KernelBackend, KernelsUnavailableError, hash_of_sources
-from pdserve.kernels.ops import SamplingOps
+from pdserve.kernels.ops import Ops, SamplingOps
+from pdserve.kernels.reference.activation import Gate
+from pdserve.kernels.reference.halves import Mlp, MlpWeights
 
 
 def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend:
@@ -26,6 +28,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         attention,
         chunks,
         digest,
+        gelu,
         halves,
         latent,
         linear,
@@ -39,6 +42,11 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         sampling,
     )
 
+    def make_mlp(ops: Ops, weights: MlpWeights) -> Mlp:
+        """Only SiLU is gated inside of a product."""
+        is_silu = weights.gate is Gate.SILU
+        return halves.make_mlp(ops, weights) if is_silu else Mlp(ops, weights)
+
     compiler = f"Triton {triton.__version__}"
     return KernelBackend(
         name="cuda",
@@ -49,6 +57,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         silu_and_mul=activation.silu_and_mul,
+        gelu_and_mul=gelu.gelu_and_mul,
         rope_and_cache=rope.rope_and_cache,
         route=router.route,
         rope_and_latent=rope.rope_and_latent,
@@ -68,7 +77,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
             mask=masks.mask,
         ),
         experts=moe.CudaExperts,
-        mlp=halves.make_mlp,
+        mlp=make_mlp,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,7 +44,9 @@ def norm_row(
         tl.store(at, total, mask=inside)
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    normed = (value * scale).to(dtype).to(tl.float32)
+    normed = value * scale
+    if weight.dtype.element_ty == dtype:
+        normed = normed.to(dtype).to(tl.float32)
     tl.store(out + first + column, (normed * factor).to(dtype), mask=inside)
 
 
@@ -69,6 +72,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return _norm(x, residual, weight, eps)
 
 
+def check_norms(dtype: torch.dtype, *weights: Tensor | None) -> None:
+    """Raise TypeError if weights of norms have neither the model's dtype nor fp32."""
+    for weight in weights:
+        if weight is not None and weight.dtype not in (dtype, torch.float32):
+            raise TypeError(f"want norms of {dtype} or of fp32, got {weight.dtype}")
+
+
 @cache
 def tuning_of(width: int) -> Tuning:
     """Return how to norm rows of a width: 16 elements per thread, with at most 16 warps."""
@@ -76,7 +86,8 @@ def tuning_of(width: int) -> Tuning:
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    same_type(x, residual, weight)
+    same_type(x, residual)
+    check_norms(x.dtype, weight)
     check_contiguous(x, residual, weight)
     width = x.shape[-1]
     if not 0 < width <= _MAX_WIDTH:

@@ -14,6 +14,7 @@ from torch import Tensor
 from pdserve.kernels.backend import NotTakenError
 from pdserve.kernels.cuda.checks import check_contiguous, check_integers, same_type
 from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
+from pdserve.kernels.cuda.norm import check_norms
 from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
 
 _TILE = 1024
@@ -83,11 +84,12 @@ def _rotate_heads(
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         of_low = tl.load(norm + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
         of_high = tl.load(norm + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-        low = _rounded(_rounded(low * scale, dtype) * of_low, dtype)
-        high = _rounded(_rounded(high * scale, dtype) * of_high, dtype)
+        inner: tl.constexpr = norm.dtype.element_ty  # fp32 leaves out the inner rounding
+        low = _rounded(_rounded(low * scale, inner) * of_low, dtype)
+        high = _rounded(_rounded(high * scale, inner) * of_high, dtype)
         if HEAD_DIM > 2 * HALF:
             of_rest = tl.load(norm + r, mask=r < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-            rest = _rounded(rest * scale, dtype) * of_rest
+            rest = _rounded(rest * scale, inner) * of_rest
     into = target + heads[:, None] * target_head + i[None, :]
     rotated = _rounded(low * cos, dtype) - _rounded(high * sin, dtype)
     tl.store(into, rotated.to(dtype), mask=kept)
@@ -195,7 +197,8 @@ def rope_and_cache(
         NotTakenError: The dtype or the head's size is not taken.
         TypeError: A dtype, a shape or a layout is not as the kernel reads it.
     """
-    same_type(qkv, kv_layer, q_norm, k_norm)
+    same_type(qkv, kv_layer)
+    check_norms(qkv.dtype, q_norm, k_norm)
     check_contiguous(qkv, cos_sin, q_norm, k_norm)
     check_integers(torch.int64, positions, slot_mapping)
     _, _, num_kv_heads, block_size, head_dim = kv_layer.shape

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+
+class Gate(enum.Enum):
+    """The activation of a gated MLP."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -23,6 +31,19 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate.float()).to(x.dtype) * up
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """Gate the second half of each row by GELU of the first, in its approximation by tanh.
+
+    Args:
+        x: ``[T, 2 * I]``: gate, then up.
+
+    Returns:
+        ``[T, I]``, same dtype, rounded as in `silu_and_mul`.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return functional.gelu(gate.float(), approximate="tanh").to(x.dtype) * up
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,13 @@ on its rows, gathers, and goes on with ``after_norm``: the same operations, in t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from pdserve.kernels.ops import Ops
+from pdserve.kernels.reference.activation import Gate
 from pdserve.kernels.reference.attention import PLAIN, AttentionForm
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.step import StepInputs
@@ -23,16 +25,18 @@ class MlpWeights:
     """Norm, gate and up projection, gated activation, down projection.
 
     Attributes:
-        norm: ``[D]``, weight of the norm.
+        norm: ``[D]``, weight of the norm; None: there is none.
         eps: Of the norm.
         gate_up: ``[D] -> [2 * I]``.
         down: ``[I] -> [D]``.
+        gate: The activation.
     """
 
-    norm: Tensor
+    norm: Tensor | None
     eps: float
     gate_up: PackedLinear
     down: PackedLinear
+    gate: Gate = Gate.SILU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,7 @@ class AttentionWeights:
     """Norm, qkv projection, rotation and cache write, attention, output projection.
 
     Attributes:
-        norm: ``[D]``, weight of the norm.
+        norm: ``[D]``, weight of the norm; None: there is none.
         eps: Of this norm and of those of q and k.
         qkv: ``[D] -> [(H + 2 * Hkv) * Dh]``.
         out: ``[H * Dh] -> [D]``.
@@ -49,9 +53,10 @@ class AttentionWeights:
         k_norm: ``[Dh]`` or None.
         scale: Factor on the scores.
         form: Window and sinks of the attention.
+        between: Changes what the qkv projection returns before it is rotated; None: nothing.
     """
 
-    norm: Tensor
+    norm: Tensor | None
     eps: float
     qkv: PackedLinear
     out: PackedLinear
@@ -60,6 +65,7 @@ class AttentionWeights:
     k_norm: Tensor | None
     scale: float
     form: AttentionForm = PLAIN
+    between: Callable[[Tensor], Tensor] | None = None
 
 
 class Mlp:
@@ -87,7 +93,9 @@ class Mlp:
     def after_norm(self, normed: Tensor) -> Tensor:
         """Run what follows the norm: ``[T, D] -> [T, D]``."""
         weights = self._weights
-        return weights.down(self._ops.silu_and_mul(weights.gate_up(normed)))
+        is_silu = weights.gate is Gate.SILU
+        gated = self._ops.silu_and_mul if is_silu else self._ops.gelu_and_mul
+        return weights.down(gated(weights.gate_up(normed)))
 
 
 class Attention:
@@ -123,8 +131,9 @@ class Attention:
     def after_norm(self, normed: Tensor, kv_layer: Tensor, step: StepInputs) -> Tensor:
         """Run what follows the norm: ``[T, D] -> [T, D]``; arguments as of a call."""
         ops, weights = self._padded if step.is_padded else self._ops, self._weights
+        qkv = weights.qkv(normed)
         q = ops.rope_and_cache(
-            weights.qkv(normed),
+            qkv if weights.between is None else weights.between(qkv),
             step.positions,
             weights.cos_sin,
             kv_layer,
@@ -148,6 +157,8 @@ class Attention:
 def _normed(
     ops: Ops, x: Tensor | None, residual: Tensor, weights: MlpWeights | AttentionWeights
 ) -> Tensor:
+    if weights.norm is None:
+        return (residual if x is None else residual.add_(x)).clone()
     if x is None:
         return ops.rms_norm(residual, weights.norm, weights.eps)
     return ops.add_rms_norm(x, residual, weights.norm, weights.eps)

@@ -31,7 +31,8 @@ def rope_and_cache(
         kv_layer: ``[num_blocks, 2, Hkv, block_size, Dh]``, may be strided over blocks; k and v of
             each token are written at its slot.
         slot_mapping: ``[T]`` int64, block * block_size + offset; negative means: store nothing.
-        q_norm: ``[Dh]`` weight of a per-head RMS norm of q, before rotation, or None.
+        q_norm: ``[Dh]`` weight of a per-head RMS norm of q, before rotation, or None; of the
+            model's dtype, or fp32 as of `rms_norm`.
         k_norm: The same for k.
         eps: Epsilon of both norms.
 

@@ -7,6 +7,7 @@ import torch
 
 from pdserve.errors import InternalError
 from pdserve.kernels.cases.attention import attention_inputs, rope_table
+from pdserve.kernels.reference.activation import Gate
 from pdserve.kernels.reference.attention import AttentionForm
 from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, MlpWeights
 from pdserve.kernels.reference.linear import PackedLinear
@@ -26,10 +27,21 @@ def _linear(depth: int, cols: int, dtype: torch.dtype, *, bias: bool = False) ->
 
 @dtypes
 @adds
-@pytest.mark.parametrize(("rows", "inner"), [(0, 160), (1, 160), (7, 160), (150, 160), (150, 168)])
-def test_mlp(dtype: torch.dtype, add: bool, rows: int, inner: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "inner", "gate", "wide"),
+    [
+        (0, 160, Gate.SILU, False),
+        (1, 160, Gate.SILU, False),
+        (7, 160, Gate.GELU_TANH, True),
+        (150, 160, Gate.SILU, False),
+        (150, 160, Gate.GELU_TANH, False),
+        (150, 168, Gate.SILU, True),
+    ],
+)
+def test_mlp(dtype: torch.dtype, add: bool, rows: int, inner: int, gate: Gate, wide: bool) -> None:
     up, down = _linear(WIDTH, 2 * inner, dtype, bias=True), _linear(inner, WIDTH, dtype)
-    weights = MlpWeights(torch.randn(WIDTH).to(dtype), 1e-5, up, down)
+    norm = torch.randn(WIDTH).to(torch.float32 if wide else dtype)
+    weights = MlpWeights(norm, 1e-5, up, down, gate)
     x, residual = torch.randn(2, rows, WIDTH).to(dtype)
     expected_residual = residual.clone()
     mlp = KERNELS.mlp(KERNELS, weights)
@@ -41,16 +53,17 @@ def test_mlp(dtype: torch.dtype, add: bool, rows: int, inner: int) -> None:
 
 
 def _attention(
-    dtype: torch.dtype, window: int | None = None, *, sinks: bool = False
+    dtype: torch.dtype, window: int | None = None, *, sinks: bool = False, wide: bool = False
 ) -> AttentionWeights:
+    of_norms = torch.float32 if wide else dtype
     return AttentionWeights(
-        norm=torch.randn(WIDTH).to(dtype),
+        norm=torch.randn(WIDTH).to(of_norms),
         eps=1e-5,
         qkv=_linear(WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype, bias=True),
         out=_linear(HEADS * HEAD_DIM, WIDTH, dtype),
         cos_sin=rope_table(200, HEAD_DIM, CPU),
-        q_norm=torch.randn(HEAD_DIM).to(dtype),
-        k_norm=torch.randn(HEAD_DIM).to(dtype),
+        q_norm=torch.randn(HEAD_DIM).to(of_norms),
+        k_norm=torch.randn(HEAD_DIM).to(of_norms),
         scale=0.2,
         form=AttentionForm(window, torch.randn(HEADS) if sinks else None),
     )
@@ -76,9 +89,12 @@ def _step(
 
 @dtypes
 @adds
-@pytest.mark.parametrize(("prompt", "sinks"), [(9, False), (150, False), (9, True)])
-def test_attention(dtype: torch.dtype, add: bool, prompt: int, sinks: bool) -> None:
-    weights = _attention(dtype, window=70, sinks=sinks)
+@pytest.mark.parametrize(
+    ("prompt", "sinks", "wide"),
+    [(9, False, False), (150, False, False), (9, True, False), (9, False, True)],
+)
+def test_attention(dtype: torch.dtype, add: bool, prompt: int, sinks: bool, wide: bool) -> None:
+    weights = _attention(dtype, window=70, sinks=sinks, wide=wide)
     kv, step = _step([1, prompt, 1], [60, prompt, 130], dtype)
     x, residual = torch.randn(2, prompt + 2, WIDTH).to(dtype)
     expected_kv, expected_residual = kv.clone(), residual.clone()

@@ -70,11 +70,13 @@ def test_row_operations_are_the_same_in_any_batch(dtype: torch.dtype) -> None:
     normed = [KERNELS.rms_norm(row, weight, 1e-5) for row in x.split(1)]
     added = [KERNELS.add_rms_norm(x[i : i + 1], sums[i], weight, 1e-5) for i in range(len(x))]
     gated = [KERNELS.silu_and_mul(row) for row in x.split(1)]
+    by_gelu = [KERNELS.gelu_and_mul(row) for row in x.split(1)]
 
     assert torch.equal(KERNELS.rms_norm(x, weight, 1e-5), torch.cat(normed))
     assert torch.equal(KERNELS.add_rms_norm(x, residual, weight, 1e-5), torch.cat(added))
     assert torch.equal(residual, torch.cat(sums))
     assert torch.equal(KERNELS.silu_and_mul(x), torch.cat(gated))
+    assert torch.equal(KERNELS.gelu_and_mul(x), torch.cat(by_gelu))
 
 
 @dtypes

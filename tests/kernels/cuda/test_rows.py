@@ -22,6 +22,7 @@ NAMES = (
     "rms_norm",
     "add_rms_norm",
     "silu_and_mul",
+    "gelu_and_mul",
     "sum_ranks",
     "rope_and_cache",
     "rope_and_latent",
@@ -76,11 +77,13 @@ def test_row_operations_are_the_same_in_any_batch(
     added = [kernels.add_rms_norm(x[i : i + 1], sums[i], weight, 1e-5) for i in range(len(x))]
     normed = [kernels.rms_norm(row, weight, 1e-5) for row in x.split(1)]
     gated = [kernels.silu_and_mul(row) for row in x.split(1)]
+    by_gelu = [kernels.gelu_and_mul(row) for row in x.split(1)]
 
     assert torch.equal(kernels.add_rms_norm(x, residual, weight, 1e-5), torch.cat(added))
     assert torch.equal(residual, torch.cat(sums))
     assert torch.equal(kernels.rms_norm(x, weight, 1e-5), torch.cat(normed))
     assert torch.equal(kernels.silu_and_mul(x), torch.cat(gated))
+    assert torch.equal(kernels.gelu_and_mul(x), torch.cat(by_gelu))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from pdserve.kernels.cuda import activation, digest, norm, ranks, rope
+from pdserve.kernels.cuda import activation, digest, gelu, norm, ranks, rope
 from pdserve.kernels.cuda.chunks import ChunkCopy, copied
 from pdserve.kernels.cuda.launch import without_overlap
 from pdserve.kernels.digest import place_keys, word_constants
@@ -31,6 +31,7 @@ def calls() -> gate.Calls:
         "add_rms_norm": lambda: norm.add_rms_norm(of(8, 4096), of(8, 4096), of(4096), 1e-5),
         "wide_norm": lambda: norm.rms_norm(of(8, 32768), of(32768), 1e-5),
         "silu_and_mul": lambda: activation.silu_and_mul(of(8, 28672)),
+        "gelu_and_mul": lambda: gelu.gelu_and_mul(of(8, 28672)),
         "sum_ranks": lambda: ranks.sum_ranks(of(8, 8 * 4096)),
         "rope": lambda: rope.rope_and_cache(
             of(8, 6144), places, table, kv[:, 1], places, None, None, 1e-5
@@ -59,6 +60,7 @@ ROWS = {
     "add_rms_norm": (48, 5, 6, 4),
     "wide_norm": (128, 1, 16, 8),
     "silu_and_mul": (32, 16, 2, 1),
+    "gelu_and_mul": (32, 16, 2, 1),
     "sum_ranks": (40, 12, 8, 1),
     "rope": (40, 24, 6, 6),
     "rope_normed": (56, 16, 6, 6),
