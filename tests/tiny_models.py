@@ -31,6 +31,20 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
+    "mistral3": ("Mistral3Config", "Mistral3ForConditionalGeneration"),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
+    "dots1": ("Dots1Config", "Dots1ForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
+    "glm": ("GlmConfig", "GlmForCausalLM"),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
 }
 """Of transformers: a family's configuration and its model."""
 
@@ -62,6 +76,20 @@ _LATENT: dict[str, Any] = {
     "topk_group": 2,
 }
 
+_GLM4: dict[str, Any] = {"head_dim": 24, "pad_token_id": 0}
+
+_GEMMA3: dict[str, Any] = {
+    "head_dim": 24,
+    "sliding_window": 20,
+    "query_pre_attn_scalar": 40,
+    "tie_word_embeddings": False,
+    "sliding_window_pattern": 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+
 FIELDS_OF: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
@@ -88,6 +116,57 @@ FIELDS_OF: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {**_LATENT, "n_group": 1, "topk_group": 1},
     "phi3": {"pad_token_id": 0},
+    "glm": _GLM4,
+    "glm4": _GLM4,
+    "smollm3": {"pad_token_id": 0, "tie_word_embeddings": False, "no_rope_layer_interval": 2},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.5,
+    },
+    "ernie4_5": {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False},
+    "ernie4_5_moe": {
+        "tie_word_embeddings": False,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 40,
+        "moe_num_shared_experts": 2,
+    },
+    "minimax_m2": {
+        "head_dim": 24,
+        "rotary_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 40,
+    },
+    "dots1": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": 20,
+        "max_window_layers": 2,
+    },
+    "olmo3": {
+        "sliding_window": 20,
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    },
+    "exaone4": {"sliding_window": 20, "sliding_window_pattern": 2},
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3,
     "gpt_oss": {
         "head_dim": 16,
         "num_local_experts": 8,
@@ -106,28 +185,74 @@ FIELDS_OF: dict[str, dict[str, Any]] = {
 """What a family has beyond the shape of all."""
 
 
-def write_tiny_model(directory: Path, family: str = "llama", **fields: Any) -> Path:
-    """Save a random model of `family` (a key of `CLASSES`) and a byte tokenizer."""
-    import torch
+_OF_DECODERS: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        "image_token_index": 3,
+    },
+    "gemma3": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        "mm_tokens_per_image": 4,
+        "image_token_index": 3,
+    },
+}
+"""Families that also read images, whose shape is that of their decoder, and what else they have."""
+
+
+def make_tiny_config(family: str, **fields: Any) -> Any:
+    """Configure `family` (a key of `CLASSES`) with the fields of its decoder."""
     import transformers
 
-    config_name, model_name = CLASSES[family]
-    torch.manual_seed(11)
-    config = getattr(transformers, config_name)(**{**_SHAPE, **FIELDS_OF.get(family, {}), **fields})
-    model = getattr(transformers, model_name)(config).eval()
+    make = getattr(transformers, CLASSES[family][0])
+    if family in _OF_DECODERS:
+        tied = fields.get("tie_word_embeddings", True)
+        return make(text_config=fields, tie_word_embeddings=tied, **_OF_DECODERS[family])
+    return make(**fields)
+
+
+def vary(model: Any) -> None:
+    """Draw what transformers starts at 0 or at 1, which would hide a lost parameter."""
+    import torch
+
     for name, parameter in model.named_parameters():
-        # transformers starts biases at 0 and norms at 1, which would hide a lost one.
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
         elif name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
         elif "norm" in name:
-            torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+            less_one = not parameter.any()
+            torch.nn.init.normal_(parameter, mean=0.0 if less_one else 1.0, std=0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.2)
+
+
+def write_tiny_model(directory: Path, family: str = "llama", **fields: Any) -> Path:
+    """Save a random model of `family` (a key of `CLASSES`) and a byte tokenizer."""
+    import torch
+    import transformers
+
+    fields = {**_SHAPE, **FIELDS_OF.get(family, {}), **fields}
+    torch.manual_seed(11)
+    config = make_tiny_config(family, **fields)
+    model = getattr(transformers, CLASSES[family][1])(config).eval()
+    vary(model)
     model.save_pretrained(directory)
-    write_tokenizer(directory, config.vocab_size)
+    write_tokenizer(directory, fields["vocab_size"])
     return directory
 
 
@@ -171,6 +296,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def model_of(directory: Path, dtype: Any = None) -> Any:
+    """Load a model into transformers; in fp32 unless told otherwise."""
+    import torch
+    import transformers
+
+    (name,) = json.loads((directory / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(directory, dtype=dtype or torch.float32)
+
+
 @one_thread()
 def margins_by_transformers(
     directory: Path, prompt: list[int], output: list[int]
@@ -181,9 +315,8 @@ def margins_by_transformers(
     what an engine that computes in bf16 approximates.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).float()
+    model = model_of(directory, torch.bfloat16).float()
     with torch.no_grad():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     best = logits.topk(2, dim=-1)
@@ -197,9 +330,8 @@ def greedy_by_transformers(
 ) -> list[list[int]]:
     """What transformers generates in fp32, EOS ignored: the oracle."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = model_of(directory)
     outputs = []
     for prompt in prompts:
         with torch.no_grad():

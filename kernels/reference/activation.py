@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class Gate(enum.Enum):
+class MlpGate(enum.Enum):
     """The activation of a gated MLP."""
 
     SILU = "silu"

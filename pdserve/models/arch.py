@@ -47,6 +47,39 @@ class RopeArch(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
 
 
+class Activation(enum.Enum):
+    """The gate of dense feed-forward layers."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+class QkNorm(enum.Enum):
+    """Norms of queries and keys."""
+
+    NONE = "none"
+    HEAD = "head"
+    """Of each head, all with one weight."""
+    ALL_HEADS = "all_heads"
+    """Of all heads of queries together, and of all of keys."""
+
+
+class NormArch(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a layer's RMS norms are, and how they multiply.
+
+    Attributes:
+        before: Whether each half norms the stream that it reads.
+        after: Whether each half's result is normed before it is added to the stream.
+        wide: Whether weights multiply in fp32, before the only rounding.
+        less_one: Whether weights are stored less 1.
+    """
+
+    before: bool = True
+    after: bool = False
+    wide: bool = False
+    less_one: bool = False
+
+
 class Scoring(enum.Enum):
     """How a router's logits become scores."""
 
@@ -144,7 +177,7 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
         tie_embeddings: Whether the output head is the embedding.
         partial_rotary_factor: Share of each head that is rotated, its first elements; `mla` says
             for itself.
-        qk_norm: Whether each head of q and k has an RMS norm before rotation.
+        qk_norm: What has an RMS norm before rotation.
         qkv_bias, o_bias, mlp_bias: Which linear layers have a bias.
         attention_sinks: Whether each head has a score without a value.
         windows: Per layer: the sliding window in tokens (a token sees itself and the
@@ -156,6 +189,15 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
         moe: Its mixture-of-experts layers, if it has any.
         mla: Its latent attention; then `num_kv_heads` is 1 and `head_dim` is the cached size of a
             token (`kv_lora_rank + qk_rope_head_dim`).
+        norms: Its layers' norms.
+        activation: The gate of its dense layers.
+        softmax_scale: Factor on the scores of grouped queries; None: `head_dim ** -0.5`.
+        embedding_scale: Factor on embeddings, rounded to the model's dtype.
+        residual_scale: Factor on what each half adds to the stream.
+        logits_scale: Factor on the logits.
+        window_rope: Rotation in layers with a window; None: as in the others.
+        unrotated: Layers whose queries and keys are not rotated.
+        interleaved_rope: Whether rotated dimensions are paired as neighbours, of grouped queries.
         num_extra_layers: Layers that may follow these in checkpoints and predict further tokens
             (DeepSeek-V3, section 2.2); they draft (`models.mtp`), or are not read.
     """
@@ -172,7 +214,7 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
     tie_embeddings: bool
     rope: RopeArch
     partial_rotary_factor: float
-    qk_norm: bool
+    qk_norm: QkNorm
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -185,6 +227,15 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
     moe: MoeArch | None = None
     mla: MlaArch | None = None
     attention_sinks: bool = False
+    norms: NormArch = NormArch()
+    activation: Activation = Activation.SILU
+    softmax_scale: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    window_rope: RopeArch | None = None
+    unrotated: tuple[int, ...] = ()
+    interleaved_rope: bool = False
     num_extra_layers: int = 0
 
     @property
@@ -194,9 +245,19 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
             return self.mla.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
+    def rope_of(self, layer: int) -> RopeArch | None:
+        """Rotation in a layer, if there is one."""
+        if layer in self.unrotated:
+            return None
+        if self.window_rope is not None and self.windows[layer] is not None:
+            return self.window_rope
+        return self.rope
+
     @property
     def max_context_len(self) -> int:
         """Maximum tokens of a request, with the context extension of the rope scaling."""
+        if self.window_rope is not None:
+            return self.max_position_embeddings  # whatever stretches a part of the layers
         if self.rope.kind is RopeKind.LINEAR:
             return int(self.max_position_embeddings * self.rope.factor)
         if self.rope.kind is RopeKind.YARN:

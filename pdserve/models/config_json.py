@@ -121,6 +121,16 @@ class Fields:
             remedy = f"only {' or '.join(repr(a) for a in allowed)} is supported"
             raise self.error(name, value, remedy if allowed else "this is not supported")
 
+    def with_defaults(self, **defaults: object) -> Fields:
+        """The same fields, and others with the values that they have where they are absent."""
+        return Fields(
+            self.architecture, {**defaults, **self._config}, self._path, param=self._param
+        )
+
+    def replaced(self, **values: object) -> Fields:
+        """The same fields, some with other values."""
+        return Fields(self.architecture, {**self._config, **values}, self._path, param=self._param)
+
     def error(self, name: str, value: object, remedy: str) -> ConfigError:
         """Return the error for an invalid value."""
         return ConfigError(

@@ -18,9 +18,9 @@ from pdserve.models.layers.embedding import Embedding
 from pdserve.models.layers.mla import LatentAttention
 from pdserve.models.layers.mlp import GatedMLP
 from pdserve.models.layers.moe import MoE
-from pdserve.models.layers.norm import RMSNorm
+from pdserve.models.layers.norm import ResidualScale, RMSNorm
 from pdserve.models.layers.parameter import Placement
-from pdserve.models.layers.rope import cos_sin_table
+from pdserve.models.layers.rope import cos_sin_table, no_rotation
 from pdserve.parallel.dispatch import SlicedExperts
 
 if TYPE_CHECKING:
@@ -162,15 +162,25 @@ class Decoder:
         max_positions: int,
         layers: range | None = None,
     ) -> None:
-        table = cos_sin_table(arch.rope, arch.rotary_dim, max_positions).to(placement.device)
+        tables = {
+            rope: (
+                no_rotation(max_positions)
+                if rope is None
+                else cos_sin_table(rope, arch.rotary_dim, max_positions)
+            ).to(placement.device)
+            for rope in {arch.rope_of(layer) for layer in range(arch.num_layers)}
+        }
         self.arch = arch
         self._placement = placement
         self._stream = placement.stream
         self._embedding = Embedding(arch, placement)
         self.vocab = self._embedding.rows
         self._stage = range(arch.num_layers) if layers is None else layers
-        self._layers = [DecoderLayer(arch, layer, table, placement) for layer in self._stage]
-        self._norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, placement)
+        self._layers = [
+            DecoderLayer(arch, layer, tables[arch.rope_of(layer)], placement)
+            for layer in self._stage
+        ]
+        self._norm = RMSNorm(arch, placement)
         self._is_first = placement.world.pp.is_first
         self._is_last = placement.world.pp.is_last
 
@@ -294,13 +304,57 @@ class Decoder:
         return self._embedding.logits(hidden)
 
 
+class FinishedAttention:
+    """An attention half whose result is normed, or multiplied."""
+
+    def __init__(self, half: AttentionHalf, finish: RMSNorm | ResidualScale) -> None:
+        self._half, self._finish = half, finish
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """See `AttentionHalf`."""
+        yield from self._half.slots(prefix)
+        if isinstance(self._finish, RMSNorm):
+            yield f"{prefix}post_self_attn_layernorm.weight", self._finish.slot()
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, step: StepInputs, kv_layer: Tensor
+    ) -> Tensor:
+        """See `AttentionHalf`."""
+        return self._finish(self._half(x, residual, step, kv_layer))
+
+
+class FinishedFeedForward:
+    """A feed-forward half whose result is normed, or multiplied."""
+
+    def __init__(self, half: FeedForwardHalf, finish: RMSNorm | ResidualScale) -> None:
+        self._half, self._finish = half, finish
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """See `FeedForwardHalf`."""
+        yield from self._half.slots(prefix)
+        if isinstance(self._finish, RMSNorm):
+            yield f"{prefix}post_mlp_layernorm.weight", self._finish.slot()
+
+    def __call__(self, x: Tensor, residual: Tensor, num_tokens: int) -> Tensor:
+        """See `FeedForwardHalf`."""
+        return self._finish(self._half(x, residual, num_tokens))
+
+
 def _attention(arch: ModelArch, layer: int, cos_sin: Tensor, placement: Placement) -> AttentionHalf:
-    if arch.mla is None:
-        return GroupedQueryAttention(arch, layer, cos_sin, placement)
-    return LatentAttention(arch, layer, cos_sin, placement)
+    made = GroupedQueryAttention if arch.mla is None else LatentAttention
+    half, finish = made(arch, layer, cos_sin, placement), _finish(arch, placement)
+    return half if finish is None else FinishedAttention(half, finish)
 
 
 def _feed_forward(arch: ModelArch, layer: int, placement: Placement) -> FeedForwardHalf:
-    if arch.moe is None or not arch.moe.layers[layer]:
-        return GatedMLP(arch, placement)
-    return MoE(arch, layer, placement)
+    is_dense = arch.moe is None or not arch.moe.layers[layer]
+    half = GatedMLP(arch, placement) if is_dense else MoE(arch, layer, placement)
+    finish = _finish(arch, placement)
+    return half if finish is None else FinishedFeedForward(half, finish)
+
+
+def _finish(arch: ModelArch, placement: Placement) -> RMSNorm | ResidualScale | None:
+    """What is done to the result of a half layer before it is added to the stream."""
+    if arch.norms.after:
+        return RMSNorm(arch, placement)
+    return None if arch.residual_scale == 1.0 else ResidualScale(arch.residual_scale)

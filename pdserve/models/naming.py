@@ -22,37 +22,62 @@ class Naming:
     """What differs from Llama's names.
 
     Attributes:
-        parts: The checkpoint's name of a part, by the decoder's; parts stand between dots.
+        parts: The checkpoint's name of some parts, by the decoder's; they stand between dots.
         merged: Matrices of the checkpoint, and whose rows they have, in this order.
+        lifted: End of the names of vectors that are stored as matrices of one row.
+        unread: Beginnings of names that are not of the decoder.
         stacked: Tensors of all experts, and the matrices whose rows alternate in their columns.
     """
 
     parts: Mapping[str, str] = field(default_factory=dict)
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lifted: str | None = None
+    unread: tuple[str, ...] = ()
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 _LLAMA = Naming()
+_MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
+_AFTER_ALONE = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+_BIAS = "mlp.gate.e_score_correction_bias"
 _NAMINGS = {
+    "Ernie4_5_MoeForCausalLM": Naming(
+        parts={_BIAS: "mlp.moe_statics.e_score_correction_bias"},
+        lifted="e_score_correction_bias",
+        unread=("model.mtp_",),
+    ),
+    "Exaone4ForCausalLM": Naming(parts=_AFTER_ALONE),
+    "Gemma3ForCausalLM": Naming(
+        parts={"post_attention_layernorm": "pre_feedforward_layernorm", **_AFTER_ALONE}
+    ),
+    "Glm4ForCausalLM": Naming(merged=_GATE_UP),
+    "GlmForCausalLM": Naming(merged=_GATE_UP),
     "GptOssForCausalLM": Naming(
         parts={"gate": "router"},
         stacked={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
     ),
-    "MixtralForCausalLM": Naming(
-        parts={
-            "mlp": "block_sparse_moe",
-            "gate_proj": "w1",
-            "up_proj": "w3",
-            "down_proj": "w2",
-        }
+    "MiniMaxM2ForCausalLM": Naming(
+        parts={_BIAS: "block_sparse_moe.e_score_correction_bias", **_MIXTRAL}
     ),
+    "MixtralForCausalLM": Naming(parts=_MIXTRAL),
+    "Olmo2ForCausalLM": Naming(parts=_AFTER_ALONE),
+    "Olmo3ForCausalLM": Naming(parts=_AFTER_ALONE),
     "Phi3ForCausalLM": Naming(
         merged={
             "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-            "gate_up_proj": ("gate_proj", "up_proj"),
+            **_GATE_UP,
         }
     ),
 }
+
+
+def unread_of(architecture: str) -> tuple[str, ...]:
+    """Return beginnings of names in a family's checkpoints that are not of the decoder."""
+    return _NAMINGS.get(architecture, _LLAMA).unread
 
 
 def as_stored(architecture: str, slots: Mapping[str, Slot]) -> dict[str, Slot]:
@@ -64,9 +89,17 @@ def as_stored(architecture: str, slots: Mapping[str, Slot]) -> dict[str, Slot]:
             stored[name.replace(first, merged)] = _merged(parts)
     if naming.stacked:
         stored = _with_stacked_experts(stored, naming.stacked)
+    if naming.lifted is not None:
+        stored = {
+            name: _lifted(slot) if name.endswith(naming.lifted) else slot
+            for name, slot in stored.items()
+        }
+    if not naming.parts:
+        return stored
+    longest_first = sorted(naming.parts, key=len, reverse=True)
+    ours = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, longest_first))})(?![^.])")
     return {
-        ".".join(naming.parts.get(part, part) for part in name.split(".")): slot
-        for name, slot in stored.items()
+        ours.sub(lambda found: naming.parts[found[1]], name): slot for name, slot in stored.items()
     }
 
 
@@ -84,6 +117,12 @@ def _merged(parts: list[Slot]) -> Slot:
             first += len(rows)
 
     return Slot(shape, None if parts[0].load is None else load)
+
+
+def _lifted(slot: Slot) -> Slot:
+    """Return the slot of a matrix whose only row is a whole vector."""
+    load = slot.load
+    return Slot((1, *slot.shape), None if load is None else lambda tensor: load(tensor[0]))
 
 
 def _with_stacked_experts(

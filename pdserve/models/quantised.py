@@ -45,7 +45,7 @@ def read_quantised(fields: Fields) -> QuantisedFormat | None:
 
 def _read_fp8(given: Fields) -> QuantisedFormat:
     """Read the method in which DeepSeek-V3 and Qwen3-FP8 are published."""
-    given.only("fmt", "e4m3")
+    given.only("fmt", "e4m3", "float8_e4m3fn")
     return QuantisedFormat(
         {"_scale_inv": SCALE, "_scale": SCALE},
         tuple(fp8_schemes(read_block(given, "weight_block_size"))),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
 from pdserve.models.config_json import Fields, read_config
-from pdserve.models.readers import dense, experts, latent
+from pdserve.models.readers import dense, experts, latent, post_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +52,8 @@ def parse_arch(config: dict[str, Any]) -> ModelArch:
             f"config.json: architectures is {names!r}: it must have exactly one name", param="model"
         )
     (name,) = names
+    if name in _TEXT_PARTS:
+        return parse_arch(_text_part(name, config))
     if name not in _FAMILIES:
         raise ConfigError(
             f"architecture {name!r} is not supported: use one of {', '.join(KNOWN)}", param="model"
@@ -62,6 +64,18 @@ def parse_arch(config: dict[str, Any]) -> ModelArch:
     if "num_hidden_layers" in fields and (num := fields.count("num_hidden_layers")) > _MAX_LAYERS:
         raise fields.error("num_hidden_layers", num, f"at most {_MAX_LAYERS} layers are served")
     return read(fields)
+
+
+def _text_part(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the decoder of a model that also reads images."""
+    decoder, model_type = _TEXT_PARTS[name]
+    fields = Fields(name, config)
+    fields.only("model_type", model_type)
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise fields.error("text_config", text, "an object is needed")
+    told = {field: config[field] for field in _OF_BOTH if config.get(field) is not None}
+    return {**text, **told, "architectures": [decoder]}
 
 
 _FAMILIES: dict[str, tuple[Callable[[Fields], ModelArch], tuple[str, ...]]] = {
@@ -77,10 +91,38 @@ _FAMILIES: dict[str, tuple[Callable[[Fields], ModelArch], tuple[str, ...]]] = {
     "Glm4MoeLiteForCausalLM": (latent.glm4_moe_lite, ("glm4_moe_lite",)),
     "Phi3ForCausalLM": (dense.phi3, ("phi3",)),
     "SeedOssForCausalLM": (dense.seed_oss, ("seed_oss",)),
+    "Gemma3ForCausalLM": (post_norm.gemma3, ("gemma3_text",)),
+    "MiniMaxM2ForCausalLM": (experts.minimax_m2, ("minimax_m2", "minimax")),
+    "Dots1ForCausalLM": (experts.dots1, ("dots1",)),
+    "SmolLM3ForCausalLM": (dense.smollm3, ("smollm3",)),
+    "GraniteForCausalLM": (dense.granite, ("granite",)),
+    "Ernie4_5ForCausalLM": (dense.ernie4_5, ("ernie4_5",)),
+    "Ernie4_5_MoeForCausalLM": (experts.ernie4_5_moe, ("ernie4_5_moe",)),
+    "Olmo2ForCausalLM": (post_norm.olmo2, ("olmo2",)),
+    "Olmo3ForCausalLM": (post_norm.olmo3, ("olmo3",)),
+    "Exaone4ForCausalLM": (post_norm.exaone4, ("exaone4",)),
+    "GlmForCausalLM": (post_norm.glm, ("glm",)),
+    "Glm4ForCausalLM": (post_norm.glm4, ("glm4",)),
     "GptOssForCausalLM": (experts.gpt_oss, ("gpt_oss",)),
 }
 """Reader of each architecture, and the values of `model_type`, by which transformers chooses the
 model that it builds."""
 
-KNOWN = tuple(sorted(_FAMILIES))
+_TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3"),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "mistral3"),
+}
+"""Models whose decoder is served: its architecture, and the whole's `model_type`."""
+_OF_BOTH = (
+    "bos_token_id",
+    "compression_config",
+    "dtype",
+    "eos_token_id",
+    "quantization_config",
+    "tie_word_embeddings",
+    "torch_dtype",
+)
+"""Fields that decide wherever they stand."""
+
+KNOWN = tuple(sorted({*_FAMILIES, *_TEXT_PARTS}))
 """Names of all architectures that can be read."""

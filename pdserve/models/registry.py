@@ -13,7 +13,7 @@ from pdserve.models.arch import ModelArch
 from pdserve.models.decoder import Decoder
 from pdserve.models.layers.linear import kv_heads_of
 from pdserve.models.layers.parameter import Placement
-from pdserve.models.naming import as_stored
+from pdserve.models.naming import as_stored, unread_of
 from pdserve.models.reading import read_arch
 from pdserve.models.weights import Checkpoint, DummyWeights, WeightSource, load_weights
 from pdserve.parallel import placed
@@ -224,8 +224,9 @@ def load_model(
             as_stored(arch.architecture, model.slots()),
             source,
             tied_head=arch.tie_embeddings,
-            unused=tuple(
-                f"model.layers.{arch.num_layers + i}." for i in range(arch.num_extra_layers)
+            unused=(
+                *unread_of(arch.architecture),
+                *(f"model.layers.{arch.num_layers + i}." for i in range(arch.num_extra_layers)),
             ),
             progress=progress,
         )

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_HEADER_BYTES = 100 << 20
+_TEXT_PREFIXES = (
+    ("language_model.", ""),  # transformers 4
+    ("model.language_model.", "model."),
+    ("lm_head.weight", "lm_head.weight"),
+)
+"""How names in models that also read images begin, and those of a decoder alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +111,14 @@ class WeightFile:
                 yield read
         except (SafetensorError, OSError) as error:
             raise self._broken(str(error)) from None
+
+
+def of_decoder(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Keep the decoder and its head, under their own names, of a model that also reads images."""
+    found = {}
+    for name, tensor in tensors.items():
+        for prefix, own in _TEXT_PREFIXES:
+            if name.startswith(prefix):
+                found[own + name.removeprefix(prefix)] = tensor
+                break
+    return found

@@ -23,7 +23,7 @@ from pdserve.models.file_digest import DigestCache, FileDigest
 from pdserve.models.quantised import read_quantised
 from pdserve.models.quantised_format import NUMBERS
 from pdserve.models.shard_paths import shard_paths
-from pdserve.models.weight_file import StoredTensor, WeightFile
+from pdserve.models.weight_file import StoredTensor, WeightFile, of_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -149,7 +149,8 @@ class Checkpoint:
     """The safetensors files of a model directory, with an index or without.
 
     Opening reads the files' headers only. Embedding models are saved without a head, and with
-    tensor names relative to their decoder. Quantised weights are widened.
+    tensor names relative to their decoder. Of models that also read images only the decoder is
+    read. Quantised weights are widened.
 
     Raises:
         ConfigError: `shard_paths` refuses the directory, a file is a Git LFS pointer or is cut
@@ -165,6 +166,9 @@ class Checkpoint:
             raise ConfigError(
                 f"the safetensors files in {str(directory)!r} hold no tensors", param="model"
             )
+        if "text_config" in config:
+            for shard in self._shards:
+                shard.tensors = of_decoder(shard.tensors)
         if not any(name.startswith(_DECODER) for shard in self._shards for name in shard.tensors):
             for shard in self._shards:
                 shard.tensors = {_DECODER + name: each for name, each in shard.tensors.items()}

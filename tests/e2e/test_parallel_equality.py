@@ -31,6 +31,12 @@ NUM_LAYERS = 5
 DENSE = ("llama", "qwen3")
 MOE = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
+FURTHER_DENSE = (
+    "gemma3_text", "gemma3", "mistral3", "smollm3", "granite", "ernie4_5", "olmo2", "olmo3",
+    "exaone4", "glm", "glm4",
+)  # fmt: skip
+FURTHER_MOE = ("minimax_m2", "dots1", "ernie4_5_moe")
+
 SHAPES = {
     "tp2": ("-tp", "2"),
     "tp4": ("-tp", "4"),
@@ -57,6 +63,8 @@ EXPERT_SHAPES = {
 MATRIX = [
     *((family, shape) for family in (*DENSE, *MOE) for shape in SHAPES),
     *((family, shape) for family in MOE for shape in EXPERT_SHAPES),
+    *((family, "tp2 pp2") for family in (*FURTHER_DENSE, *FURTHER_MOE)),
+    *((family, "ep2 sp") for family in FURTHER_MOE),
 ]
 
 

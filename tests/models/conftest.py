@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.tiny_models import CLASSES
+from tests.tiny_models import CLASSES, FIELDS_OF, make_tiny_config, vary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,17 +34,11 @@ def save_model(tmp_path: Path) -> Callable[..., Any]:
     def save(family: str = "llama", *, max_shard_size: str = "1GB", **fields: Any) -> Any:
         import transformers
 
-        config_name, model_name = CLASSES[family]
         torch.manual_seed(3)
-        config = getattr(transformers, config_name)(**{**TINY, **fields})
+        config = make_tiny_config(family, **{**TINY, **FIELDS_OF.get(family, {}), **fields})
         config._attn_implementation = "eager"
-        model = getattr(transformers, model_name)(config).eval()
-        for name, parameter in model.named_parameters():
-            # transformers starts biases at 0 and norms at 1, which would hide a lost one.
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.5)
-            elif "norm" in name:
-                torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+        model = getattr(transformers, CLASSES[family][1])(config).eval()
+        vary(model)
         model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
         return model
 

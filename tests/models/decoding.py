@@ -126,3 +126,27 @@ def _whole_vocabulary(logits: Tensor, loaded: LoadedModel, world: World) -> Tens
     whole = torch.zeros(len(logits), loaded.arch.vocab_size)
     whole[:, loaded.vocab.start : loaded.vocab.stop] = logits
     return world.tp.all_reduce(whole)
+
+
+def final_states(loaded: LoadedModel, prompt: list[int], chunks: list[int]) -> Tensor:
+    """Final hidden states of a prompt that is computed in chunks."""
+    arch = loaded.arch
+    num_blocks = -(-len(prompt) // BLOCK_SIZE)
+    planes = 1 if arch.mla else 2
+    shape = (num_blocks, arch.num_layers, planes, loaded.num_kv_heads, BLOCK_SIZE, arch.head_dim)
+    kv = torch.full(shape, float("nan"), dtype=loaded.dtype)
+    parts, done = [], 0
+    with torch.inference_mode():
+        for chunk in chunks:
+            at = torch.arange(done, done + chunk)
+            done += chunk
+            step = StepInputs(
+                token_ids=torch.tensor(prompt)[at],
+                positions=at,
+                slot_mapping=at,
+                block_tables=torch.arange(num_blocks, dtype=torch.int32).view(1, -1),
+                query_start=torch.tensor([0, chunk], dtype=torch.int32),
+                context_lens=torch.tensor([done], dtype=torch.int32),
+            )
+            parts.append(loaded.model.forward(step, list(kv.unbind(1))))
+    return torch.cat(parts)

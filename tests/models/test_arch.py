@@ -12,11 +12,14 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.models.arch import (
+    Activation,
     GluArch,
     GroupScore,
     MlaArch,
     ModelArch,
     MoeArch,
+    NormArch,
+    QkNorm,
     RopeKind,
     Scoring,
 )
@@ -48,7 +51,8 @@ def test_absent_fields_take_the_defaults_of_the_family() -> None:
     arch = parse_arch(config())
     assert (arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps) == (4, 16, 1e-6)
     assert (arch.rope.kind, arch.rope.theta) == (RopeKind.DEFAULT, 10_000.0)
-    assert not any((arch.qkv_bias, arch.o_bias, arch.mlp_bias, arch.qk_norm))
+    assert not any((arch.qkv_bias, arch.o_bias, arch.mlp_bias))
+    assert arch.qk_norm is QkNorm.NONE
     assert not arch.tie_embeddings
     assert arch.windows == (None,) * 4
     assert (arch.eos_token_ids, arch.bos_token_id, arch.dtype) == ((), None, None)
@@ -67,7 +71,7 @@ def test_only_qwen2_has_qkv_biases_without_saying_so() -> None:
 
 def test_qwen3_has_qk_norms_and_heads_of_128() -> None:
     arch = parse_arch(config(architectures=["Qwen3ForCausalLM"], num_key_value_heads=2))
-    assert (arch.qk_norm, arch.head_dim, arch.qkv_bias) == (True, 128, False)
+    assert (arch.qk_norm, arch.head_dim, arch.qkv_bias) == (QkNorm.HEAD, 128, False)
 
 
 @pytest.mark.parametrize("absent", [True, False])
@@ -245,7 +249,7 @@ def test_a_half_of_each_head_of_glm_is_rotated_unless_it_says_another_part() -> 
     assert (arch.qkv_bias, arch.o_bias, arch.qk_norm, arch.num_extra_layers) == (
         True,
         False,
-        True,
+        QkNorm.HEAD,
         1,
     )
     plain = {name: value for name, value in GLM.items() if name != "partial_rotary_factor"}
@@ -329,6 +333,132 @@ def test_gpt_oss_says_by_default_what_its_checkpoints_say() -> None:
         "max_position_embeddings",
     )
     assert parse_arch(config(**{name: OSS[name] for name in silent})) == arch
+
+
+def later(name: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": [name], "num_key_value_heads": 2, **fields}
+
+
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+"""What the hub's config of gemma-3-4b-it says."""
+
+
+def test_gemma_3_says_little_and_means_what_transformers_does() -> None:
+    arch = parse_arch(GEMMA3)
+    assert (arch.architecture, arch.dtype) == ("Gemma3ForCausalLM", "bfloat16")
+    assert (arch.num_heads, arch.num_kv_heads, arch.head_dim) == (8, 4, 256)
+    assert arch.windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
+    assert arch.window_rope is not None
+    assert (arch.window_rope.kind, arch.window_rope.theta) == (RopeKind.DEFAULT, 1e4)
+    assert (arch.rope.kind, arch.rope.theta, arch.rope.factor) == (RopeKind.LINEAR, 1e6, 8.0)
+    assert arch.max_context_len == 131072  # it is what the scaling has led to
+    assert (arch.softmax_scale, arch.embedding_scale) == (256**-0.5, 2560**0.5)
+    assert arch.activation is Activation.GELU_TANH
+    assert arch.norms == NormArch(after=True, wide=True, less_one=True)
+    assert (arch.eos_token_ids, arch.vocab_size, arch.tie_embeddings) == ((1, 106), 262208, True)
+    text = GEMMA3["text_config"] | {"eos_token_id": [1, 106], "dtype": "bfloat16"}
+    assert parse_arch({**text, "architectures": ["Gemma3ForCausalLM"]}) == arch
+
+
+def test_a_decoder_may_rotate_in_two_ways_as_either_transformers_says() -> None:
+    text = GEMMA3["text_config"] | {"architectures": ["Gemma3ForCausalLM"]}
+    one = parse_arch({**text, "rope_theta": 5e5, "rope_local_base_freq": 1e3})
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
+    sliding = {"rope_type": "default", "rope_theta": 1e3}
+    both = {"full_attention": full, "sliding_attention": sliding}
+    assert parse_arch({**text, "rope_scaling": None, "rope_parameters": both}) == one
+
+
+MINIMAX: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 4,
+    "head_dim": 128,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "mlp_intermediate_size": 8192,
+    "model_type": "minimax",
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 2,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "qk_norm_type": "per_layer",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
+"""MiniMax-M2's, but for the sizes that `LLAMA` has."""
+
+
+def test_minimax_m2_is_read_as_it_was_published() -> None:
+    arch = parse_arch(config(**MINIMAX))
+    assert (arch.qk_norm, arch.rotary_dim, arch.rope.theta) == (QkNorm.ALL_HEADS, 64, 5e6)
+    assert arch.num_extra_layers == 3
+    assert arch.moe == MoeArch(
+        layers=(True,) * 4,
+        num_experts=256,
+        top_k=8,
+        intermediate_size=96,
+        scoring=Scoring.SIGMOID,
+        has_correction_bias=True,
+    )
+
+
+def test_dots1_slides_in_upper_layers_and_has_the_defaults_of_its_class() -> None:
+    fields = later("Dots1ForCausalLM", n_routed_experts=16, num_experts_per_tok=2)
+    arch = parse_arch(config(**fields, max_window_layers=3, sliding_window=9))
+    assert arch.windows == (None, None, None, 9)
+    assert (arch.moe is not None and arch.moe.normalize_weights) is False
+    assert parse_arch(config(**fields)).windows == (None,) * 4
+    published = parse_arch(config(**fields, scoring_func="noaux_tc"))
+    assert published == parse_arch(config(**fields, scoring_func="sigmoid"))
+
+
+def test_layers_that_do_not_rotate_are_read() -> None:
+    assert parse_arch(config(**later("SmolLM3ForCausalLM"))).unrotated == (3,)
+    fields = later("Exaone4ForCausalLM", sliding_window_pattern=2, sliding_window=9)
+    arch = parse_arch(config(**fields))
+    assert (arch.windows, arch.unrotated) == ((9, None, 9, None), (1, 3))
+    kinds = ["sliding_attention", "full_attention"] * 2
+    named = later("Exaone4ForCausalLM", sliding_window_pattern="LG", layer_types=kinds)
+    assert parse_arch(config(**named, sliding_window=9)) == arch
+    arch = parse_arch(config(**later("Exaone4ForCausalLM", sliding_window=None)))
+    assert (arch.windows, arch.unrotated) == ((None,) * 4, ())
+
+
+def test_experts_of_ernie_lie_between_two_layers() -> None:
+    fields = later("Ernie4_5_MoeForCausalLM", num_hidden_layers=6, moe_layer_interval=2)
+    moe = moe_of(**fields, moe_layer_start_index=2, moe_layer_end_index=4)
+    assert moe.layers == (False, False, False, True, False, False)
+    assert (moe.shared_intermediate_size, moe.has_correction_bias) == (2 * 1536, True)
 
 
 def test_what_is_cached_of_a_token_is_its_latent_and_one_rotated_key() -> None:
@@ -512,10 +642,62 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], named:
         ({**OSS, "sliding_window": None}, "sliding_window is None: sliding layers need one"),
         ({**OSS, "layer_types": ["full_attention"]}, "4 of sliding_attention or full_attention"),
         ({**OSS, "swiglu_limit": 0}, "swiglu_limit is 0.0: a number above 0"),
+        ({**MINIMAX, "attn_type_list": [1, 0, 1, 1]}, r"attn_type_list is \[1, 0, 1, 1\]"),
+        ({**MINIMAX, "qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'"),
+        ({**MINIMAX, "use_qk_norm": False}, "use_qk_norm is False"),
+        ({**MINIMAX, "use_routing_bias": False}, "use_routing_bias is False"),
+        ({**MINIMAX, "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ({**MINIMAX, "shared_intermediate_size": 64}, "shared_intermediate_size is 64"),
+        ({**MINIMAX, "layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta is 2.0"),
+        ({**MINIMAX, "rotary_dim": 65}, "65 of its elements are rotated"),
+        (later("Dots1ForCausalLM"), "n_routed_experts is None"),
+        (later("Dots1ForCausalLM", scoring_func="softmax"), "scoring_func is 'softmax'"),
+        (later("Ernie4_5_MoeForCausalLM", use_bias=True), "use_bias is True"),
+        (later("Ernie4_5_MoeForCausalLM", compression_ratio=2.0), "compression_ratio is 2.0"),
+        (later("Ernie4_5_MoeForCausalLM", moe_use_aux_free=False), "moe_use_aux_free is False"),
         ({**OSS, "num_experts_per_tok": 33}, "num_experts_per_tok is 33: only 32 experts"),
     ],
 )
 def test_routers_that_are_not_built_or_cannot_choose_are_refused(
+    fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_arch(config(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (later("Gemma3ForCausalLM", attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0"),
+        (later("Gemma3ForCausalLM", final_logit_softcapping=30), "final_logit_softcapping is 30"),
+        (later("Gemma3ForCausalLM", use_bidirectional_attention=True), "use_bidirectional_at"),
+        (later("Gemma3ForCausalLM", hidden_activation="gelu"), "hidden_activation is 'gelu'"),
+        (later("Gemma3ForCausalLM", sliding_window=None), "sliding layers need one"),
+        (
+            later("Gemma3ForCausalLM", rope_parameters={"rope_theta": 1e4}),
+            "rope_parameters.rope_theta is 10000.0: only full_attention and sliding_attention",
+        ),
+        (
+            later("Gemma3ForCausalLM", rope_parameters={}, rope_scaling={"factor": 2.0}),
+            "rope_scaling is",
+        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is None"),
+        ({**GEMMA3, "model_type": "gemma3n"}, "model_type is 'gemma3n': only 'gemma3'"),
+        (later("SmolLM3ForCausalLM", no_rope_layers=[1]), r"no_rope_layers is \[1\]"),
+        (
+            later("SmolLM3ForCausalLM", layer_types=["sliding_attention"] * 4),
+            "layer_types is",
+        ),
+        (later("GraniteForCausalLM", logits_scaling=0), "logits_scaling is 0.0"),
+        (later("Olmo3ForCausalLM", rope_theta=1e4), "rope_theta is 10000.0"),
+        (later("Olmo2ForCausalLM", layer_types=["full_attention"] * 4), "layer_types is"),
+        (
+            later("Exaone4ForCausalLM", sliding_window_pattern="LLLG"),
+            "sliding_window_pattern is 'LLLG': write layer_types",
+        ),
+    ],
+)
+def test_what_later_families_cannot_be_asked_for_is_refused_by_name(
     fields: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):

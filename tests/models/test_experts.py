@@ -18,7 +18,7 @@ from pdserve.models.reading import read_arch
 from pdserve.parallel.dispatch import Routing, SlicedExperts
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
-from tests.models.decoding import BLOCK_SIZE, CPU, greedy, load
+from tests.models.decoding import CPU, final_states, greedy, load
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB_SIZE, greedy_by_transformers, one_thread, write_tiny_model
 
@@ -120,6 +120,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "minimax_m2": ("minimax_m2", {}),
+    "minimax_m2, as transformers 4 wrote it, whole heads rotate": (
+        "minimax_m2",
+        {"rotary_dim": None, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
+    "dots1": ("dots1", {}),
+    "dots1, groups, plain scores, biases, no window": (
+        "dots1",
+        {
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "sliding_window": None,
+        },
+    ),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "ernie4_5_moe, some layers, no shared experts, tied": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 4,
+            "moe_layer_interval": 2,
+            "moe_layer_end_index": 2,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "glm4_moe_lite, experts alternate": (
         "glm4_moe_lite",
@@ -135,6 +162,9 @@ ON_RANKS = (
     "glm4_moe",
     "glm4_moe_lite, experts alternate",
     "gpt_oss",
+    "minimax_m2",
+    "dots1",
+    "ernie4_5_moe",
 )
 FAMILIES = (
     "mixtral",
@@ -144,6 +174,9 @@ FAMILIES = (
     "glm4_moe",
     "glm4_moe_lite",
     "gpt_oss",
+    "minimax_m2",
+    "dots1",
+    "ernie4_5_moe",
 )
 
 MESHES: dict[str, tuple[MeshShape, dict[str, Any]]] = {
@@ -245,32 +278,8 @@ def test_chunks_of_a_prompt_change_no_bit(
 ) -> None:
     loaded = load(directory_of(family), dtype=dtype)
     prompt = PROMPTS[-1]
-    whole = _hidden(loaded, prompt, [len(prompt)])
-    assert torch.equal(_hidden(loaded, prompt, [1, 16, 100, 150, len(prompt) - 267]), whole)
-
-
-def _hidden(loaded: Any, prompt: list[int], chunks: list[int]) -> Tensor:
-    """Final hidden states of a prompt that is computed in chunks."""
-    arch = loaded.arch
-    num_blocks = -(-len(prompt) // BLOCK_SIZE)
-    planes = 1 if arch.mla else 2
-    shape = (num_blocks, arch.num_layers, planes, loaded.num_kv_heads, BLOCK_SIZE, arch.head_dim)
-    kv = torch.full(shape, float("nan"), dtype=loaded.dtype)
-    parts, done = [], 0
-    with torch.inference_mode():
-        for chunk in chunks:
-            at = torch.arange(done, done + chunk)
-            done += chunk
-            step = StepInputs(
-                token_ids=torch.tensor(prompt)[at],
-                positions=at,
-                slot_mapping=at,
-                block_tables=torch.arange(num_blocks, dtype=torch.int32).view(1, -1),
-                query_start=torch.tensor([0, chunk], dtype=torch.int32),
-                context_lens=torch.tensor([done], dtype=torch.int32),
-            )
-            parts.append(loaded.model.forward(step, list(kv.unbind(1))))
-    return torch.cat(parts)
+    whole = final_states(loaded, prompt, [len(prompt)])
+    assert torch.equal(final_states(loaded, prompt, [1, 16, 100, 150, len(prompt) - 267]), whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -279,7 +288,8 @@ def test_half_precision_stays_close_to_full(
 ) -> None:
     directory = write_tiny_model(tmp_path, family, initializer_range=0.1)
     full, half = (
-        _hidden(load(directory, dtype=dtype), PROMPTS[2], [17]) for dtype in ("float32", "bfloat16")
+        final_states(load(directory, dtype=dtype), PROMPTS[2], [17])
+        for dtype in ("float32", "bfloat16")
     )
     assert 0 < (full - half).norm() / full.norm() < 0.1
 

@@ -56,6 +56,9 @@ FORMATS: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
 """What the configuration says, how scales are named, and what of a weight has one."""
 
 
+QUANTISED = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+
+
 def rounded(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     """A weight in FP8, its scales, and what they stand for together."""
     high, wide = (min(each, size) for each, size in zip(block, weight.shape, strict=True))
@@ -80,7 +83,7 @@ def quantise(directory: Path, name: str) -> Path:
     path = directory / "model.safetensors"
     tensors = {each: tensor.clone() for each, tensor in load_file(path).items()}
     stood_for = dict(tensors)
-    for each in [n for n in tensors if n.endswith("proj.weight")]:
+    for each in [n for n in tensors if n.endswith(QUANTISED)]:
         stored, scale, stood = rounded(tensors[each].float(), block)
         tensors[each] = stored
         tensors[each + end] = scale if scale.numel() > 1 else scale.reshape(())
@@ -109,7 +112,7 @@ def test_it_computes_what_its_weights_times_their_scales_compute(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "minimax_m2"])
 def test_ranks_widen_their_parts_of_experts_and_latents(tmp_path: Path, family: str) -> None:
     wide = quantise(write_tiny_model(tmp_path / family, family), "DeepSeek's")
     shape, parallel = MeshShape(tp=2), ParallelConfig(tensor_parallel_size=2)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.models.decoding import greedy, load
+from tests.models.decoding import final_states, greedy, load
+from tests.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,11 +84,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
-    "phi3": ("phi3", {"pad_token_id": 0}),
+    "phi3": ("phi3", {}),
     "phi3, window, three quarters rotate": (
         "phi3",
         {
-            "pad_token_id": 0,
             "sliding_window": 23,
             "num_key_value_heads": 4,
             "rope_parameters": {
@@ -111,7 +111,77 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "fields"), SHAPES.values(), ids=SHAPES)
+LATER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {}),
+    "gemma3, tied": ("gemma3_text", {"tie_word_embeddings": True, "initializer_range": 0.03}),
+    "gemma3, biases, layers by type, rotation by default": (
+        "gemma3_text",
+        {
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": None,
+        },
+    ),
+    "gemma3, the decoder of a model that sees": ("gemma3", {}),
+    "mistral3, the decoder of a model that sees": ("mistral3", {"sliding_window": None}),
+    "smollm3": ("smollm3", {}),
+    "smollm3, tied, layers by list, biases, windows": (
+        "smollm3",
+        {
+            "tie_word_embeddings": True,
+            "no_rope_layers": [0, 1, 0],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+    ),
+    "granite": ("granite", {}),
+    "granite, biases, tied": (
+        "granite",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5, no biases, heads by size": ("ernie4_5", {"use_bias": False, "head_dim": None}),
+    "olmo2": ("olmo2", {}),
+    "olmo2, one KV head": ("olmo2", {"num_key_value_heads": 1}),
+    "olmo3": ("olmo3", {}),
+    "olmo3, layers by type, rotation by default": (
+        "olmo3",
+        {
+            "rope_parameters": None,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "exaone4": ("exaone4", {}),
+    "exaone4, no windows": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "glm4, no biases, a quarter rotates": (
+        "glm4",
+        {
+            "attention_bias": False,
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e5,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
+}
+ROWS = [pytest.param(*row, id=name) for name, row in SHAPES.items()]
+ROWS += [
+    pytest.param(*row, id=name, marks=[pytest.mark.slow] * ("," in name))
+    for name, row in LATER.items()
+]
+
+
+@pytest.mark.parametrize(("family", "fields"), ROWS)
 def test_tokens_and_logits_are_those_of_transformers(
     save_model: Callable[..., Any], tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
@@ -129,6 +199,27 @@ def test_tokens_and_logits_are_those_of_transformers(
         assert theirs.argmax(-1).tolist() == output
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     assert len({token for output in outputs for token in output}) > 20, "tokens do not vary"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", sorted({family for family, _ in LATER.values()}))
+def test_chunks_of_a_prompt_change_no_bit(tmp_path: Path, family: str, dtype: str) -> None:
+    loaded = load(write_tiny_model(tmp_path, family), dtype=dtype)
+    prompt = torch.randint(211, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    whole = final_states(loaded, prompt, [300])
+    assert torch.equal(final_states(loaded, prompt, [1, 16, 100, 150, 33]), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({family for family, _ in LATER.values()}))
+def test_bf16_stays_close_to_fp32(tmp_path: Path, family: str) -> None:
+    directory, prompt = write_tiny_model(tmp_path, family, initializer_range=0.1), list(range(17))
+    full, half = (
+        final_states(load(directory, dtype=dtype), prompt, [17])
+        for dtype in ("float32", "bfloat16")
+    )
+    assert 0 < (full - half).norm() / full.norm() < 0.1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

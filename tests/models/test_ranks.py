@@ -16,7 +16,7 @@ from pdserve.parallel import collectives
 from pdserve.parallel.mesh import MeshShape
 from tests.models.decoding import greedy, load
 from tests.ranks import run_ranks
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import model_of, write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,7 +42,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"vocab_size": 211}),
     "qwen3": ("qwen3", {"vocab_size": 211, "head_dim": 32, "num_hidden_layers": 4}),
     "phi3": ("phi3", {"vocab_size": 211}),
+    "gemma3": ("gemma3_text", {"vocab_size": 211}),
+    "olmo3": ("olmo3", {"vocab_size": 211}),
+    "glm4": ("glm4", {"vocab_size": 211}),
 }
+FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    family: (family, {"vocab_size": 211})
+    for family in ("mistral3", "smollm3", "granite", "ernie4_5", "olmo2", "exaone4", "glm")
+}
+"""Compared at night, because they are made of the same parts."""
+NAMES = [*MODELS, *(pytest.param(name, marks=pytest.mark.matrix) for name in FURTHER)]
 
 MESHES: dict[str, tuple[MeshShape, dict[str, Any]]] = {
     "tp 2": (MeshShape(tp=2), {}),
@@ -65,7 +74,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {
         name: write_tiny_model(root / name.replace(", ", "-"), family, **fields)
-        for name, (family, fields) in MODELS.items()
+        for name, (family, fields) in (MODELS | FURTHER).items()
     }
 
 
@@ -83,25 +92,30 @@ def _decode_all(
 
 
 @pytest.fixture(scope="module")
-def decoded(directories: dict[str, Path]) -> Callable[..., list[dict[str, Any]]]:
-    """What every rank of a mesh found; each mesh runs once."""
+def decoded(directories: dict[str, Path]) -> Callable[..., list[Any]]:
+    """What every rank of a mesh found of a model; each mesh runs once."""
 
     @functools.cache
-    def run(mesh: str, dtype: str = "float32") -> list[dict[str, Any]]:
+    def run(mesh: str, dtype: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
         shape, fields = MESHES[mesh]
-        return run_ranks(shape, _decode_all, directories, settings(shape, fields), {"dtype": dtype})
+        of_names = {name: directories[name] for name in names}
+        return run_ranks(shape, _decode_all, of_names, settings(shape, fields), {"dtype": dtype})
 
-    return run
+    def found(mesh: str, name: str, dtype: str = "float32") -> list[Any]:
+        names = tuple(MODELS if name in MODELS else FURTHER)
+        return [of_rank[name] for of_rank in run(mesh, dtype, names)]
+
+    return found
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(directories: dict[str, Path]) -> Callable[..., dict[str, Any]]:
+def on_one_rank(directories: dict[str, Path]) -> Callable[..., Any]:
     @functools.cache
-    def run(dtype: str = "float32") -> dict[str, Any]:
+    def run(name: str, dtype: str = "float32") -> Any:
         # A process like the ranks': one thread, on which torch's own products depend.
-        arguments = directories, ParallelConfig(), {"dtype": dtype}
+        arguments = {name: directories[name]}, ParallelConfig(), {"dtype": dtype}
         (found,) = run_ranks(MeshShape(), _decode_all, *arguments)
-        return found
+        return found[name]
 
     return run
 
@@ -109,27 +123,24 @@ def on_one_rank(directories: dict[str, Path]) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize(
     "mesh", [pytest.param(m, marks=[pytest.mark.matrix] * ("4" in m)) for m in MESHES]
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_rank_finds_the_tokens_of_one_rank(
     decoded: Callable[..., Any], on_one_rank: Callable[..., Any], name: str, mesh: str
 ) -> None:
-    (tokens, logits), (lone_tokens, _), digest = on_one_rank()[name]
+    (tokens, logits), (lone_tokens, _), digest = on_one_rank(name)
     assert len({token for row in tokens for token in row}) > 20, "tokens do not vary"
-    for found in decoded(mesh):
-        many, one, found_digest = found[name]
+    for many, one, found_digest in decoded(mesh, name):
         torch.testing.assert_close(many[1], logits, rtol=1e-3, atol=1e-3)
         assert (many[0], one[0]) == (tokens, lone_tokens)
         assert found_digest == digest
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_tokens_are_those_of_transformers(
     directories: dict[str, Path], on_one_rank: Callable[..., Any], name: str
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(directories[name], dtype=torch.float32)
-    (outputs, _), _, _ = on_one_rank()[name]
+    reference = model_of(directories[name])
+    (outputs, _), _, _ = on_one_rank(name)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         with torch.inference_mode():
             theirs = reference(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
@@ -138,7 +149,7 @@ def test_the_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mesh", ["pp 2, uneven", "pp 3"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_stages_change_no_bit(
     decoded: Callable[..., Any],
     on_one_rank: Callable[..., Any],
@@ -146,8 +157,8 @@ def test_stages_change_no_bit(
     mesh: str,
     dtype: str,
 ) -> None:
-    (_, logits), (_, lone_logits), _ = on_one_rank(dtype)[name]
-    (_, found), (_, lone_found), _ = decoded(mesh, dtype)[0][name]
+    (_, logits), (_, lone_logits), _ = on_one_rank(name, dtype)
+    (_, found), (_, lone_found), _ = decoded(mesh, name, dtype)[0]
     assert torch.equal(found, logits)
     assert torch.equal(lone_found, lone_logits)
 
@@ -271,7 +282,7 @@ def test_layers_can_be_given_to_stages_and_hooks_count_a_stages_own(
     shape = MeshShape(pp=2)
     parallel = settings(shape, {"pipeline_layers": (1, 3)})
     first, last = run_ranks(shape, _explicit_stage, directories["qwen3"], parallel)
-    (tokens, _), _, _ = on_one_rank()["qwen3"]
+    (tokens, _), _, _ = on_one_rank("qwen3")
     assert [first[0], last[0]] == [range(1), range(1, 4)]
     assert first[1] == [("wait", 0), ("save", 0)]
     assert last[1] == [(call, layer) for layer in range(3) for call in ("wait", "save")]

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 12
 _GENERATOR = torch.Generator().manual_seed(3)
 PROMPTS = [torch.randint(VOCAB_SIZE, (n,), generator=_GENERATOR).tolist() for n in (5, 1, 40, 18)]
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "minimax_m2", "ernie4_5_moe")
 _BALANCED = {
     "enable_eplb": True,
     "eplb": EplbConfig(num_redundant_experts=2, window_size=2, step_interval=4),

@@ -10,7 +10,9 @@ import torch
 
 from pdserve.kernels.reference.attention import AttentionForm
 from pdserve.kernels.reference.halves import AttentionWeights
-from pdserve.models.layers.linear import QKV, RowParallel
+from pdserve.models.arch import QkNorm
+from pdserve.models.layers.linear import QKV, RowParallel, kv_heads_of
+from pdserve.models.layers.norm import norm_weight
 from pdserve.models.layers.parameter import Parameter
 
 if TYPE_CHECKING:
@@ -44,7 +46,9 @@ class GroupedQueryAttention:
         *,
         in_features: int | None = None,
     ) -> None:
-        self._norm = Parameter((arch.hidden_size,), placement)
+        self._norm = (
+            norm_weight(arch.norms, arch.hidden_size, placement) if arch.norms.before else None
+        )
         self._qkv = QKV(
             in_features or arch.hidden_size,
             arch.num_heads,
@@ -52,6 +56,7 @@ class GroupedQueryAttention:
             head_dim=arch.head_dim,
             placement=placement,
             bias=arch.qkv_bias,
+            interleaved=arch.rotary_dim if arch.interleaved_rope else 0,
         )
         self._out = RowParallel(
             arch.num_heads * arch.head_dim,
@@ -62,8 +67,15 @@ class GroupedQueryAttention:
         )
         self._stream = placement.stream
         self._kernels = placement.kernels
-        self._q_norm = Parameter((arch.head_dim,), placement) if arch.qk_norm else None
-        self._k_norm = Parameter((arch.head_dim,), placement) if arch.qk_norm else None
+        self._q_norm, self._k_norm = (
+            norm_weight(arch.norms, arch.head_dim, placement)
+            if arch.qk_norm is QkNorm.HEAD
+            else None
+            for _ in range(2)
+        )
+        self._all_heads = (
+            NormsOfAllHeads(arch, placement) if arch.qk_norm is QkNorm.ALL_HEADS else None
+        )
         self._sinks = (
             Parameter(
                 (arch.num_heads,),
@@ -75,24 +87,27 @@ class GroupedQueryAttention:
         )
         self._cos_sin = cos_sin
         self._eps = arch.rms_norm_eps
-        self._scale = arch.head_dim**-0.5
+        self._scale = arch.head_dim**-0.5 if arch.softmax_scale is None else arch.softmax_scale
         self._window = arch.windows[layer]
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how to load each parameter; `prefix` is that of the layer."""
-        yield f"{prefix}input_layernorm.weight", self._norm.slot()
+        if self._norm is not None:
+            yield f"{prefix}input_layernorm.weight", self._norm.slot()
         yield from self._qkv.slots(f"{prefix}self_attn.")
         yield from self._out.slots(f"{prefix}self_attn.")
         if self._q_norm is not None and self._k_norm is not None:
             yield f"{prefix}self_attn.q_norm.weight", self._q_norm.slot()
             yield f"{prefix}self_attn.k_norm.weight", self._k_norm.slot()
+        if self._all_heads is not None:
+            yield from self._all_heads.slots(f"{prefix}self_attn.")
         if self._sinks is not None:
             yield f"{prefix}self_attn.sinks", self._sinks.slot()
 
     @cached_property
     def _half(self) -> halves.Attention:
         weights = AttentionWeights(
-            norm=self._norm.value,
+            norm=None if self._norm is None else self._norm.value,
             eps=self._eps,
             qkv=self._qkv.packed,
             out=self._out.packed,
@@ -101,6 +116,7 @@ class GroupedQueryAttention:
             k_norm=None if self._k_norm is None else self._k_norm.value,
             scale=self._scale,
             form=AttentionForm(self._window, None if self._sinks is None else self._sinks.value),
+            between=self._all_heads,
         )
         return self._kernels.attention(self._kernels, weights)
 
@@ -140,3 +156,40 @@ class GroupedQueryAttention:
             `[T, hidden_size]`, not summed over the TP group.
         """
         return self._half.after_norm(normed, kv_layer, step)
+
+
+class NormsOfAllHeads:
+    """RMS norms of all heads of queries together, and of all of keys, whichever ranks have them.
+
+    Each rank norms whole rows, so that a token has the same bits on any number of ranks.
+    """
+
+    def __init__(self, arch: ModelArch, placement: Placement) -> None:
+        dim, num_q, num_kv = arch.head_dim, arch.num_heads, arch.num_kv_heads
+        self._q = norm_weight(arch.norms, num_q * dim, placement)
+        self._k = norm_weight(arch.norms, num_kv * dim, placement)
+        heads = placement.part("num_attention_heads", num_q)
+        kv_heads = kv_heads_of(num_kv, placement)
+        self._widths = [len(heads) * dim, len(kv_heads) * dim, len(kv_heads) * dim]
+        self._mine = [slice(each.start * dim, each.stop * dim) for each in (heads, kv_heads)]
+        self._copies = max(1, placement.world.tp.size // num_kv)
+        self._tp, self._eps = placement.world.tp, arch.rms_norm_eps
+        self._rms_norm = placement.kernels.rms_norm
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Yield how to load both weights."""
+        yield f"{prefix}q_norm.weight", self._q.slot()
+        yield f"{prefix}k_norm.weight", self._k.slot()
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Norm q and k of `[T, (H + 2 * Hkv) * Dh]`, this rank's heads; v stays."""
+        of_q, of_k, of_v = self._widths
+        both = self._tp.all_gather(qkv[:, : of_q + of_k].contiguous(), dim=1)
+        q, k = torch.split(both.view(len(qkv), -1, of_q + of_k), [of_q, of_k], dim=2)
+        normed = [
+            self._rms_norm(part.flatten(1).contiguous(), weight.value, self._eps)[:, mine]
+            for part, weight, mine in zip(
+                (q, k[:, :: self._copies]), (self._q, self._k), self._mine, strict=True
+            )
+        ]
+        return torch.cat((*normed, qkv[:, -of_v:]), dim=1)

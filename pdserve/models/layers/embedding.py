@@ -46,6 +46,8 @@ class Embedding:
         self._shape = arch.vocab_size, arch.hidden_size
         self._is_tied = arch.tie_embeddings
         self._placement = placement
+        self._logits_scale = arch.logits_scale
+        self._scale = float(torch.tensor(arch.embedding_scale, dtype=placement.dtype))
         self._stream = placement.stream
         self._head = self._new_head() if pp.is_last else None
         self._reads_head = pp.is_first and pp.is_last and arch.tie_embeddings
@@ -82,12 +84,15 @@ class Embedding:
         else:
             assert self._table is not None, "the weights are not loaded, or another stage's"
             found = take_rows(self._table, token_ids, first_id=first_id, num_ids=num_ids)
+        if self._scale != 1.0:
+            found = found * self._scale
         return self._stream.sum(found)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of this rank's `rows`: `[M, hidden_size] -> [M, len(rows)]` fp32."""
         assert self._head is not None, "the head is on the last stage"
-        return self._head(hidden)
+        logits = self._head(hidden)
+        return logits if self._logits_scale == 1.0 else logits.mul_(self._logits_scale)
 
     def _new_head(self) -> PackedLinear:
         return self._placement.kernels.linear(

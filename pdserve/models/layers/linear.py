@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+
 from pdserve.errors import ConfigError
 from pdserve.models.weights import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from torch import Tensor
 
     from pdserve.kernels.reference.linear import PackedLinear
@@ -138,6 +139,11 @@ class QKV(Linear):
     A rank has the key and value heads that its query heads read; if there are more ranks than such
     heads, several ranks have the same one.
 
+    Args:
+        interleaved: Elements of each head of q and k that rotate in pairs of neighbours; they are
+            reordered as they load, so that pairs are a half apart. Scores do not depend on the
+            order.
+
     Raises:
         ConfigError: The heads cannot be divided like this.
     """
@@ -151,6 +157,7 @@ class QKV(Linear):
         head_dim: int,
         placement: Placement,
         bias: bool = False,
+        interleaved: int = 0,
     ) -> None:
         heads = placement.part("num_attention_heads", num_heads)
         kv_heads = kv_heads_of(num_kv_heads, placement)
@@ -161,6 +168,26 @@ class QKV(Linear):
         q, kv = rows(num_heads, heads), rows(num_kv_heads, kv_heads)
         parts: dict[str, int | Rows] = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         super().__init__(in_features, parts, placement, bias=bias)
+        pairs = torch.arange(interleaved)
+        rest = torch.arange(interleaved, head_dim)
+        self._order = torch.cat((pairs[::2], pairs[1::2], rest)) if interleaved else None
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """See `Linear.slots`."""
+        for name, slot in super().slots(prefix):
+            is_rotated = name.removeprefix(prefix).startswith(("q_proj", "k_proj"))
+            yield name, self._reordered(slot) if is_rotated else slot
+
+    def _reordered(self, slot: Slot) -> Slot:
+        load, order = slot.load, self._order
+        if load is None or order is None:
+            return slot
+
+        def load_heads(tensor: Tensor) -> None:
+            heads = tensor.reshape(-1, len(order), *tensor.shape[1:])
+            load(heads[:, order].flatten(0, 1))
+
+        return Slot(slot.shape, load_heads, slot.region)
 
 
 class RowParallel(Linear):

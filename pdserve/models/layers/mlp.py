@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pdserve.kernels.reference.activation import MlpGate
 from pdserve.kernels.reference.halves import MlpWeights
+from pdserve.models.arch import Activation
 from pdserve.models.layers.linear import ColumnParallel, RowParallel
-from pdserve.models.layers.parameter import Parameter
+from pdserve.models.layers.norm import norm_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,12 +22,18 @@ if TYPE_CHECKING:
     from pdserve.models.weights import Slot
 
 
+_GATES = {Activation.SILU: MlpGate.SILU, Activation.GELU_TANH: MlpGate.GELU_TANH}
+
+
 class GatedMLP:
-    """`down(silu(gate(norm(x))) * up(norm(x)))`."""
+    """`down(activation(gate(norm(x))) * up(norm(x)))`."""
 
     def __init__(self, arch: ModelArch, placement: Placement) -> None:
         inner, bias = arch.intermediate_size, arch.mlp_bias
-        self._norm = Parameter((arch.hidden_size,), placement)
+        self._norm = (
+            norm_weight(arch.norms, arch.hidden_size, placement) if arch.norms.before else None
+        )
+        self._gate = _GATES[arch.activation]
         self._eps = arch.rms_norm_eps
         self._gate_up = ColumnParallel(
             arch.hidden_size, {"gate_proj": inner, "up_proj": inner}, placement, bias=bias
@@ -38,7 +46,8 @@ class GatedMLP:
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yield how to load each parameter; `prefix` is that of the layer."""
-        yield f"{prefix}post_attention_layernorm.weight", self._norm.slot()
+        if self._norm is not None:
+            yield f"{prefix}post_attention_layernorm.weight", self._norm.slot()
         yield from self._gate_up.slots(f"{prefix}mlp.")
         yield from self._down.slots(f"{prefix}mlp.")
 
@@ -47,7 +56,13 @@ class GatedMLP:
         kernels = self._kernels
         return kernels.mlp(
             kernels,
-            MlpWeights(self._norm.value, self._eps, self._gate_up.packed, self._down.packed),
+            MlpWeights(
+                None if self._norm is None else self._norm.value,
+                self._eps,
+                self._gate_up.packed,
+                self._down.packed,
+                self._gate,
+            ),
         )
 
     def __call__(self, x: Tensor, residual: Tensor, num_tokens: int) -> Tensor:

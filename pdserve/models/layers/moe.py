@@ -45,7 +45,7 @@ class MoE:
         assert moe is not None
         assert placement.experts is not None
         self._layer = layer
-        self._norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, placement)
+        self._norm = RMSNorm(arch, placement)
         self._router = ExpertRouter(moe, arch.hidden_size, placement)
         self._shared = (
             SharedExperts(arch.hidden_size, moe.shared_intermediate_size, placement)

@@ -76,6 +76,7 @@ class Parameter:
 
     Args:
         part: This rank's elements of a tensor of one dim; None: all.
+        more: Added to what is stored.
 
     Attributes:
         value: `shape`, or the part; allocated when it is loaded.
@@ -84,10 +85,16 @@ class Parameter:
     value: Tensor
 
     def __init__(
-        self, shape: tuple[int, ...], placement: Placement, part: range | None = None
+        self,
+        shape: tuple[int, ...],
+        placement: Placement,
+        part: range | None = None,
+        *,
+        more: float = 0.0,
     ) -> None:
         self._shape = shape
         self._placement = placement
+        self._more = more
         self._region = None if part is None else (slice(part.start, part.stop),)
 
     def slot(self) -> Slot:
@@ -96,3 +103,5 @@ class Parameter:
 
     def _load(self, tensor: Tensor) -> None:
         self.value = self._placement.empty(*tensor.shape).copy_(tensor)
+        if self._more:
+            self.value += self._more

@@ -24,6 +24,11 @@ def cos_sin_table(rope: RopeArch, head_dim: int, max_positions: int) -> Tensor:
     return torch.cat((angle.cos(), angle.sin()), dim=-1) * rope.attention_factor
 
 
+def no_rotation(max_positions: int) -> Tensor:
+    """Return a table by which every position turns by nothing, `[max_positions, 2]` fp32."""
+    return torch.tensor([1.0, 0.0]).repeat(max_positions, 1)
+
+
 def inverse_frequencies(rope: RopeArch, head_dim: int) -> Tensor:
     """Radians per position, `[head_dim / 2]` fp32."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim))

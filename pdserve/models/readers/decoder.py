@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.models.arch import ModelArch
+from pdserve.models.arch import Activation, ModelArch, QkNorm
 from pdserve.models.quantised import read_quantised
 from pdserve.models.readers.rope import read_partial_rotary, read_rope
 
@@ -19,6 +19,8 @@ class Defaults(NamedTuple):
     Attributes:
         head_dim: None: the hidden size divided by the heads.
         partial_rotary: Share of a head that is rotated; None: a field that says so is refused.
+        activation: The only one that is served.
+        tied: Whether the output head is the embedding.
     """
 
     num_kv_heads: int
@@ -26,6 +28,8 @@ class Defaults(NamedTuple):
     eps: float = 1e-6
     theta: float = 10_000.0
     partial_rotary: float | None = None
+    activation: Activation = Activation.SILU
+    tied: bool = False
 
 
 class Biases(NamedTuple):
@@ -37,6 +41,11 @@ class Biases(NamedTuple):
 
 
 _NO_BIAS = Biases()
+_ACTIVATIONS = {
+    Activation.SILU: ("hidden_act", ("silu", "swish")),
+    Activation.GELU_TANH: ("hidden_activation", ("gelu_pytorch_tanh",)),
+}
+"""The field that names an activation, and its names."""
 
 
 def read_decoder(
@@ -45,12 +54,13 @@ def read_decoder(
     windows: tuple[int | None, ...],
     defaults: Defaults,
     biases: Biases = _NO_BIAS,
-    qk_norm: bool = False,
+    qk_norm: QkNorm = QkNorm.NONE,
     moe: MoeArch | None = None,
 ) -> ModelArch:
     """The fields that all families share."""
     read_quantised(fields)  # or it is not quantised
-    fields.only("hidden_act", "silu", "swish")
+    name, allowed = _ACTIVATIONS[defaults.activation]
+    fields.only(name, *allowed)
     fields.only("is_encoder_decoder", False)
     if not fields.flag("is_causal", default=True):
         raise fields.error("is_causal", fields.get("is_causal"), "only True is supported")
@@ -83,7 +93,7 @@ def read_decoder(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", defaults.eps),
-        tie_embeddings=fields.flag("tie_word_embeddings", default=False),
+        tie_embeddings=fields.flag("tie_word_embeddings", default=defaults.tied),
         rope=read_rope(fields, max_positions, defaults.theta),
         partial_rotary_factor=partial_rotary,
         qk_norm=qk_norm,
@@ -97,6 +107,7 @@ def read_decoder(
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         initializer_range=fields.number("initializer_range", 0.02),
         moe=moe,
+        activation=defaults.activation,
     )
 
 
@@ -123,6 +134,22 @@ def window_of(fields: Fields) -> int | None:
     if "sliding_window" in fields and fields.get("sliding_window") is None:
         return None
     return fields.count("sliding_window", 4096)
+
+
+def windows_of(fields: Fields, default: list[str]) -> tuple[int | None, ...]:
+    """Window of each layer by `layer_types`; sliding layers need one.
+
+    Args:
+        default: What `layer_types` says where it is absent.
+    """
+    kinds = layer_types(fields) or default
+    if "sliding_attention" not in kinds:
+        return no_windows(fields)
+    window = fields.get("sliding_window")
+    if window is None:
+        raise fields.error("sliding_window", None, "sliding layers need one")
+    window = fields.count("sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def layer_types(fields: Fields) -> list[str]:

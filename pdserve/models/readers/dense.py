@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from pdserve.models.arch import QkNorm
 from pdserve.models.readers.decoder import (
     Biases,
     Defaults,
@@ -11,6 +14,7 @@ from pdserve.models.readers.decoder import (
     no_windows,
     read_decoder,
     window_of,
+    windows_of,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +56,7 @@ def qwen3(fields: Fields) -> ModelArch:
         windows=_qwen_windows(fields),
         defaults=Defaults(32, head_dim=128),
         biases=Biases(qkv=bias, o=bias),
-        qk_norm=True,
+        qk_norm=QkNorm.HEAD,
     )
 
 
@@ -78,6 +82,62 @@ def phi3(fields: Fields) -> ModelArch:
         windows=(window,) * fields.count("num_hidden_layers"),
         defaults=Defaults(fields.count("num_attention_heads"), eps=1e-5, partial_rotary=1.0),
     )
+
+
+def smollm3(fields: Fields) -> ModelArch:
+    """SmolLM3: Llama's form; every fourth layer does not rotate, and those layers may slide."""
+    num_layers = fields.count("num_hidden_layers")
+    bias = fields.flag("attention_bias", default=False)
+    rotates = fields.get("no_rope_layers")  # 1 where a layer has rope, whatever its name says
+    if rotates is None:
+        step = fields.count("no_rope_layer_interval", 4)
+        rotates = [int((layer + 1) % step != 0) for layer in range(num_layers)]
+    is_list = isinstance(rotates, list) and len(rotates) >= num_layers
+    if not is_list or any(each not in (0, 1) for each in rotates[:num_layers]):
+        raise fields.error("no_rope_layers", rotates, f"{num_layers} of 0 or 1 are needed")
+    unrotated = tuple(layer for layer in range(num_layers) if not rotates[layer])
+    slides = fields.flag("use_sliding_window", default=False)
+    if slides and fields.get("sliding_window") is not None:
+        kinds = [
+            "sliding_attention" if layer in unrotated else "full_attention"
+            for layer in range(num_layers)
+        ]
+        windows = windows_of(fields, kinds)
+    else:
+        fields.only("layer_types", ["full_attention"] * num_layers)
+        windows = no_windows(fields)
+    arch = read_decoder(
+        fields,
+        windows=windows,
+        defaults=Defaults(4, theta=2e6, tied=True),
+        biases=Biases(qkv=bias, o=bias, mlp=fields.flag("mlp_bias", default=False)),
+    )
+    return msgspec.structs.replace(arch, unrotated=unrotated)
+
+
+def granite(fields: Fields) -> ModelArch:
+    """Granite 3: Llama's form, with factors on embeddings, scores, what is added, and logits."""
+    return msgspec.structs.replace(
+        llama(fields),
+        embedding_scale=fields.above(0, "embedding_multiplier", 1.0),
+        softmax_scale=fields.above(0, "attention_multiplier", 1.0),
+        residual_scale=fields.above(0, "residual_multiplier", 1.0),
+        logits_scale=1 / fields.above(0, "logits_scaling", 1.0),
+    )
+
+
+def ernie4_5(fields: Fields) -> ModelArch:
+    """ERNIE 4.5: Llama's form, whose pairs rotate as neighbours."""
+    fields.only("compression_ratio", 1, 1.0)
+    bias = fields.flag("use_bias", default=False)
+    is_null = "head_dim" in fields and fields.get("head_dim") is None
+    arch = read_decoder(
+        fields,
+        windows=no_windows(fields),
+        defaults=Defaults(2, head_dim=None if is_null else 128, eps=1e-5, theta=5e5, tied=True),
+        biases=Biases(qkv=bias, o=bias, mlp=bias),
+    )
+    return msgspec.structs.replace(arch, interleaved_rope=True)
 
 
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pdserve.models.arch import GluArch, GroupScore, MoeArch, RopeArch, RopeKind, Scoring
+from pdserve.models.arch import GluArch, GroupScore, MoeArch, QkNorm, RopeArch, RopeKind, Scoring
 from pdserve.models.readers.decoder import (
     Biases,
     Defaults,
-    layer_types,
     no_windows,
     num_extra_layers,
     read_decoder,
     window_of,
+    windows_of,
 )
 from pdserve.models.readers.rope import mscale_of, rope_section
 
@@ -58,7 +58,7 @@ def qwen3_moe(fields: Fields) -> ModelArch:
         windows=(window_of(fields) if slides else None,) * num_layers,
         defaults=Defaults(4),
         biases=Biases(qkv=bias, o=bias),
-        qk_norm=True,
+        qk_norm=QkNorm.HEAD,
         moe=read_moe(
             fields,
             tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
@@ -85,7 +85,7 @@ def glm4_moe(fields: Fields) -> ModelArch:
         windows=no_windows(fields),
         defaults=Defaults(8, eps=1e-5, partial_rotary=0.5),
         biases=Biases(qkv=fields.flag("attention_bias", default=False)),
-        qk_norm=fields.flag("use_qk_norm", default=False),
+        qk_norm=QkNorm.HEAD if fields.flag("use_qk_norm", default=False) else QkNorm.NONE,
         moe=moe,
     )
     return msgspec.structs.replace(arch, num_extra_layers=num_extra_layers(fields))
@@ -94,18 +94,13 @@ def glm4_moe(fields: Fields) -> ModelArch:
 def gpt_oss(fields: Fields) -> ModelArch:
     """gpt-oss: sinks and biases everywhere; every second layer slides, unless layers have types."""
     num_layers = fields.count("num_hidden_layers")
-    kinds = layer_types(fields) or [
+    alternate = [
         "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
     ]
-    window = None
-    if "sliding_attention" in kinds:
-        if "sliding_window" in fields and fields.get("sliding_window") is None:
-            raise fields.error("sliding_window", None, "sliding layers need one")
-        window = fields.count("sliding_window", 128)
     bias = fields.flag("attention_bias", default=True)
     arch = read_decoder(
         fields,
-        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        windows=windows_of(fields.with_defaults(sliding_window=128), alternate),
         defaults=Defaults(8, head_dim=64, eps=1e-5, theta=150_000.0),
         biases=Biases(qkv=bias, o=bias),
         moe=read_moe(
@@ -137,8 +132,108 @@ def gpt_oss(fields: Fields) -> ModelArch:
     return msgspec.structs.replace(arch, attention_sinks=True, rope=rope)
 
 
+def minimax_m2(fields: Fields) -> ModelArch:
+    """MiniMax-M2: sigmoid scores, a bias on the choice; norms of all heads of q, and of k."""
+    num_layers = fields.count("num_hidden_layers")
+    fields.only("attn_type_list", [1] * num_layers)
+    fields.only("qk_norm_type", "per_layer")
+    fields.only("use_qk_norm", True)
+    fields.only("use_routing_bias", True)
+    fields.only("scoring_func", "sigmoid")
+    fields.only("shared_intermediate_size", 0)
+    fields.only("sliding_window")
+    for each in ("full_attention", "linear_attention", "mlp"):
+        fields.only(f"layernorm_{each}_beta", 1, 1.0)
+    if fields.get("rotary_dim") is not None:
+        part = fields.count("rotary_dim") / fields.count("head_dim", 128)
+        fields = fields.with_defaults(partial_rotary_factor=part)
+    arch = read_decoder(
+        fields,
+        windows=no_windows(fields),
+        defaults=Defaults(8, head_dim=128, theta=5e6, partial_rotary=1.0),
+        qk_norm=QkNorm.ALL_HEADS,
+        moe=read_moe(
+            fields,
+            (True,) * num_layers,
+            num_experts=fields.count("num_local_experts", 256),
+            top_k=fields.count("num_experts_per_tok", 8),
+            intermediate_size=fields.count("intermediate_size"),
+            scoring=Scoring.SIGMOID,
+            has_correction_bias=True,
+        ),
+    )
+    extra = int(fields.number("num_mtp_modules", 0))
+    return msgspec.structs.replace(arch, num_extra_layers=extra)
+
+
+def dots1(fields: Fields) -> ModelArch:
+    """dots.llm1: DeepSeek-V3's experts; norms of each head; upper layers may slide."""
+    fields.only("scoring_func", "noaux_tc", "sigmoid")  # the former is what its publisher writes
+    fields = fields.replaced(scoring_func="sigmoid")
+    num_layers = fields.count("num_hidden_layers")
+    bias = fields.flag("attention_bias", default=False)
+    moe = deepseek_moe(
+        fields,
+        num_experts=fields.count("n_routed_experts"),
+        num_shared=0,
+        first_dense=0,
+        intermediate_size=1408,
+        **sigmoid_rule(
+            fields, top_k=fields.count("num_experts_per_tok"), scale=1.0, normalize=False
+        ),
+    )
+    fields = fields.with_defaults(sliding_window=4096)
+    slides = fields.get("sliding_window") is not None
+    first = int(fields.number("max_window_layers", 62)) if slides else num_layers
+    kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    return read_decoder(
+        fields,
+        windows=windows_of(fields, kinds),
+        defaults=Defaults(32),
+        biases=Biases(qkv=bias, o=bias),
+        qk_norm=QkNorm.HEAD,
+        moe=moe,
+    )
+
+
+def ernie4_5_moe(fields: Fields) -> ModelArch:
+    """ERNIE 4.5: softmax scores with a bias on the choice; pairs rotate as neighbours."""
+    num_layers = fields.count("num_hidden_layers")
+    fields.only("use_bias", False)
+    fields.only("moe_use_aux_free", True)
+    fields.only("compression_ratio", 1, 1.0)
+    first = int(fields.number("moe_layer_start_index", 1))
+    last = int(fields.number("moe_layer_end_index", -1))
+    step = fields.count("moe_layer_interval", 1)
+    inner = fields.count("moe_intermediate_size", 1536)
+    last = num_layers - 1 if last == -1 else last
+    shared = int(fields.number("moe_num_shared_experts", 2))
+    arch = read_decoder(
+        fields,
+        windows=no_windows(fields),
+        defaults=Defaults(4, eps=1e-5, theta=5e5, tied=True),
+        moe=read_moe(
+            fields,
+            tuple(
+                (layer + 1) % step == 0 and first <= layer <= last for layer in range(num_layers)
+            ),
+            num_experts=fields.count("moe_num_experts", 64),
+            top_k=fields.count("moe_k", 6),
+            intermediate_size=inner,
+            shared_intermediate_size=shared * inner,
+            has_correction_bias=True,
+        ),
+    )
+    return msgspec.structs.replace(arch, interleaved_rope=True)
+
+
 def sigmoid_rule(
-    fields: Fields, *, top_k: int, scale: float, groups: tuple[int, int] = (1, 1)
+    fields: Fields,
+    *,
+    top_k: int,
+    scale: float,
+    groups: tuple[int, int] = (1, 1),
+    normalize: bool = True,
 ) -> dict[str, Any]:
     """How routers of DeepSeek-V3 and GLM choose experts; the numbers are a family's defaults.
 
@@ -150,7 +245,7 @@ def sigmoid_rule(
     return {
         "top_k": fields.count("num_experts_per_tok", top_k),
         "scoring": Scoring.SIGMOID,
-        "normalize_weights": fields.flag("norm_topk_prob", default=True),
+        "normalize_weights": fields.flag("norm_topk_prob", default=normalize),
         "routed_scaling_factor": fields.number("routed_scaling_factor", scale),
         "num_groups": fields.count("n_group", groups[0]),
         "top_k_groups": fields.count("topk_group", groups[1]),

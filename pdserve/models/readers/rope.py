@@ -99,6 +99,33 @@ def read_rope(fields: Fields, max_positions: int, default_theta: float) -> RopeA
             )
 
 
+def read_ropes(fields: Fields, *, thetas: tuple[float, float]) -> tuple[Fields, Fields]:
+    """Fields as `read_rope` reads them, of layers that attend fully and of those that slide.
+
+    transformers 5 has an object for each in `rope_parameters`; 4 scales the former alone, and names
+    the latter's base `rope_local_base_freq`.
+
+    Args:
+        thetas: Base of the wavelengths of both, where the fields do not say.
+    """
+    whole = fields.section("rope_parameters")
+    if whole is None:
+        return fields.with_defaults(rope_theta=thetas[0]), fields.replaced(
+            rope_theta=fields.above(1, "rope_local_base_freq", thetas[1]), rope_scaling=None
+        )
+    fields.only("rope_scaling")
+    kinds = ("full_attention", "sliding_attention")
+    for name in whole.names() - {*kinds}:
+        raise whole.error(name, whole.get(name), f"only {' and '.join(kinds)} are supported")
+    full, sliding = (
+        fields.replaced(rope_parameters=whole.get(kind), rope_theta=fields.above(1, name, theta))
+        for kind, name, theta in zip(
+            kinds, ("rope_theta", "rope_local_base_freq"), thetas, strict=True
+        )
+    )
+    return full, sliding
+
+
 def read_partial_rotary(fields: Fields, default: float | None) -> float:
     """Read which share of a head is rotated.
 
