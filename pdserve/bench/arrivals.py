@@ -127,7 +127,13 @@ def due_times(num: int, arrivals: ArrivalLaw, seed: int) -> list[float]:
     times = np.cumsum(gaps)
     if arrivals.ramp is None and 0 < times[-1] < math.inf:
         times *= num / arrivals.rate / times[-1]
-    if not 0 < times[-1] <= _LONGEST_S:
+    if _LONGEST_S < times[-1] < math.inf:
+        raise ConfigError(
+            f"--request-rate {rates[0]:g} has the last of {num} requests due after {times[-1]:.3g} "
+            f"s, at most {_LONGEST_S:.0e} s are run: use a higher rate",
+            param="request-rate",
+        )
+    if not 0 < times[-1] < math.inf:
         raise ConfigError(
             f"--request-rate {rates[0]:g} and --burstiness {arrivals.burstiness:g} make all gaps "
             "0, or endless: use values nearer to 1",

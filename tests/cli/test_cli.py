@@ -142,7 +142,7 @@ def test_an_unknown_flag_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--quantization", "awq"), "vLLM's --quantization is not supported: weights keep the"),
+        (("--quantization", "awq"), "vLLM's --quantization is not supported: config.json says how"),
         (("-q", "awq"), "vLLM's --quantization is not supported"),
         (("--quantisation", "awq"), "did you mean --quantization? vLLM's --quantization is not"),
         (

@@ -166,6 +166,14 @@ inline __m256bh narrow_to_bf16(Floats a) {
         return (raw + 0x7fffu + (raw >> 16 & 1)) >> 16;
     }));
 }
+// Those of `high` behind those of `low`.
+inline __m512bh narrow_both(Floats high, Floats low) {
+    const __m256bh halves[2] = {narrow_to_bf16(low), narrow_to_bf16(high)};
+    __m512bh both;
+    static_assert(sizeof both == sizeof halves);
+    std::memcpy(&both, halves, sizeof both);
+    return both;
+}
 inline Floats even_pairs(__m512i pairs) { return bits_as<Floats>(bits_as<Words>(pairs) << 16); }
 inline Floats odd_pairs(__m512i pairs) {
     return bits_as<Floats>(bits_as<Words>(pairs) & 0xffff0000u);
@@ -257,6 +265,7 @@ inline __m512i words(int32_t x) { return bits_as<__m512i>(Ints{} + x); }
 #define _mm512_shuffle_f32x4(a, b, which) emulated::shuffle_lanes<which>(a, b)
 #define _mm512_permutex2var_epi16(a, which, b) emulated::permute(a, which, b)
 #define _mm512_cvtneps_pbh(a) emulated::narrow_to_bf16(a)
+#define _mm512_cvtne2ps_pbh(high, low) emulated::narrow_both(high, low)
 #define _mm512_dpbf16_ps(sum, a, b) emulated::add_pairs(sum, a, b)
 
 #ifdef EMULATED_AMX
