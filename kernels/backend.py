@@ -89,6 +89,7 @@ class KernelBackend(Ops):
         arch, sources, compiler: What the bits of results depend on besides the arguments: the
             device's instructions, a hash of the kernels (`hash_of_sources`), their compiler, and
             the libraries that they call.
+        keeps_fp8: Whether ``linear`` and ``experts`` keep an `Fp8Weight` in FP8, or else widen it.
         linear: A weight in a prepared layout.
         heads: The same for one weight per attention head; its argument is ``[H, N, K]``.
         experts: The same for a layer's experts.
@@ -102,6 +103,7 @@ class KernelBackend(Ops):
     arch: str = ""
     sources: str = ""
     compiler: str = ""
+    keeps_fp8: bool = False
     linear: MakeLinear = PackedLinear
     heads: Callable[[Tensor], PackedHeads] = PackedHeads
     experts: MakeExperts = PackedExperts

@@ -30,7 +30,9 @@ BACKENDS: Mapping[str, str] = {
 FAST_BACKENDS: Mapping[str, str] = {"cuda": "pdserve.kernels.fast.backend"}
 """The same for numerics `FAST`. Others have none."""
 
-_NOT_IMPLEMENTATIONS = frozenset({"name", "description", "arch", "sources", "compiler", "sampling"})
+_NOT_IMPLEMENTATIONS = frozenset(
+    {"name", "description", "arch", "sources", "compiler", "keeps_fp8", "sampling"}
+)
 """Fields that are not operations, and `sampling`, which has operations of its own."""
 
 _NEED_NO_TWIN = frozenset({"mlp", "attention", "sum_ranks"})

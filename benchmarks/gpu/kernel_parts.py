@@ -17,8 +17,8 @@ _COMMON = "launch"
 PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("attention",),
     "latent attention": ("latent",),
-    "linear layers": ("linear", "halves"),
-    "experts": ("moe", "router"),
+    "linear layers": ("linear", "halves", "heads"),
+    "experts": ("experts", "router"),
     "norms": ("norm",),
     "activation": ("activation",),
     "activation of Gemma": ("gelu",),

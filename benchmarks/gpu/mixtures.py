@@ -10,8 +10,8 @@ from torch import Tensor
 from benchmarks.gpu.timing import DEVICE, IS_DRY, num_rotated, sized, time_in_graph
 from benchmarks.gpu.ways import Build, described, named, tile
 from pdserve.kernels.cuda.activation import silu_and_mul
+from pdserve.kernels.cuda.experts import CudaExperts
 from pdserve.kernels.cuda.linear import CudaLinear, multiply_gated
-from pdserve.kernels.cuda.moe import CudaExperts
 from pdserve.kernels.cuda.router import route
 from pdserve.kernels.cuda.tiles import ProductTile, gated_tile
 from pdserve.kernels.reference.moe import RoutingRule

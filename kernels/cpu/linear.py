@@ -11,6 +11,7 @@ from torch import Tensor, get_num_threads
 
 from pdserve.kernels.cpu.marshal import TYPES, refused
 from pdserve.kernels.cpu.packing import Packing
+from pdserve.kernels.fp8 import Fp8Weight, plain
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.reference.mla import PackedHeads
 
@@ -47,9 +48,9 @@ class CpuLinear(PackedLinear):
         self._weight = self._packing.memory(self.out_features, self.in_features, self.dtype)
         self._bias = torch.empty(self.out_features, dtype=torch.float32) if has_bias else None
 
-    def write(self, first: int, weight: Tensor) -> None:
+    def write(self, first: int, weight: Tensor | Fp8Weight) -> None:
         """See `PackedLinear.write`."""
-        self._packing.pack(weight.to(self.dtype), self._weight, first)
+        self._packing.pack(plain(weight, self.dtype), self._weight, first)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `PackedLinear.__call__`."""

@@ -11,6 +11,7 @@ from torch import Tensor, get_num_threads
 
 from pdserve.kernels.cpu.marshal import refused, same_type
 from pdserve.kernels.cpu.packing import Packing, aligned
+from pdserve.kernels.fp8 import Fp8Weight, plain
 from pdserve.kernels.reference.moe import PackedExperts, RoutingRule
 
 _ROUTE = struct.Struct("@4P5qf4i").pack
@@ -70,17 +71,17 @@ class CpuExperts(PackedExperts):
         each = aligned(end + 4 * (2 * inner + width)) if self._form.has_bias else end
         self._bytes = self._packing.memory_of(num_experts, each)
 
-    def write_down(self, local: int, weight: Tensor) -> None:
+    def write_down(self, local: int, weight: Tensor | Fp8Weight) -> None:
         """See `PackedExperts.write_down`."""
-        self._packing.pack(weight.to(self._dtype), self._bytes[local, self._down_at :])
+        self._packing.pack(plain(weight, self._dtype), self._bytes[local, self._down_at :])
 
     def _write_bias(self, local: int, first: int, bias: Tensor) -> None:
         assert self._form.has_bias
         biases = self._bytes[local, self._bias_at :].view(torch.float32)
         biases[first : first + len(bias)] = bias.to(self._dtype)
 
-    def _write_gate_up(self, local: int, first: int, weight: Tensor) -> None:
-        self._packing.pack(weight.to(self._dtype), self._bytes[local], first)
+    def _write_gate_up(self, local: int, first: int, weight: Tensor | Fp8Weight) -> None:
+        self._packing.pack(plain(weight, self._dtype), self._bytes[local], first)
 
     def __call__(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
         """See `PackedExperts.__call__`."""

@@ -6,11 +6,23 @@ The host writes a descriptor into the launch's own arguments, so that a graph ke
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pdserve.kernels.cuda.sizes import with_whole_tiles
+
+if TYPE_CHECKING:
+    from pdserve.kernels.cuda.tiles import ProductTile
+
 _ALIGNMENT = 16
 """Alignment in bytes of a matrix and each of its rows."""
+
+
+_MANY_ROWS = 1024
+"""From this size on, one tile that is slow to load by descriptor costs less than loading all tiles
+without descriptors."""
 
 
 class Descriptors:
@@ -31,6 +43,23 @@ class Descriptors:
             found = TensorDescriptor.from_tensor(self._matrix, [rows, cols])
             self._made[rows, cols] = found
         return found
+
+
+def descriptors_of(
+    x: Tensor, weight: Tensor, tile: ProductTile, kept: Descriptors | None
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Return the descriptors of both operands; None if they cannot or should not be described.
+
+    Args:
+        kept: Those of ``weight``, if its address is fixed.
+    """
+    whole = with_whole_tiles(x, tile.rows)
+    if whole is None and len(x) > _MANY_ROWS:
+        whole = x
+    if whole is None or not can_describe(whole, weight):
+        return None, None
+    tiles = TensorDescriptor.from_tensor(whole, [tile.rows, tile.depth])
+    return tiles, (kept or Descriptors(weight)).of_tiles(tile.cols, tile.depth)
 
 
 def can_describe(*matrices: Tensor) -> bool:

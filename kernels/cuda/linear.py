@@ -1,4 +1,4 @@
-"""Products with row-major weights: linear layers, and one matrix per head."""
+"""Products with row-major weights: linear layers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels.cuda.activation import gated
 from pdserve.kernels.cuda.checks import check_float
-from pdserve.kernels.cuda.descriptors import Descriptors, can_describe
+from pdserve.kernels.cuda.descriptors import Descriptors, descriptors_of
+from pdserve.kernels.cuda.fp8 import RunScales, can_keep, write_fp8
 from pdserve.kernels.cuda.launch import launch, wait_for_previous
 from pdserve.kernels.cuda.product import (
     described_pair,
@@ -22,25 +22,23 @@ from pdserve.kernels.cuda.product import (
     product,
     product_pair,
 )
-from pdserve.kernels.cuda.sizes import empty_rows, with_whole_tiles
-from pdserve.kernels.cuda.tiles import ProductTile, gated_tile, heads_tile, linear_tile
+from pdserve.kernels.cuda.sizes import empty_rows
+from pdserve.kernels.cuda.tiles import ProductTile, gated_tile, linear_tile
+from pdserve.kernels.fp8 import Fp8Weight
 from pdserve.kernels.reference.linear import PackedLinear
-from pdserve.kernels.reference.mla import PackedHeads
-
-_MANY_ROWS = 1024
-"""From this size on, one tile that is slow to load by descriptor costs less than loading all tiles
-without descriptors."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor | None,
     bias: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
     num_cols: tl.tensor,
     depth: tl.tensor,
+    num_runs: tl.tensor,
     x_row: tl.tensor,
     out_row: tl.tensor,
     x_head: tl.tensor,
@@ -48,6 +46,7 @@ def multiply_kernel(
     x_tiles: tl.tensor_descriptor | None,
     weight_tiles: tl.tensor_descriptor | None,
     extra_tiles: tl.tensor_descriptor | None,
+    RUN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EXTRA_N: tl.constexpr,
@@ -64,6 +63,7 @@ def multiply_kernel(
     Args:
         x: ``[num_rows, heads, depth]``, strides ``x_row``, ``x_head`` and 1.
         weight: ``[heads, num_cols, depth]``, contiguous.
+        scales: ``[heads, num_cols, num_runs]`` fp32 of a weight in FP8, see `product`; or None.
         bias: ``[num_cols]``; read if ``HAS_BIAS``.
         out: ``[num_rows, heads, num_cols]``, strides ``out_row``, ``out_head`` and 1.
         x_tiles: None, or the descriptor of ``x`` with one head.
@@ -85,13 +85,18 @@ def multiply_kernel(
     m = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = col.to(tl.int64) + tl.arange(0, BLOCK_N)
     weight_rows = weight + (head * num_cols + n) * depth
+    scale_rows = None
+    if scales is not None:
+        scale_rows = scales + (head * num_cols + n) * num_runs
     if x_tiles is None:
         total = product(
             x + head * x_head + m * x_row,
             m < num_rows,
             weight_rows,
             n < num_cols,
+            scale_rows,
             depth,
+            RUN,
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
@@ -162,23 +167,26 @@ def multiply(
     out: Tensor,
     tile: ProductTile,
     kept: Descriptors | None = None,
+    *,
+    scales: RunScales | None = None,
 ) -> None:
     """Write ``x[:, h] @ weight[h].T + bias`` to ``out[:, h]``, summed in fp32 and rounded once.
 
     Args:
         x: ``[M, H, K]``, elements contiguous.
-        weight: ``[H, N, K]``, contiguous.
+        weight: ``[H, N, K]``, contiguous; the bytes of FP8 with ``scales``.
         bias: ``[N]`` or None.
         out: ``[M, H, N]``, elements contiguous.
         tile: Any tile, but for fp32 always the same one.
         kept: Descriptors of ``weight``, if its address is fixed.
+        scales: Of a weight in FP8 and one head.
     """
     num_rows, num_heads, depth = x.shape
     num_cols = weight.shape[1]
     x_tiles = weight_tiles = extra_tiles = None
-    if tile.described and num_heads == 1:
+    if tile.described and num_heads == 1 and scales is None:
         kept = kept or Descriptors(weight[0])
-        x_tiles, weight_tiles = _descriptors(x[:, 0], weight[0], tile, kept)
+        x_tiles, weight_tiles = descriptors_of(x[:, 0], weight[0], tile, kept)
         if tile.extra_cols and weight_tiles:
             extra_tiles = kept.of_tiles(tile.extra_cols, tile.depth)
     if tile.extra_cols and extra_tiles is None:
@@ -189,11 +197,13 @@ def multiply(
         grid,
         x,
         weight,
+        None if scales is None else scales.values,
         x if bias is None else bias,
         out,
         num_rows,
         num_cols,
         depth,
+        1 if scales is None else scales.values.shape[1],
         x.stride(0),
         out.stride(0),
         x.stride(1),
@@ -202,6 +212,7 @@ def multiply(
         weight_tiles,
         extra_tiles,
         tuning=tile.tuning,
+        RUN=0 if scales is None else scales.run,
         EXTRA_N=tile.extra_cols,
         GROUP=tile.group,
         HAS_BIAS=bias is not None,
@@ -209,31 +220,21 @@ def multiply(
     )
 
 
-def _descriptors(
-    x: Tensor, weight: Tensor, tile: ProductTile, kept: Descriptors | None
-) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Return the descriptors of both operands; None if they cannot or should not be described."""
-    whole = with_whole_tiles(x, tile.rows)
-    if whole is None and len(x) > _MANY_ROWS:
-        whole = x
-    if whole is None or not can_describe(whole, weight):
-        return None, None
-    tiles = TensorDescriptor.from_tensor(whole, [tile.rows, tile.depth])
-    return tiles, (kept or Descriptors(weight)).of_tiles(tile.cols, tile.depth)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_gated_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor | None,
     bias: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
     inner: tl.tensor,
     depth: tl.tensor,
+    num_runs: tl.tensor,
     to_up: tl.tensor,
     x_tiles: tl.tensor_descriptor | None,
     weight_tiles: tl.tensor_descriptor | None,
+    RUN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -249,6 +250,7 @@ def multiply_gated_kernel(
     Args:
         x: ``[num_rows, depth]``, contiguous.
         weight: ``[2 * inner, depth]``, contiguous: gate and, ``to_up`` elements after it, up.
+        scales: ``[2 * inner, num_runs]`` fp32 of a weight in FP8; or None.
         bias: ``[2 * inner]``; read if ``HAS_BIAS``.
         out: ``[num_rows, inner]``, contiguous.
         x_tiles: As of `multiply_kernel`; ``weight_tiles`` likewise.
@@ -260,6 +262,9 @@ def multiply_gated_kernel(
     m = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_rows = weight + n.to(tl.int64) * depth
+    scale_rows = None
+    if scales is not None:
+        scale_rows = scales + n * num_runs
     if x_tiles is None:
         gate, up = product_pair(
             x + m * depth,
@@ -267,7 +272,10 @@ def multiply_gated_kernel(
             weight_rows,
             n < inner,
             to_up,
+            scale_rows,
+            inner * num_runs,
             depth,
+            RUN,
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
@@ -308,6 +316,8 @@ def multiply_gated(
     out: Tensor,
     tile: ProductTile,
     kept: Descriptors | None = None,
+    *,
+    scales: RunScales | None = None,
 ) -> None:
     """Write ``silu_and_mul(x @ weight.T + bias)`` to ``out``, with the bits of both in turn.
 
@@ -317,27 +327,30 @@ def multiply_gated(
         bias: ``[2 * I]`` or None.
         out: ``[M, I]``, contiguous, of the same dtype.
         tile: See `multiply`; its columns count for gate and for up.
-        kept: See `multiply`.
+        kept: See `multiply`; ``scales`` likewise.
     """
     num_rows, depth = x.shape
     inner = len(weight) // 2
     x_tiles = weight_tiles = None
-    if tile.described:
-        x_tiles, weight_tiles = _descriptors(x, weight, tile, kept)
+    if tile.described and scales is None:
+        x_tiles, weight_tiles = descriptors_of(x, weight, tile, kept)
     launch(
         multiply_gated_kernel,
         (tile.num_programs(num_rows, inner),),
         x,
         weight,
+        None if scales is None else scales.values,
         x if bias is None else bias,
         out,
         num_rows,
         inner,
         depth,
+        1 if scales is None else scales.values.shape[1],
         inner * depth,
         x_tiles,
         weight_tiles,
         tuning=tile.tuning,
+        RUN=0 if scales is None else scales.run,
         GROUP=tile.group,
         HAS_BIAS=bias is not None,
         **tile.constants(inner, depth),
@@ -345,26 +358,68 @@ def multiply_gated(
 
 
 class CudaLinear(PackedLinear):
-    """A linear layer, one launch; the weight lies as in `PackedLinear`.
+    """A linear layer, one launch; the weight lies as in `PackedLinear`, or so in FP8.
+
+    The first rows that are written tell how the weight is kept.
 
     Raises:
         NotTakenError: The dtype is none of bf16, fp16 and fp32.
     """
 
+    _scales: RunScales | None = None
+    _descriptors: Descriptors | None = None
+
     def __init__(self, *sizes: int, **fields: Any) -> None:
         check_float(fields["dtype"])
         super().__init__(*sizes, **fields)
-        self._descriptors = Descriptors(self._weight)
+
+    def _allocate(self, device: torch.device, *, has_bias: bool) -> None:
+        self._weight = torch.empty(0, dtype=torch.uint8, device=device)
+        self._bias = None
+        if has_bias:
+            self._bias = torch.empty(self.out_features, dtype=self.dtype, device=device)
+
+    def keep(self, fp8: Fp8Weight | None = None) -> None:
+        """Allocate the weight, unset: in FP8 if there are such rows of it."""
+        shape, device = (self.out_features, self.in_features), self._weight.device
+        dtype = self.dtype if fp8 is None else torch.uint8
+        self._weight = torch.empty(shape, dtype=dtype, device=device)
+        if fp8 is None:
+            self._descriptors = Descriptors(self._weight)
+        else:
+            self._scales = RunScales.of(fp8, self.out_features, device)
+
+    def write(self, first: int, weight: Tensor | Fp8Weight) -> None:
+        """See `PackedLinear.write`."""
+        fp8 = can_keep(weight)
+        if not len(self._weight):
+            self.keep(fp8)
+        if fp8 is None or self._scales is None:
+            assert self._scales is None
+            super().write(first, weight)
+            return
+        write_fp8(fp8, self._weight[first:], self._scales.values[first:])
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `PackedLinear.__call__`."""
         self._check(x, out)
+        if not len(self._weight):
+            self.keep()
         num_rows = len(x)
         if out is None:
             out = torch.empty((num_rows, self.out_features), dtype=self.out_dtype, device=x.device)
         tile = linear_tile(num_rows, self.out_features, self.dtype)
-        kept = self._descriptors
-        multiply(x[:, None], self._weight[None], self._bias, out[:, None], tile, kept)
+        if self._scales is not None:
+            tile = tile.for_fp8()
+        multiply(
+            x[:, None],
+            self._weight[None],
+            self._bias,
+            out[:, None],
+            tile,
+            self._descriptors,
+            scales=self._scales,
+        )
         return out
 
     def call_gated(self, x: Tensor) -> Tensor:
@@ -374,24 +429,12 @@ class CudaLinear(PackedLinear):
             TypeError: As for a call.
         """
         self._check(x, None)
+        if not len(self._weight):
+            self.keep()
         out = empty_rows(len(x), self.out_features // 2, x)
         tile = gated_tile(len(x), self.dtype)
-        multiply_gated(x, self._weight, self._bias, out, tile, self._descriptors)
+        if self._scales is not None:
+            tile = tile.for_fp8()
+        kept, scales = self._descriptors, self._scales
+        multiply_gated(x, self._weight, self._bias, out, tile, kept, scales=scales)
         return out
-
-
-class CudaHeads(PackedHeads):
-    """One matrix per head, all in one launch.
-
-    Raises:
-        NotTakenError: The dtype is none of bf16, fp16 and fp32.
-    """
-
-    def _lay_out(self, weight: Tensor) -> None:
-        check_float(weight.dtype)
-        self._weight = weight.contiguous()
-
-    def _multiply(self, x: Tensor, out: Tensor) -> None:
-        if x.stride(2) != 1 or out.stride(2) != 1 or x.dtype != out.dtype:
-            raise TypeError(f"got {x.dtype} {x.stride()} for {out.dtype} {out.stride()}")
-        multiply(x, self._weight, None, out, heads_tile(len(x), x.dtype))

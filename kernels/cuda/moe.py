@@ -1,31 +1,13 @@
-"""The experts of a mixture-of-experts layer: sorts choices by expert, then two products and a sum.
-
-Sizes that depend on routing stay on the device: each grid is large enough for any routing, and
-programs without work end at once. There are five launches, all of which a graph can capture.
-"""
+"""Kernels of a mixture-of-experts layer: choices sorted by expert, two products, and a sum."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from pdserve.kernels.cuda.activation import gated
-from pdserve.kernels.cuda.checks import check_float
-from pdserve.kernels.cuda.launch import Tuning, launch, wait_for_previous
+from pdserve.kernels.cuda.launch import wait_for_previous
 from pdserve.kernels.cuda.product import place_of, product, product_pair
-from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
-from pdserve.kernels.cuda.tiles import experts_tiles
-from pdserve.kernels.reference.moe import PLAIN, ExpertForm, PackedExperts
-
-_MOST_PARTS_BYTES = 512 << 20
-"""Limit for the experts' unsummed results; more tokens are computed in several rounds."""
-
-_IDS = 1024
-_COLUMNS = 1024
-_SORTING = Tuning(warps=4, overlaps=True)
-_SUMMING = Tuning(warps=4, overlaps=True)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
@@ -108,6 +90,7 @@ def clamped(gate: tl.tensor, up: tl.tensor, ALPHA: tl.constexpr, LIMIT: tl.const
 def gate_up_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor | None,
     bias: tl.tensor,
     out: tl.tensor,
     order: tl.tensor,
@@ -116,8 +99,12 @@ def gate_up_kernel(
     top_k: tl.tensor,
     inner: tl.tensor,
     depth: tl.tensor,
+    num_runs: tl.tensor,
     to_up: tl.tensor,
     to_expert: tl.tensor,
+    to_scales: tl.tensor,
+    to_bias: tl.tensor,
+    RUN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -135,7 +122,9 @@ def gate_up_kernel(
         x: ``[T, depth]``.
         weight: ``[E, 2 * inner, depth]``, strided by ``to_expert`` over experts: gate and,
             ``to_up`` elements after it, up.
-        bias: ``[E, 2 * inner]``, strided likewise; or None.
+        scales: ``[E, 2 * inner, num_runs]`` fp32, strided by ``to_scales``, of weights in FP8, see
+            `product`; or None.
+        bias: ``[E, 2 * inner]``, strided by ``to_bias``; or None.
         out: ``[T * top_k, inner]``, by place.
         order: As of `sort_kernel`, and ``tiles``.
         LIMIT: Of `clamped`, and ALPHA; None is `gated`.
@@ -150,13 +139,19 @@ def gate_up_kernel(
         token = tl.load(order + place, mask=live, other=0) // top_k
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = n.to(tl.int64) * depth
+        scale_rows = None
+        if scales is not None:
+            scale_rows = scales + expert.to(tl.int64) * to_scales + n * num_runs
         gate, up = product_pair(
             x + token.to(tl.int64) * depth,
             live,
             weight + expert.to(tl.int64) * to_expert + rows,
             n < inner,
             to_up,
+            scale_rows,
+            inner * num_runs,
             depth,
+            RUN,
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
@@ -167,7 +162,7 @@ def gate_up_kernel(
         dtype = out.dtype.element_ty
         at = out + (place.to(tl.int64) * inner)[:, None] + n[None, :]
         if bias is not None:
-            of = bias + expert.to(tl.int64) * to_expert + n
+            of = bias + expert.to(tl.int64) * to_bias + n
             gate += tl.load(of, mask=n < inner, other=0.0).to(tl.float32)[None, :]
             up += tl.load(of + inner, mask=n < inner, other=0.0).to(tl.float32)[None, :]
         if LIMIT is None:
@@ -181,6 +176,7 @@ def gate_up_kernel(
 def down_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor | None,
     bias: tl.tensor,
     out: tl.tensor,
     order: tl.tensor,
@@ -188,7 +184,11 @@ def down_kernel(
     num_tiles: tl.tensor,
     num_cols: tl.tensor,
     depth: tl.tensor,
+    num_runs: tl.tensor,
     to_expert: tl.tensor,
+    to_scales: tl.tensor,
+    to_bias: tl.tensor,
+    RUN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -203,7 +203,7 @@ def down_kernel(
     Args:
         x: ``[num_ids, depth]``, by place.
         weight: ``[E, num_cols, depth]``, strided by ``to_expert`` over experts.
-        bias: ``[E, num_cols]``, strided likewise; or None.
+        scales: ``[E, num_cols, num_runs]``, as of `gate_up_kernel`; ``bias`` likewise.
         out: ``[num_ids, num_cols]`` fp32, by choice.
         order: As of `sort_kernel`, and ``tiles``.
     """
@@ -216,12 +216,17 @@ def down_kernel(
         live = place < end
         choice = tl.load(order + place, mask=live, other=0)
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        scale_rows = None
+        if scales is not None:
+            scale_rows = scales + expert.to(tl.int64) * to_scales + n * num_runs
         total = product(
             x + place.to(tl.int64) * depth,
             live,
             weight + expert.to(tl.int64) * to_expert + n.to(tl.int64) * depth,
             n < num_cols,
+            scale_rows,
             depth,
+            RUN,
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
@@ -230,7 +235,7 @@ def down_kernel(
             SWAPPED,
         )
         if bias is not None:
-            of = bias + expert.to(tl.int64) * to_expert + n
+            of = bias + expert.to(tl.int64) * to_bias + n
             total += tl.load(of, mask=n < num_cols, other=0.0).to(tl.float32)[None, :]
         at = out + (choice.to(tl.int64) * num_cols)[:, None] + n[None, :]
         tl.store(at, total, mask=live[:, None] & (n < num_cols)[None, :])
@@ -268,135 +273,3 @@ def sum_kernel(
         part = tl.load(parts + choice * width + column, mask=inside & here, other=0.0)
         total = tl.where(here, total + tl.load(weights + choice) * part, total)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
-
-
-class CudaExperts(PackedExperts):
-    """Experts in grouped products; weights lie as in `PackedExperts`.
-
-    Ids of other experts, negative or too large, add nothing.
-
-    Raises:
-        NotTakenError: The dtype is none of bf16, fp16 and fp32.
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        width: int,
-        inner: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        form: ExpertForm = PLAIN,
-    ) -> None:
-        check_float(dtype)
-        super().__init__(num_experts, width, inner, dtype=dtype, device=device, form=form)
-
-    def __call__(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
-        """See `PackedExperts.__call__`.
-
-        Raises:
-            TypeError: A dtype is wrong, or a tensor is strided.
-        """
-        if x.dtype != self._dtype or x.shape[1] != self._width:
-            raise TypeError(f"want [T, {self._width}] {self._dtype}, got {x.shape} {x.dtype}")
-        if local_ids.dtype != torch.int64 or weights.dtype != torch.float32:
-            raise TypeError(f"want int64 and fp32, got {local_ids.dtype} and {weights.dtype}")
-        if not (x.is_contiguous() and local_ids.is_contiguous() and weights.is_contiguous()):
-            raise TypeError("want contiguous tensors")
-        out = torch.empty_like(x)
-        num_tokens, top_k = local_ids.shape
-        most = max(1, _MOST_PARTS_BYTES // (4 * top_k * self._width))
-        for first in range(0, num_tokens, most):
-            turn = slice(first, first + most)
-            self._sum_experts(x[turn], local_ids[turn], weights[turn], out[turn])
-        return out
-
-    def _sum_experts(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-        num_tokens, top_k = ids.shape
-        num_experts, width, inner = self._down.shape
-        num_ids = ids.numel()
-        gate_up_tile, down_tile = experts_tiles(num_ids, num_experts, x.dtype)
-        of_both, of_down = self._biases or (None, None)
-        glu = self._form.glu
-        order, tiles = _sort(ids, num_experts, down_tile.rows)
-        middle = torch.empty((num_ids, inner), dtype=x.dtype, device=x.device)
-        launch(
-            gate_up_kernel,
-            (len(tiles) * divided_up(inner, gate_up_tile.cols),),
-            x,
-            self._gate_up,
-            of_both,
-            middle,
-            order,
-            tiles,
-            len(tiles),
-            top_k,
-            inner,
-            width,
-            inner * width,
-            self._gate_up.stride(0),
-            tuning=gate_up_tile.tuning,
-            GROUP=gate_up_tile.group,
-            ALPHA=None if glu is None else glu.alpha,
-            LIMIT=None if glu is None else glu.limit,
-            **gate_up_tile.constants(inner, width),
-        )
-        parts = torch.empty((num_ids, width), dtype=torch.float32, device=x.device)
-        launch(
-            down_kernel,
-            (len(tiles) * divided_up(width, down_tile.cols),),
-            middle,
-            self._down,
-            of_down,
-            parts,
-            order,
-            tiles,
-            len(tiles),
-            width,
-            inner,
-            self._down.stride(0),
-            tuning=down_tile.tuning,
-            GROUP=down_tile.group,
-            **down_tile.constants(width, inner),
-        )
-        launch(
-            sum_kernel,
-            (num_tokens, divided_up(width, _COLUMNS)),
-            parts,
-            ids,
-            weights,
-            out,
-            width,
-            num_experts,
-            tuning=_SUMMING,
-            TOP_K=top_k,
-            BLOCK=_COLUMNS,
-        )
-
-
-def _sort(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return ``order`` and ``tiles`` of `sort_kernel` for tiles with this number of rows."""
-    num_ids = ids.numel()
-    # Each expert that is chosen at all may fill its last tile by one row only.
-    num_tiles = (num_ids + min(num_ids, num_experts) * (rows - 1)) // rows
-    counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    order = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
-    tiles = torch.empty((num_tiles, 3), dtype=torch.int32, device=ids.device)
-    launch(count_kernel, (num_experts,), ids, counts, num_ids, tuning=_SORTING, BLOCK=_IDS)
-    launch(
-        sort_kernel,
-        (num_experts,),
-        ids,
-        counts,
-        order,
-        tiles,
-        num_ids,
-        num_tiles,
-        num_experts,
-        tuning=_SORTING,
-        ROWS=rows,
-        EXPERTS=next_power_of_2(num_experts),
-        BLOCK=_IDS,
-    )
-    return order, tiles

@@ -17,7 +17,9 @@ def product(
     x_live: tl.tensor,
     weight_rows: tl.tensor,
     weight_live: tl.tensor,
+    scale_rows: tl.tensor | None,
     depth: tl.tensor,
+    RUN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -32,7 +34,9 @@ def product(
         x_live: ``[BLOCK_M]``: whether the row exists; others count as zeros and are not read.
         weight_rows: ``[BLOCK_N]`` pointers to rows.
         weight_live: ``[BLOCK_N]``, likewise; unused if ``EVEN_N``.
+        scale_rows: ``[BLOCK_N]`` pointers to the scales of rows in FP8; None: rows are as ``x``.
         depth: Elements of a row.
+        RUN: Elements that share a scale, a multiple of ``BLOCK_K``; 0: all of a row.
         EVEN_N: Whether all rows of the weight exist.
         EVEN_K: Whether ``depth`` is a multiple of ``BLOCK_K``.
         SWAPPED: Whether the weight is the left operand of the tensor core instruction.
@@ -48,6 +52,8 @@ def product(
     for at in range(0, depth, BLOCK_K):
         x = load_rows(x_rows, x_live, at + k, depth, False, EVEN_K)
         weight = load_rows(weight_rows, weight_live, at + k, depth, EVEN_N, EVEN_K)
+        if scale_rows is not None:
+            weight = widened(weight, scale_rows, weight_live, at, x.dtype, RUN, EVEN_N)
         if SWAPPED:
             total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
         else:
@@ -64,7 +70,10 @@ def product_pair(
     weight_rows: tl.tensor,
     weight_live: tl.tensor,
     to_other: tl.tensor,
+    scale_rows: tl.tensor | None,
+    to_other_scale: tl.tensor,
     depth: tl.tensor,
+    RUN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -72,7 +81,12 @@ def product_pair(
     EVEN_K: tl.constexpr,
     SWAPPED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return `product` of two weights, the second ``to_other`` elements after the first."""
+    """Return `product` of two weights.
+
+    Args:
+        to_other: Elements from the first to the second.
+        to_other_scale: Likewise from scales to scales.
+    """
     k = tl.arange(0, BLOCK_K)
     if SWAPPED:
         first = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -84,6 +98,10 @@ def product_pair(
         x = load_rows(x_rows, x_live, at + k, depth, False, EVEN_K)
         one = load_rows(weight_rows, weight_live, at + k, depth, EVEN_N, EVEN_K)
         other = load_rows(weight_rows + to_other, weight_live, at + k, depth, EVEN_N, EVEN_K)
+        if scale_rows is not None:
+            other_scale_rows = scale_rows + to_other_scale
+            one = widened(one, scale_rows, weight_live, at, x.dtype, RUN, EVEN_N)
+            other = widened(other, other_scale_rows, weight_live, at, x.dtype, RUN, EVEN_N)
         if SWAPPED:
             first = tl.dot(one, tl.trans(x), first, input_precision="ieee")
             second = tl.dot(other, tl.trans(x), second, input_precision="ieee")
@@ -188,6 +206,31 @@ def load_rows(
     else:
         tile = tl.load(at, mask=live[:, None] & (k < depth)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def widened(
+    tile: tl.tensor,
+    scale_rows: tl.tensor,
+    live: tl.tensor,
+    at: tl.tensor,
+    dtype: tl.constexpr,
+    RUN: tl.constexpr,
+    ALL_LIVE: tl.constexpr,
+) -> tl.tensor:
+    """Return rows of a weight in FP8, from column ``at`` on, times their scales, in a dtype.
+
+    The bits of E4M3 are those of fp16, but for the place of the sign and a factor of 256; NaN is
+    none of them. Architectures before sm_89 convert by no other way.
+    """
+    run = 0 if RUN == 0 else at // RUN
+    if ALL_LIVE:
+        scale = tl.load(scale_rows + run)
+    else:
+        scale = tl.load(scale_rows + run, mask=live, other=0.0)
+    bits = tile.to(tl.uint16)
+    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return (half.to(tl.float32) * (scale * 256.0)[:, None]).to(dtype)
 
 
 @triton.jit

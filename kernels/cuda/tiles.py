@@ -15,7 +15,7 @@ of other architectures have only been compiled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,9 @@ import torch
 from pdserve.kernels.cuda.launch import Tuning
 from pdserve.kernels.cuda.sizes import FEW_ROWS, divided_up
 from pdserve.kernels.cuda.target import Architecture, LaunchTarget, target
+
+FP8_RUN = 128
+"""Numbers of a weight in FP8 that share a scale are a multiple of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,11 @@ class ProductTile:
             "EVEN_K": depth % self.depth == 0,
             "SWAPPED": self.swapped,
         }
+
+    def for_fp8(self) -> ProductTile:
+        """Return a tile for a weight in FP8, of which a step takes numbers of one scale per row."""
+        depth = min(self.depth, FP8_RUN)
+        return replace(self, depth=depth, described=False, extra_cols=0)
 
     def num_programs(self, num_rows: int, num_cols: int) -> int:
         """Return the number of such tiles in a product."""

@@ -31,9 +31,10 @@ class FastLinear(CudaLinear):
         return torch.addmm(self._bias, x, self._weight.T, out=out)
 
     def _is_for_cublas(self, num_rows: int) -> bool:
-        """Whether measurements show it: not in fp32, nor from one dtype to another."""
+        """Whether measurements show it: not in fp32 or FP8, nor from one dtype to another."""
         return (
             LEAST_ROWS <= num_rows <= MOST_ROWS
             and self.dtype != torch.float32
             and self.out_dtype == self.dtype
+            and self._weight.dtype == self.dtype
         )

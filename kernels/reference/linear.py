@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.fp8 import Fp8Weight, plain
+
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
@@ -65,14 +67,16 @@ class PackedLinear:
         if has_bias:
             self._bias = torch.empty(self.out_features, dtype=self.dtype, device=device)
 
-    def write(self, first: int, weight: Tensor) -> None:
+    def write(self, first: int, weight: Tensor | Fp8Weight) -> None:
         """Set rows of the weight.
 
         Args:
             first: Row of the first of them.
-            weight: ``[n, K]``, of any dtype and device, strided or not.
+            weight: ``[n, K]``, of any dtype and device, strided or not; if in FP8, then all pieces
+                are, with runs of one length.
         """
-        self._weight[first : first + len(weight)] = weight
+        rows = plain(weight, self.dtype)
+        self._weight[first : first + len(rows)] = rows
 
     def write_bias(self, first: int, bias: Tensor) -> None:
         """Set elements of the bias from ``first`` on, rounded to the weight's dtype."""

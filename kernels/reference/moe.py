@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.fp8 import Fp8Weight, plain
 from pdserve.kernels.reference.activation import ClampedGlu, clamped_glu, silu_and_mul
 
 # Added to the sum that weights are divided by, as DeepSeek-V3 has it.
@@ -172,20 +173,23 @@ class PackedExperts:
         self._down = numbers[:, of_both:both].view(num_experts, width, inner)
         self._bias = numbers[:, both:]
 
-    def write_gate(self, local: int, weight: Tensor) -> None:
-        """Set ``gate`` of an expert, ``[I, D]``, of any dtype and device."""
+    def write_gate(self, local: int, weight: Tensor | Fp8Weight) -> None:
+        """Set ``gate`` of an expert, ``[I, D]``, of any dtype and device.
+
+        If it is in FP8, then all weights of all experts are, with runs of one length or of a row.
+        """
         self._write_gate_up(local, 0, weight)
 
-    def write_up(self, local: int, weight: Tensor) -> None:
+    def write_up(self, local: int, weight: Tensor | Fp8Weight) -> None:
         """Set ``up`` of an expert, ``[I, D]``."""
         self._write_gate_up(local, self._inner, weight)
 
-    def write_down(self, local: int, weight: Tensor) -> None:
+    def write_down(self, local: int, weight: Tensor | Fp8Weight) -> None:
         """Set ``down`` of an expert, ``[D, I]``."""
-        self._down[local] = weight
+        self._down[local] = plain(weight, self._dtype)
 
-    def _write_gate_up(self, local: int, first: int, weight: Tensor) -> None:
-        self._gate_up[local, first : first + self._inner] = weight
+    def _write_gate_up(self, local: int, first: int, weight: Tensor | Fp8Weight) -> None:
+        self._gate_up[local, first : first + self._inner] = plain(weight, self._dtype)
 
     def write_gate_bias(self, local: int, bias: Tensor) -> None:
         """Set the bias of ``gate`` of an expert, ``[I]``, rounded to the weights' dtype."""

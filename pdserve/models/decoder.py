@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pdserve.models.arch import ModelArch
-    from pdserve.models.weights import Slot
+    from pdserve.models.slots import Slot
 
 
 class LayerHooks(Protocol):

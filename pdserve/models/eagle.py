@@ -27,7 +27,7 @@ from pdserve.models.layers.mlp import GatedMLP
 from pdserve.models.layers.parameter import Parameter
 from pdserve.models.layers.rope import cos_sin_table
 from pdserve.models.reading import parse_arch
-from pdserve.models.weights import Slot
+from pdserve.models.slots import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pdserve.kernels.step import StepInputs
     from pdserve.models.arch import ModelArch
     from pdserve.models.registry import LoadedModel
-    from pdserve.models.weights import Slot
+    from pdserve.models.slots import Slot
 
 NOT_READ: tuple[str, ...] = ("model.", "lm_head.")
 """Prefixes of names that belong to the model, or are shared with it."""

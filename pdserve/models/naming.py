@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.models.weights import Slot
+from pdserve.models.slots import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdserve.kernels.step import StepInputs
     from pdserve.models.decoder import LayerHooks, StreamTap, WantedStates
     from pdserve.models.medusa import MedusaHeads
-    from pdserve.models.weights import Slot
+    from pdserve.models.slots import Slot
     from pdserve.parallel.dispatch import ExpertParallel
     from pdserve.parallel.group import World
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from pdserve.kernels.fp8 import WHOLE_ROW, Fp8Weight
 from pdserve.models.quantised_format import NUMBERS
 
 if TYPE_CHECKING:
@@ -109,6 +110,34 @@ class ScaledMatrix(msgspec.Struct, frozen=True):
         if self.numbers == "U8":
             regions[WHOLE] = (slice(0, 1),)
         return regions
+
+    def run(self, region: Region | None) -> int | None:
+        """Return how many numbers of a row of a region share a scale, as `Fp8Weight` says it.
+
+        None: such a region cannot be an `Fp8Weight`.
+        """
+        wide, is_plain = (
+            self.block[1],
+            self.zeros is None and not (self.has_groups or self.is_transposed),
+        )
+        if self.numbers != "F8_E4M3" or not is_plain:
+            return None
+        if wide is None:
+            return WHOLE_ROW
+        first = 0 if region is None else region[1].start or 0
+        return None if first % wide else wide
+
+    def kept(
+        self, tensors: Mapping[str, Tensor], *, shape: tuple[int, ...], region: Region | None
+    ) -> Fp8Weight:
+        """Return a region that has a `run` as it is stored; arguments as of `widened`."""
+        rows, _ = _spans(shape, region)
+        high, _ = self._block(shape)
+        run = self.run(region)
+        assert run is not None
+        factors = self._oriented(SCALE, tensors[SCALE]).float()
+        blocks = factors.new_tensor([row // high - rows.start // high for row in rows]).long()
+        return Fp8Weight(tensors[NUMBERS], factors.index_select(0, blocks), run)
 
     def widened(
         self,

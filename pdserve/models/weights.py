@@ -11,22 +11,24 @@ from __future__ import annotations
 import hashlib
 import math
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from pdserve.errors import ConfigError
+from pdserve.kernels.fp8 import Fp8Weight, NotANumberError
 from pdserve.models.config_json import Fields, read_config
 from pdserve.models.file_digest import DigestCache, FileDigest
 from pdserve.models.quantised import read_quantised
 from pdserve.models.quantised_format import NUMBERS
+from pdserve.models.scaled import ScaledMatrix
 from pdserve.models.shard_paths import shard_paths
+from pdserve.models.slots import Slot
 from pdserve.models.weight_file import StoredTensor, WeightFile, of_decoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -41,38 +43,6 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MAX_DIGEST_THREADS = 4
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAME_DTYPE = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One named tensor of the checkpoint format, and the layer that takes it.
-
-    Attributes:
-        shape: As in the checkpoint, whole.
-        load: Copies its argument, which is invalid after the call. None: the tensor belongs to
-            another rank (its layer, its expert), and is not read here.
-        region: This rank's part of the tensor, which is passed to `load`: one slice per dim,
-            without steps. None is all of it.
-    """
-
-    shape: tuple[int, ...]
-    load: Callable[[Tensor], None] | None
-    region: tuple[slice, ...] | None = None
-
-    def elsewhere(self) -> Slot:
-        """The same tensor, as seen by a rank that owns none of it."""
-        return Slot(self.shape, None)
-
-    @property
-    def num_elements(self) -> int:
-        """Elements that this rank reads."""
-        if self.load is None:
-            return 0
-        if self.region is None:
-            return math.prod(self.shape)
-        return math.prod(
-            len(range(size)[part]) for size, part in zip(self.shape, self.region, strict=True)
-        )
 
 
 class WeightSource(Protocol):
@@ -110,10 +80,10 @@ class WeightSource(Protocol):
         """
         ...
 
-    def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor | Fp8Weight]]:
         """Yield the region of every slot that has a `load` once, on the CPU, cheapest first.
 
-        A tensor is valid until the next one.
+        A tensor is valid until the next one. Only a slot with a `keep` may get an `Fp8Weight`.
         """
         ...
 
@@ -135,10 +105,17 @@ def load_weights(
     total = max(1, sum(slot.num_elements for slot in slots.values()))
     done, reported = 0, 0
     for name, tensor in source.tensors(slots):
-        load = slots[name].load
-        assert load is not None
-        load(tensor)
-        done += tensor.numel()
+        slot = slots[name]
+        if isinstance(tensor, Fp8Weight):
+            assert slot.keep is not None
+            try:
+                slot.keep.load(tensor)
+            except NotANumberError:
+                raise ConfigError(f"{name} has NaN among its numbers", param="model") from None
+        else:
+            assert slot.load is not None
+            slot.load(tensor)
+        done += slot.num_elements
         percent = 100 * done // total
         if percent >= reported + 10:
             reported = percent - percent % 10
@@ -206,9 +183,14 @@ class Checkpoint:
 
     def integers(self, name: str) -> Tensor | None:
         """Return a tensor that is not a weight, as int64; None if it does not exist."""
-        slot = Slot((), lambda _: None)
-        found = [each.to(torch.int64, copy=True) for _, each in self.tensors({name: slot})]
+        found = [each.to(torch.int64, copy=True) for each in self._whole(name)]
         return found[0] if found else None
+
+    def _whole(self, name: str) -> Iterator[Tensor]:
+        """Yield a tensor that is stored as it is, if there is one."""
+        for _, each in self.tensors({name: Slot((), lambda _: None)}):
+            assert not isinstance(each, Fp8Weight)
+            yield each
 
     def check_tied_head(self) -> None:
         """Refuse a stored head that differs from the embedding, though config.json ties them.
@@ -222,9 +204,7 @@ class Checkpoint:
             return
         if {_HEAD, _EMBEDDING} & self._quantised.keys():
             raise _untied()
-        slot = Slot((), lambda _: None)
-        embeddings, heads = (self.tensors({name: slot}) for name in (_EMBEDDING, _HEAD))
-        for (_, embedding), (_, head) in zip(embeddings, heads, strict=False):
+        for embedding, head in zip(self._whole(_EMBEDDING), self._whole(_HEAD), strict=False):
             if embedding.dtype != head.dtype or not torch.equal(embedding, head):
                 raise _untied()
 
@@ -284,9 +264,9 @@ class Checkpoint:
                 f"the weights do not match config.json: {'; '.join(problems)}", param="model"
             )
 
-    def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, slots: Mapping[str, Slot]) -> Iterator[tuple[str, Tensor | Fp8Weight]]:
         """See `WeightSource`. Shard by shard, in the order of the data."""
-        dtype, quantised = self.dtype, self._quantised
+        dtype, quantised, kept = self.dtype, self._quantised, self._kept(slots)
         wanted = {name: slot for name, slot in slots.items() if slot.load is not None}
         regions = {name: slot.region for name, slot in wanted.items() if name in self._plain}
         weights: dict[str, tuple[str, Scheme]] = {}
@@ -316,6 +296,9 @@ class Checkpoint:
                         for role, part in quantised[weight].items()
                     }
                     slot = slots[weight]
+                    if isinstance(scheme, ScaledMatrix) and weight in kept:
+                        yield weight, scheme.kept(tensors, shape=slot.shape, region=slot.region)
+                        continue
                     try:
                         found = scheme.widened(
                             tensors, shape=slot.shape, region=slot.region, to=dtype
@@ -323,6 +306,19 @@ class Checkpoint:
                     except ValueError as error:
                         raise ConfigError(f"{weight}: {error}", param="model") from None
                     yield weight, found
+
+    def _kept(self, slots: Mapping[str, Slot]) -> set[str]:
+        """Names of the weights that stay in FP8: those of layers that can keep all of theirs."""
+        runs: dict[Hashable, set[int | None]] = {}
+        for name, slot in slots.items():
+            if (keep := slot.keep) is not None:
+                scheme = self._scheme(name, slots) if name in self._quantised else None
+                run = None
+                if isinstance(scheme, ScaledMatrix) and keep.dtype == self.dtype:
+                    run = scheme.run(slot.region)
+                runs.setdefault(keep.layer, set()).add(run)
+        layers = {layer for layer, found in runs.items() if len(found) == 1 and None not in found}
+        return {name for name, slot in slots.items() if slot.keep and slot.keep.layer in layers}
 
     def _read_apart(
         self, names: Collection[str], regions: Mapping[str, Region | None]
@@ -373,8 +369,7 @@ class Checkpoint:
         weight = name.removesuffix("bias") + "weight"
         if not name.endswith(".bias") or weight not in self._quantised:
             return False
-        slot = Slot((), lambda _: None)
-        return not any(bool(bias.any()) for _, bias in self.tensors({name: slot}))
+        return not any(bool(bias.any()) for bias in self._whole(name))
 
 
 def _untied() -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,10 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.config.schema import ParallelConfig
 from pdserve.errors import ConfigError
+from pdserve.kernels.fp8 import Fp8Weight, NotANumberError
+from pdserve.kernels.registry import kernels_on
 from pdserve.models.quantised_format import NUMBERS
 from pdserve.models.reading import read_arch
 from pdserve.models.scaled import SCALE, ScaledMatrix
-from pdserve.models.weights import Checkpoint, Slot, load_weights
+from pdserve.models.slots import Keep, Slot
+from pdserve.models.weights import Checkpoint, load_weights
 from pdserve.parallel.mesh import MeshShape
 from tests.models.decoding import greedy, load
 from tests.ranks import run_ranks
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.kernels.backend import KernelBackend
     from pdserve.parallel.group import World
 
 PROMPTS = [[5, 17, 33, 80, 2], [9] * 21]
@@ -48,6 +53,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
 
 FORMATS: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
     "DeepSeek's": ({**FP8, "weight_block_size": [24, 40]}, "_scale_inv", (24, 40)),
+    "whole runs": ({**FP8, "weight_block_size": [24, 32]}, "_scale_inv", (24, 32)),
     "a scale for each tensor": ({**FP8, "weight_block_size": None}, "_scale_inv", (10**6, 10**6)),
     "channels": (compressed(strategy="channel"), "_scale", (1, 10**6)),
     "tensors": (compressed(strategy="tensor"), "_scale", (10**6, 10**6)),
@@ -96,14 +102,18 @@ def quantise(directory: Path, name: str) -> Path:
     return wide
 
 
+KEEPING = replace(kernels_on(torch.device("cpu")), keeps_fp8=True)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kernels", [None, KEEPING], ids=["widened", "kept"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_computes_what_its_weights_times_their_scales_compute(
-    save_model: Callable[..., Any], tmp_path: Path, name: str
+    save_model: Callable[..., Any], tmp_path: Path, name: str, kernels: KernelBackend | None
 ) -> None:
     save_model("qwen3", dtype="bfloat16").to(torch.bfloat16).save_pretrained(tmp_path)
     wide = quantise(tmp_path, name)
-    loaded, expected = load(tmp_path), load(wide)
+    loaded, expected = load(tmp_path, kernels=kernels), load(wide)
     assert loaded.dtype == torch.bfloat16
     tokens, logits = greedy(loaded, PROMPTS, 4)
     others, as_wide = greedy(expected, PROMPTS, 4)
@@ -125,6 +135,76 @@ def test_ranks_widen_their_parts_of_experts_and_latents(tmp_path: Path, family: 
 
 def _decode(world: World, directory: Path, parallel: ParallelConfig) -> tuple[Any, Tensor]:
     return greedy(load(directory, world, parallel=parallel), PROMPTS, 3, world=world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts_take_kept_weights(tmp_path: Path, family: str) -> None:
+    wide = quantise(write_tiny_model(tmp_path / family, family), "tensors")
+    found, expected = load(tmp_path / family, kernels=KEEPING), load(wide)
+    assert torch.equal(greedy(found, PROMPTS, 3)[1], greedy(expected, PROMPTS, 3)[1])
+
+
+def _slots(dtype: torch.dtype, found: list[Any]) -> dict[str, Slot]:
+    """Slots of two weights of one layer, of which a rank has some columns."""
+
+    def slot(columns: slice) -> Slot:
+        region = slice(None), columns
+        return Slot((64, 96), found.append, region, Keep("layer", dtype, found.append))
+
+    return {"model.a": slot(slice(32, 96)), "model.b": slot(slice(32, 96))}
+
+
+def _write_two(directory: Path, *, is_b_fp8: bool = True) -> None:
+    tensors = {}
+    for name in "ab":
+        stored, scale, whole = rounded(torch.randn(64, 96), (16, 32))
+        is_fp8 = is_b_fp8 or name == "a"
+        tensors[name] = stored if is_fp8 else whole.bfloat16()
+        if is_fp8:
+            tensors[f"{name}_scale"] = scale
+    tensors["c"] = torch.zeros(1 << 14, dtype=torch.bfloat16)  # what the checkpoint's dtype is
+    save_file(tensors, directory / "model.safetensors")
+    said = {"quantization_config": {**FP8, "weight_block_size": [16, 32]}}
+    (directory / "config.json").write_text(json.dumps(said))
+
+
+def _kinds(directory: Path, slots: dict[str, Slot], found: list[Any]) -> set[type]:
+    slots = {**slots, "model.c": Slot((1 << 14,), None)}
+    load_weights(slots, Checkpoint(directory), tied_head=False, progress=lambda _: None)
+    return {type(each) for each in found}
+
+
+def test_a_layer_keeps_all_of_its_weights_or_none(tmp_path: Path) -> None:
+    _write_two(tmp_path)
+    found: list[Any] = []
+    slots = _slots(torch.bfloat16, found)
+    assert _kinds(tmp_path, slots, found) == {Fp8Weight}
+    assert [each.numbers.shape for each in found] == 2 * [(64, 64)]
+
+    found.clear()
+    assert _kinds(tmp_path, _slots(torch.float32, found), found) == {torch.Tensor}
+
+    found.clear()
+    amid_a_block = replace(slots["model.b"], region=(slice(None), slice(40, 96)))
+    assert _kinds(tmp_path, {**slots, "model.b": amid_a_block}, found) == {torch.Tensor}
+
+    found.clear()
+    _write_two(tmp_path, is_b_fp8=False)
+    assert _kinds(tmp_path, slots, found) == {torch.Tensor}
+
+
+def test_nan_in_a_kept_weight_is_refused_by_name(tmp_path: Path) -> None:
+    def load_kept(_: Fp8Weight) -> None:
+        raise NotANumberError
+
+    _write_two(tmp_path)
+    slots = {
+        name: replace(slot, keep=Keep("layer", torch.bfloat16, load_kept))
+        for name, slot in _slots(torch.bfloat16, []).items()
+    }
+    with pytest.raises(ConfigError, match=r"model\.a has NaN"):
+        _kinds(tmp_path, slots, [])
 
 
 def test_a_silent_config_has_the_dtype_of_what_is_not_fp8(
@@ -172,6 +252,10 @@ def test_a_region_is_widened_as_in_the_whole(
     tensors = {NUMBERS: stored[parts[NUMBERS]], SCALE: scale[parts[SCALE]]}
     found = scheme.widened(tensors, shape=shape, region=region, to=torch.float32)
     assert torch.equal(found, whole[region])
+    if scheme.run(region) is not None:
+        kept = scheme.kept(tensors, shape=shape, region=region)
+        assert kept.numbers is tensors[NUMBERS]
+        assert torch.equal(kept.widened(torch.float32), found)
 
 
 def test_a_block_may_be_much_wider_than_its_weight() -> None:

@@ -13,7 +13,8 @@ from pdserve.config.schema import ParallelConfig
 from pdserve.errors import ConfigError
 from pdserve.models.config_json import Fields
 from pdserve.models.quantised import read_quantised
-from pdserve.models.weights import Checkpoint, Slot
+from pdserve.models.slots import Slot
+from pdserve.models.weights import Checkpoint
 from pdserve.parallel.group import World
 from pdserve.parallel.mesh import MeshShape
 from tests.models.decoding import greedy, load

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from pdserve.config.schema import ParallelConfig
 from pdserve.models import registry
-from pdserve.models.weights import Slot, load_weights
+from pdserve.models.slots import Slot
+from pdserve.models.weights import load_weights
 from pdserve.parallel.mesh import MeshShape
 from tests.models.decoding import load
 from tests.ranks import run_ranks

@@ -88,7 +88,7 @@ def by_hand() -> Tensor:
     def keep(name: str) -> Any:
         return lambda tensor: weights.update({name: tensor.clone()})
 
-    from pdserve.models.weights import Slot
+    from pdserve.models.slots import Slot
 
     source = DummyWeights(seed=1, std=0.3, dtype=torch.float32, identity="")
     slots = {f"model.layers.0.{n}": Slot(shape, keep(n)) for n, shape in names.items()}

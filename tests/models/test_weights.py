@@ -15,7 +15,8 @@ from pdserve.config.schema import EngineConfig, ModelConfig
 from pdserve.errors import ConfigError
 from pdserve.kernels.registry import kernels_on
 from pdserve.models.registry import LoadedModel, load_model
-from pdserve.models.weights import Checkpoint, DummyWeights, Slot, load_weights
+from pdserve.models.slots import Slot
+from pdserve.models.weights import Checkpoint, DummyWeights, load_weights
 from pdserve.parallel.group import World
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pdserve.kernels.step import StepInputs
     from pdserve.models.arch import ModelArch
     from pdserve.models.layers.parameter import Placement
-    from pdserve.models.weights import Slot
+    from pdserve.models.slots import Slot
 
 
 class GroupedQueryAttention:

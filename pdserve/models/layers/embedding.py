@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.kernels.reference.linear import take_rows
-from pdserve.models.weights import Slot
+from pdserve.models.slots import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from pdserve.errors import ConfigError
-from pdserve.models.weights import Slot
+from pdserve.models.slots import Keep, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
+    from pdserve.kernels.fp8 import Fp8Weight
     from pdserve.kernels.reference.linear import PackedLinear
     from pdserve.models.layers.parameter import Placement
 
@@ -96,11 +97,14 @@ class Linear:
             first += len(part.rows)
 
     def _weight_slot(self, first: int, part: Rows) -> Slot:
-        def load(tensor: Tensor) -> None:
+        def load(tensor: Tensor | Fp8Weight) -> None:
             self.packed.write(first, tensor)
 
         shape = (part.num_rows, self._in_features)
-        return Slot(shape, load, (_slice(part.rows), _slice(self._columns)))
+        region = _slice(part.rows), _slice(self._columns)
+        placement = self._placement
+        keep = Keep(self, placement.dtype, load) if placement.kernels.keeps_fp8 else None
+        return Slot(shape, load, region, keep)
 
     def _bias_slot(self, first: int, part: Rows) -> Slot:
         def load(tensor: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from pdserve.models.layers.linear import Linear, RowParallel, Rows
 from pdserve.models.layers.parameter import Parameter
-from pdserve.models.weights import Slot
+from pdserve.models.slots import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.kernels.reference.halves import Mlp
     from pdserve.models.arch import ModelArch
     from pdserve.models.layers.parameter import Placement
-    from pdserve.models.weights import Slot
+    from pdserve.models.slots import Slot
 
 
 _GATES = {Activation.SILU: MlpGate.SILU, Activation.GELU_TANH: MlpGate.GELU_TANH}

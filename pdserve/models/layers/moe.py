@@ -18,7 +18,7 @@ from pdserve.models.arch import GroupScore, Scoring
 from pdserve.models.layers.linear import ColumnParallel, Linear, RowParallel
 from pdserve.models.layers.norm import RMSNorm
 from pdserve.models.layers.parameter import Parameter
-from pdserve.models.weights import Slot
+from pdserve.models.slots import Keep, Slot
 from pdserve.parallel.dispatch import Routing
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pdserve.kernels.fp8 import Fp8Weight
     from pdserve.kernels.reference.moe import PackedExperts
     from pdserve.models.arch import ModelArch, MoeArch
     from pdserve.models.layers.parameter import Placement
@@ -191,6 +192,7 @@ class RoutedExperts:
         """Yield how to load each expert; experts on other ranks are not loaded."""
         inner, hidden_size = self._whole
         mine, everything = slice(self._inner.start, self._inner.stop), slice(None)
+        placement = self._placement
         for expert in range(self._num_experts):
             copies = self._copies.get(expert, [])
             for part, shape, region in (
@@ -198,23 +200,34 @@ class RoutedExperts:
                 ("up", (inner, hidden_size), (mine, everything)),
                 ("down", (hidden_size, inner), (everything, mine)),
             ):
-                load = self._loader(part, copies) if copies else None
-                yield f"{prefix}{expert}.{part}_proj.weight", Slot(shape, load, region)
+                load = self._loader(part, copies)
+                keep = Keep(self, placement.dtype, load) if placement.kernels.keeps_fp8 else None
+                slot = Slot(shape, load if copies else None, region, keep)
+                yield f"{prefix}{expert}.{part}_proj.weight", slot
                 if self._form.has_bias:
-                    load = self._loader(f"{part} bias", copies) if copies else None
-                    yield f"{prefix}{expert}.{part}_proj.bias", Slot(shape[:1], load, region[:1])
+                    add = self._bias_loader(part, copies) if copies else None
+                    yield f"{prefix}{expert}.{part}_proj.bias", Slot(shape[:1], add, region[:1])
 
-    def _loader(self, part: str, copies: list[int]) -> Callable[[Tensor], None]:
-        def load(tensor: Tensor) -> None:
+    def _loader(self, part: str, copies: list[int]) -> Callable[[Tensor | Fp8Weight], None]:
+        def load(tensor: Tensor | Fp8Weight) -> None:
             write = {
                 "gate": self.packed.write_gate,
                 "up": self.packed.write_up,
                 "down": self.packed.write_down,
-                "gate bias": self.packed.write_gate_bias,
-                "up bias": self.packed.write_up_bias,
-                "down bias": self.packed.write_down_bias,
             }[part]
-            if part == "down bias" and not self._adds_down_bias:
+            for local in copies:
+                write(local, tensor)
+
+        return load
+
+    def _bias_loader(self, part: str, copies: list[int]) -> Callable[[Tensor], None]:
+        def load(tensor: Tensor) -> None:
+            write = {
+                "gate": self.packed.write_gate_bias,
+                "up": self.packed.write_up_bias,
+                "down": self.packed.write_down_bias,
+            }[part]
+            if part == "down" and not self._adds_down_bias:
                 tensor = torch.zeros_like(tensor)  # of the ranks' sum one term has it
             for local in copies:
                 write(local, tensor)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pdserve.models.arch import ModelArch, NormArch
     from pdserve.models.layers.parameter import Placement
-    from pdserve.models.weights import Slot
+    from pdserve.models.slots import Slot
 
 
 def norm_weight(norms: NormArch, size: int, placement: Placement) -> Parameter:

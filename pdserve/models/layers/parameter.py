@@ -9,7 +9,7 @@ import torch
 
 from pdserve.errors import ConfigError
 from pdserve.models.layers.stream import SPLIT_FROM, ResidualStream
-from pdserve.models.weights import Slot
+from pdserve.models.slots import Slot
 from pdserve.parallel.group import World
 
 if TYPE_CHECKING:

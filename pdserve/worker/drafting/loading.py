@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pdserve.kernels.backend import KernelBackend
     from pdserve.models.arch import ModelArch
     from pdserve.models.registry import DraftHead, LoadedModel
-    from pdserve.models.weights import Slot
+    from pdserve.models.slots import Slot
     from pdserve.parallel.group import Group
     from pdserve.worker.device import Device
     from pdserve.worker.input_batch import InputBatch

@@ -16,8 +16,9 @@ from pdserve.kernels.cases.table import OPERATIONS, OperationSpec
 from pdserve.kernels.cuda import activation, tiles
 from pdserve.kernels.cuda.descriptors import Descriptors, can_describe
 from pdserve.kernels.cuda.halves import CudaMlp, make_mlp
+from pdserve.kernels.cuda.heads import CudaHeads
 from pdserve.kernels.cuda.launch import Tuning
-from pdserve.kernels.cuda.linear import CudaHeads, CudaLinear, multiply, multiply_gated
+from pdserve.kernels.cuda.linear import CudaLinear, multiply, multiply_gated
 from pdserve.kernels.cuda.tiles import ProductTile, experts_tiles, heads_tile, linear_tile
 from pdserve.kernels.reference.activation import silu_and_mul
 from pdserve.kernels.reference.halves import Mlp, MlpWeights

@@ -8,7 +8,7 @@ import torch
 from pdserve.kernels.backend import KernelBackend
 from pdserve.kernels.cases.case import Case
 from pdserve.kernels.cases.table import OPERATIONS
-from pdserve.kernels.cuda.moe import CudaExperts
+from pdserve.kernels.cuda.experts import CudaExperts
 from pdserve.kernels.cuda.router import route
 from pdserve.kernels.reference.moe import PackedExperts, RoutingRule
 from pdserve.kernels.reference.moe import route as reference_route

@@ -48,6 +48,17 @@ ROWS = {
     "many 128x256": Wanted(192, 1, HGMMA.format(128), TMA),
     "many 256x128": Wanted(208, 1, HGMMA.format(128), TMA),
     "linear fp32": Wanted(104, 4, "FFMA"),
+    "linear of FP8 1": Wanted(72, 4, HMMA, waits=False),
+    "linear of FP8 64": Wanted(96, 2, HGMMA.format(32)),
+    "linear of FP8 2048": Wanted(248, 1, HGMMA.format(128)),
+    "gated of FP8 1": Wanted(104, 3, HMMA, waits=False),
+    "gated of FP8 64": Wanted(136, 2, HGMMA.format(64)),
+    "gate_up of FP8 1": Wanted(104, 3, HMMA, waits=False),
+    "gate_up of FP8 128": Wanted(136, 2, HGMMA.format(64)),
+    "gate_up of FP8 2048": Wanted(248, 1, HGMMA.format(128)),
+    "down of FP8 1": Wanted(88, 3, HMMA, waits=False),
+    "down of FP8 128": Wanted(144, 2, HGMMA.format(64)),
+    "down of FP8 2048": Wanted(192, 1, HGMMA.format(128)),
     "gated 1": Wanted(80, 2, HMMA, waits=False),
     "gated 64": Wanted(112, 2, HGMMA.format(64), TMA),
     "gated 2048": Wanted(240, 1, HGMMA.format(128), TMA),
@@ -72,11 +83,13 @@ COVERING = ("linear 64x4096",)
 
 
 def every_call() -> gate.Calls:
-    from pdserve.kernels.cuda.linear import CudaHeads, CudaLinear
-    from pdserve.kernels.cuda.moe import CudaExperts
+    from pdserve.kernels.cuda.experts import CudaExperts
+    from pdserve.kernels.cuda.heads import CudaHeads
+    from pdserve.kernels.cuda.linear import CudaLinear
     from pdserve.kernels.cuda.router import route
     from pdserve.kernels.cuda.sizes import empty_rows
     from pdserve.kernels.cuda.tiles import linear_tile
+    from pdserve.kernels.fp8 import Fp8Weight
     from pdserve.kernels.reference.activation import ClampedGlu
     from pdserve.kernels.reference.moe import PLAIN, ExpertForm, RoutingRule
 
@@ -92,15 +105,29 @@ def every_call() -> gate.Calls:
         layer = CudaLinear(n, 4096, dtype=dtype, device=META, out_dtype=out_dtype)
         layer(empty_rows(m, 4096, empty(0, dtype=dtype)))
 
-    def gated(m: int) -> None:
+    fp8 = Fp8Weight(empty(1, 4096, dtype=torch.float8_e4m3fn), torch.empty(1, 32), 128)
+
+    def linear_fp8(m: int, n: int) -> None:
+        layer = CudaLinear(n, 4096, dtype=torch.bfloat16, device=META)
+        layer.keep(fp8)
+        layer(empty_rows(m, 4096, empty(0)))
+
+    def gated(m: int, kept: Fp8Weight | None = None) -> None:
         layer = CudaLinear(28672, 4096, dtype=torch.bfloat16, device=META)
+        layer.keep(kept)
         layer.call_gated(empty(m, 4096))
 
     def heads(m: int) -> None:
         CudaHeads(empty(16, 512, 128))(empty(m, 16, 192)[..., :128])
 
-    def experts(tokens: int, width: int = 4096, form: ExpertForm = PLAIN) -> None:
+    def experts(
+        tokens: int,
+        width: int = 4096,
+        form: ExpertForm = PLAIN,
+        kept: Fp8Weight | None = None,
+    ) -> None:
         layer = CudaExperts(8, width, 14336, dtype=torch.bfloat16, device=META, form=form)
+        layer.keep(kept)
         ids, weights = empty(tokens, 2, dtype=torch.int64), empty(tokens, 2, dtype=torch.float32)
         layer(empty(tokens, width), ids, weights)
 
@@ -124,6 +151,14 @@ def every_call() -> gate.Calls:
         "gated 1": lambda: gated(1),
         "gated 64": lambda: gated(64),
         "gated 2048": lambda: gated(2048),
+        "linear of FP8 1": lambda: linear_fp8(1, 4096),
+        "linear of FP8 64": lambda: linear_fp8(64, 4096),
+        "linear of FP8 2048": lambda: linear_fp8(2048, 4096),
+        "gated of FP8 1": lambda: gated(1, fp8),
+        "gated of FP8 64": lambda: gated(64, fp8),
+        "experts of FP8 1": lambda: experts(1, kept=fp8),
+        "experts of FP8 128": lambda: experts(128, kept=fp8),
+        "experts of FP8 2048": lambda: experts(2048, kept=fp8),
         "heads 5": lambda: heads(5),
         "heads 40": lambda: heads(40),
         "heads 2048": lambda: heads(2048),
