@@ -41,7 +41,8 @@ def make_mlp(library: ctypes.CDLL, ops: Ops, weights: MlpWeights) -> Mlp:
 def make_attention(library: ctypes.CDLL, ops: Ops, weights: AttentionWeights) -> Attention:
     """Return the attention half, in one call if its matrices are packed for that."""
     qkv, out = _packed(weights.qkv), _packed(weights.out)
-    if qkv is None or out is None or weights.norm is None or weights.between is not None:
+    is_usual = weights.norm is not None and weights.between is None and weights.q_scale is None
+    if qkv is None or out is None or not is_usual:
         return Attention(ops, weights)
     return CpuAttention(library, ops, weights, qkv, out)
 

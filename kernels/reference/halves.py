@@ -53,7 +53,9 @@ class AttentionWeights:
         k_norm: ``[Dh]`` or None.
         scale: Factor on the scores.
         form: Window and sinks of the attention.
-        between: Changes what the qkv projection returns before it is rotated; None: nothing.
+        between: Changes what the qkv projection returns before it is rotated, given the tokens'
+            positions; None: nothing.
+        q_scale: ``[Dh]``, factors on rotated queries; None: nothing.
     """
 
     norm: Tensor | None
@@ -65,7 +67,8 @@ class AttentionWeights:
     k_norm: Tensor | None
     scale: float
     form: AttentionForm = PLAIN
-    between: Callable[[Tensor], Tensor] | None = None
+    between: Callable[[Tensor, Tensor], Tensor] | None = None
+    q_scale: Tensor | None = None
 
 
 class Mlp:
@@ -133,7 +136,7 @@ class Attention:
         ops, weights = self._padded if step.is_padded else self._ops, self._weights
         qkv = weights.qkv(normed)
         q = ops.rope_and_cache(
-            qkv if weights.between is None else weights.between(qkv),
+            qkv if weights.between is None else weights.between(qkv, step.positions),
             step.positions,
             weights.cos_sin,
             kv_layer,
@@ -143,7 +146,7 @@ class Attention:
             weights.eps,
         )
         attended = ops.paged_attention(
-            q,
+            q if weights.q_scale is None else q * weights.q_scale,
             kv_layer,
             step.block_tables,
             step.query_start,

@@ -54,6 +54,13 @@ class Activation(enum.Enum):
     GELU_TANH = "gelu_tanh"
 
 
+class FarQueriesArch(msgspec.Struct, frozen=True, kw_only=True):
+    """A factor on queries far from the start: `1 + beta * log(1 + floor(position / period))`."""
+
+    beta: float
+    period: int
+
+
 class QkNorm(enum.Enum):
     """Norms of queries and keys."""
 
@@ -62,6 +69,8 @@ class QkNorm(enum.Enum):
     """Of each head, all with one weight."""
     ALL_HEADS = "all_heads"
     """Of all heads of queries together, and of all of keys."""
+    ROTATED_HEAD = "rotated_head"
+    """Of each head, after rotation."""
 
 
 class NormArch(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +131,7 @@ class MoeArch(msgspec.Struct, frozen=True, kw_only=True):
         group_score: The value that ranks a group.
         has_correction_bias: Whether a bias per expert affects the choice, but not the weights
             (DeepSeek-V3, section 2.1.2).
+        shared_gate: Whether the shared experts' result has a factor of its own, a sigmoid.
         router_bias: Whether the router's logits have a bias.
         experts_bias: Whether the experts' matrices have biases.
         glu: The experts' gate; None is SiLU's.
@@ -139,6 +149,7 @@ class MoeArch(msgspec.Struct, frozen=True, kw_only=True):
     top_k_groups: int = 1
     group_score: GroupScore = GroupScore.MAX
     has_correction_bias: bool = False
+    shared_gate: bool = False
     router_bias: bool = False
     experts_bias: bool = False
     glu: GluArch | None = None
@@ -177,7 +188,7 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
         tie_embeddings: Whether the output head is the embedding.
         partial_rotary_factor: Share of each head that is rotated, its first elements; `mla` says
             for itself.
-        qk_norm: What has an RMS norm before rotation.
+        qk_norm: What has an RMS norm, before rotation unless it says otherwise.
         qkv_bias, o_bias, mlp_bias: Which linear layers have a bias.
         attention_sinks: Whether each head has a score without a value.
         windows: Per layer: the sliding window in tokens (a token sees itself and the
@@ -196,6 +207,7 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
         residual_scale: Factor on what each half adds to the stream.
         logits_scale: Factor on the logits.
         window_rope: Rotation in layers with a window; None: as in the others.
+        far_queries: A factor on queries by their position, if there is one.
         unrotated: Layers whose queries and keys are not rotated.
         interleaved_rope: Whether rotated dimensions are paired as neighbours, of grouped queries.
         num_extra_layers: Layers that may follow these in checkpoints and predict further tokens
@@ -234,6 +246,7 @@ class ModelArch(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     window_rope: RopeArch | None = None
+    far_queries: FarQueriesArch | None = None
     unrotated: tuple[int, ...] = ()
     interleaved_rope: bool = False
     num_extra_layers: int = 0

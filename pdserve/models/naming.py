@@ -43,6 +43,7 @@ _AFTER_ALONE = {
     "post_self_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
+_HUNYUAN = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
 _BIAS = "mlp.gate.e_score_correction_bias"
 _NAMINGS = {
     "Ernie4_5_MoeForCausalLM": Naming(
@@ -60,6 +61,10 @@ _NAMINGS = {
         parts={"gate": "router"},
         stacked={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
     ),
+    "HunYuanDenseV1ForCausalLM": Naming(parts=_HUNYUAN),
+    "HunYuanMoEV1ForCausalLM": Naming(
+        parts={**_HUNYUAN, "mlp.gate": "mlp.gate.wg", "shared_experts": "shared_mlp"}
+    ),
     "MiniMaxM2ForCausalLM": Naming(
         parts={_BIAS: "block_sparse_moe.e_score_correction_bias", **_MIXTRAL}
     ),
@@ -72,6 +77,7 @@ _NAMINGS = {
             **_GATE_UP,
         }
     ),
+    "Qwen2MoeForCausalLM": Naming(parts={"shared_experts": "shared_expert"}),
 }
 
 

@@ -68,12 +68,17 @@ def parse_arch(config: dict[str, Any]) -> ModelArch:
 
 def _text_part(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the decoder of a model that also reads images."""
-    decoder, model_type = _TEXT_PARTS[name]
+    model_type, decoders = _TEXT_PARTS[name]
     fields = Fields(name, config)
     fields.only("model_type", model_type)
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise fields.error("text_config", text, "an object is needed")
+    kinds = {_FAMILIES[decoder][1][0]: decoder for decoder in decoders}
+    fields.replaced(**{"text_config.model_type": text.get("model_type")}).only(
+        "text_config.model_type", *kinds
+    )
+    decoder = kinds.get(text.get("model_type", ""), decoders[0])
     told = {field: config[field] for field in _OF_BOTH if config.get(field) is not None}
     return {**text, **told, "architectures": [decoder]}
 
@@ -103,16 +108,23 @@ _FAMILIES: dict[str, tuple[Callable[[Fields], ModelArch], tuple[str, ...]]] = {
     "Exaone4ForCausalLM": (post_norm.exaone4, ("exaone4",)),
     "GlmForCausalLM": (post_norm.glm, ("glm",)),
     "Glm4ForCausalLM": (post_norm.glm4, ("glm4",)),
+    "Ministral3ForCausalLM": (dense.ministral3, ("ministral3",)),
+    "HunYuanDenseV1ForCausalLM": (dense.hunyuan, ("hunyuan_v1_dense",)),
+    "HunYuanMoEV1ForCausalLM": (experts.hunyuan_moe, ("hunyuan_v1_moe",)),
+    "Qwen2MoeForCausalLM": (experts.qwen2_moe, ("qwen2_moe",)),
     "GptOssForCausalLM": (experts.gpt_oss, ("gpt_oss",)),
 }
 """Reader of each architecture, and the values of `model_type`, by which transformers chooses the
 model that it builds."""
 
 _TEXT_PARTS = {
-    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3"),
-    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "mistral3"),
+    "Gemma3ForConditionalGeneration": ("gemma3", ("Gemma3ForCausalLM",)),
+    "Mistral3ForConditionalGeneration": (
+        "mistral3",
+        ("MistralForCausalLM", "Ministral3ForCausalLM"),
+    ),
 }
-"""Models whose decoder is served: its architecture, and the whole's `model_type`."""
+"""Models whose decoder is served: the whole's `model_type`, and what the decoder may be."""
 _OF_BOTH = (
     "bos_token_id",
     "compression_config",

@@ -33,9 +33,9 @@ MOE = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 FURTHER_DENSE = (
     "gemma3_text", "gemma3", "mistral3", "smollm3", "granite", "ernie4_5", "olmo2", "olmo3",
-    "exaone4", "glm", "glm4",
+    "exaone4", "glm", "glm4", "ministral3", "hunyuan_v1_dense",
 )  # fmt: skip
-FURTHER_MOE = ("minimax_m2", "dots1", "ernie4_5_moe")
+FURTHER_MOE = ("minimax_m2", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "qwen2_moe")
 
 SHAPES = {
     "tp2": ("-tp", "2"),

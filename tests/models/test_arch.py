@@ -13,6 +13,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.models.arch import (
     Activation,
+    FarQueriesArch,
     GluArch,
     GroupScore,
     MlaArch,
@@ -454,6 +455,40 @@ def test_layers_that_do_not_rotate_are_read() -> None:
     assert (arch.windows, arch.unrotated) == ((None,) * 4, ())
 
 
+def test_ministral_3_multiplies_far_queries_also_beside_eyes() -> None:
+    arch = parse_arch(config(**later("Ministral3ForCausalLM", max_position_embeddings=262144)))
+    assert arch.far_queries == FarQueriesArch(beta=0.1, period=16384)
+    assert (arch.rope.kind, arch.rope.factor, arch.rope.attention_factor) == (
+        RopeKind.YARN,
+        16.0,
+        1.0,
+    )
+    text = config(model_type="ministral3", num_key_value_heads=2, max_position_embeddings=262144)
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    assert parse_arch(whole) == arch
+    text["model_type"] = "mistral"
+    assert parse_arch(whole).architecture == "MistralForCausalLM"
+
+
+def test_alpha_of_hunyuan_stretches_the_base() -> None:
+    fields = later("HunYuanMoEV1ForCausalLM", num_experts=[8] * 4, moe_topk=[2] * 4)
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0}
+    arch = parse_arch(config(**fields, rope_scaling=scaling, head_dim=128))
+    assert arch.rope.theta == pytest.approx(1e4 * 1000 ** (128 / 126))
+    assert arch.qk_norm is QkNorm.ROTATED_HEAD
+    assert arch.moe is not None
+    assert (arch.moe.num_experts, arch.moe.top_k, arch.moe.shared_intermediate_size) == (8, 2, 96)
+
+
+def test_shared_experts_of_qwen2_moe_have_a_gate() -> None:
+    fields = {"architectures": ["Qwen2MoeForCausalLM"]}
+    arch = parse_arch(config(**fields, num_key_value_heads=2, shared_expert_intermediate_size=40))
+    assert (arch.qkv_bias, arch.o_bias, arch.qk_norm) == (True, False, QkNorm.NONE)
+    assert arch.moe is not None
+    assert (arch.moe.num_experts, arch.moe.top_k, arch.moe.intermediate_size) == (60, 4, 1408)
+    assert (arch.moe.shared_intermediate_size, arch.moe.shared_gate) == (40, True)
+
+
 def test_experts_of_ernie_lie_between_two_layers() -> None:
     fields = later("Ernie4_5_MoeForCausalLM", num_hidden_layers=6, moe_layer_interval=2)
     moe = moe_of(**fields, moe_layer_start_index=2, moe_layer_end_index=4)
@@ -682,6 +717,26 @@ def test_routers_that_are_not_built_or_cannot_choose_are_refused(
             "rope_scaling is",
         ),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is None"),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {"model_type": "mistral4"},
+            },
+            "text_config.model_type is 'mistral4': only 'mistral' or 'ministral3'",
+        ),
+        (
+            later("Ministral3ForCausalLM", rope_parameters={"type": "yarn", "factor": 2.0}),
+            "llama_4_scaling_beta is None",
+        ),
+        (
+            later("HunYuanDenseV1ForCausalLM", rope_scaling={"type": "dynamic", "factor": 2.0}),
+            "factor is 2.0: only 1",
+        ),
+        (later("HunYuanDenseV1ForCausalLM", use_qk_norm=False), "use_qk_norm is False"),
+        (later("HunYuanMoEV1ForCausalLM", num_experts=[8, 8, 4, 8]), r"num_experts is \[8, 8, 4"),
+        (later("HunYuanMoEV1ForCausalLM", use_cla=True), "use_cla is True"),
+        (later("HunYuanMoEV1ForCausalLM", num_shared_expert=2), "num_shared_expert is 2: only 1"),
+        (later("Qwen2MoeForCausalLM", use_sliding_window=True), "use_sliding_window is True"),
         ({**GEMMA3, "model_type": "gemma3n"}, "model_type is 'gemma3n': only 'gemma3'"),
         (later("SmolLM3ForCausalLM", no_rope_layers=[1]), r"no_rope_layers is \[1\]"),
         (

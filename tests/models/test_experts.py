@@ -136,6 +136,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": None,
         },
     ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe, all but one layer, normalised scores, no biases": (
+        "qwen2_moe",
+        {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "ernie4_5_moe, some layers, no shared experts, tied": (
         "ernie4_5_moe",
@@ -165,6 +177,8 @@ ON_RANKS = (
     "minimax_m2",
     "dots1",
     "ernie4_5_moe",
+    "hunyuan_v1_moe",
+    "qwen2_moe",
 )
 FAMILIES = (
     "mixtral",
@@ -177,6 +191,8 @@ FAMILIES = (
     "minimax_m2",
     "dots1",
     "ernie4_5_moe",
+    "hunyuan_v1_moe",
+    "qwen2_moe",
 )
 
 MESHES: dict[str, tuple[MeshShape, dict[str, Any]]] = {

@@ -159,6 +159,27 @@ LATER: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     ),
+    "ministral3": ("ministral3", {}),
+    "ministral3, the decoder of a model that sees": (
+        "mistral3",
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 50,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "hunyuan, tied, biases, rotation by default": (
+        "hunyuan_v1_dense",
+        {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": None},
+    ),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "glm4, no biases, a quarter rotates": (

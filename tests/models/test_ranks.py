@@ -48,7 +48,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     family: (family, {"vocab_size": 211})
-    for family in ("mistral3", "smollm3", "granite", "ernie4_5", "olmo2", "exaone4", "glm")
+    for family in (
+        "mistral3",
+        "smollm3",
+        "granite",
+        "ernie4_5",
+        "olmo2",
+        "exaone4",
+        "glm",
+        "ministral3",
+        "hunyuan_v1_dense",
+    )
 }
 """Compared at night, because they are made of the same parts."""
 NAMES = [*MODELS, *(pytest.param(name, marks=pytest.mark.matrix) for name in FURTHER)]

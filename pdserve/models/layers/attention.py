@@ -69,12 +69,16 @@ class GroupedQueryAttention:
         self._kernels = placement.kernels
         self._q_norm, self._k_norm = (
             norm_weight(arch.norms, arch.head_dim, placement)
-            if arch.qk_norm is QkNorm.HEAD
+            if arch.qk_norm in (QkNorm.HEAD, QkNorm.ROTATED_HEAD)
             else None
             for _ in range(2)
         )
+        self._norms_rotated = arch.qk_norm is QkNorm.ROTATED_HEAD
         self._all_heads = (
             NormsOfAllHeads(arch, placement) if arch.qk_norm is QkNorm.ALL_HEADS else None
+        )
+        self._far_queries = (
+            None if arch.far_queries is None else FarQueries(arch, cos_sin, placement)
         )
         self._sinks = (
             Parameter(
@@ -106,17 +110,26 @@ class GroupedQueryAttention:
 
     @cached_property
     def _half(self) -> halves.Attention:
+        q_norm, k_norm = (
+            None if norm is None else norm.value for norm in (self._q_norm, self._k_norm)
+        )
+        q_scale = None
+        if self._norms_rotated and q_norm is not None and k_norm is not None:
+            # Rotation keeps the root mean square, and a score takes both weights from either side.
+            q_scale = (q_norm.float() * k_norm.float()).to(q_norm.dtype)
+            q_norm, k_norm = torch.ones_like(q_norm), torch.ones_like(k_norm)
         weights = AttentionWeights(
             norm=None if self._norm is None else self._norm.value,
             eps=self._eps,
             qkv=self._qkv.packed,
             out=self._out.packed,
             cos_sin=self._cos_sin,
-            q_norm=None if self._q_norm is None else self._q_norm.value,
-            k_norm=None if self._k_norm is None else self._k_norm.value,
+            q_norm=q_norm,
+            k_norm=k_norm,
             scale=self._scale,
             form=AttentionForm(self._window, None if self._sinks is None else self._sinks.value),
-            between=self._all_heads,
+            between=self._all_heads or self._far_queries,
+            q_scale=q_scale,
         )
         return self._kernels.attention(self._kernels, weights)
 
@@ -181,7 +194,7 @@ class NormsOfAllHeads:
         yield f"{prefix}q_norm.weight", self._q.slot()
         yield f"{prefix}k_norm.weight", self._k.slot()
 
-    def __call__(self, qkv: Tensor) -> Tensor:
+    def __call__(self, qkv: Tensor, positions: Tensor) -> Tensor:
         """Norm q and k of `[T, (H + 2 * Hkv) * Dh]`, this rank's heads; v stays."""
         of_q, of_k, of_v = self._widths
         both = self._tp.all_gather(qkv[:, : of_q + of_k].contiguous(), dim=1)
@@ -193,3 +206,20 @@ class NormsOfAllHeads:
             )
         ]
         return torch.cat((*normed, qkv[:, -of_v:]), dim=1)
+
+
+class FarQueries:
+    """Multiplies queries by a factor of their position."""
+
+    def __init__(self, arch: ModelArch, cos_sin: Tensor, placement: Placement) -> None:
+        far = arch.far_queries
+        assert far is not None
+        positions = torch.arange(len(cos_sin))
+        factors = 1 + far.beta * torch.log(1 + torch.floor(positions / far.period))
+        self._factors = factors.to(placement.device, placement.dtype)[:, None]
+        self._width = len(placement.part("num_attention_heads", arch.num_heads)) * arch.head_dim
+
+    def __call__(self, qkv: Tensor, positions: Tensor) -> Tensor:
+        """Return `[T, (H + 2 * Hkv) * Dh]` with other queries."""
+        queries = qkv[:, : self._width] * self._factors[positions]
+        return torch.cat((queries, qkv[:, self._width :]), dim=1)

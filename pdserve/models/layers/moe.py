@@ -53,6 +53,7 @@ class MoE:
             if moe.shared_intermediate_size
             else None
         )
+        self._shared_gate = SharedGate(arch.hidden_size, placement) if moe.shared_gate else None
         self._parallel = placement.experts
         self._experts = RoutedExperts(
             moe, arch.hidden_size, placement.experts.local_experts(layer), placement
@@ -65,6 +66,8 @@ class MoE:
         yield from self._router.slots(f"{prefix}mlp.")
         if self._shared is not None:
             yield from self._shared.slots(f"{prefix}mlp.shared_experts.")
+        if self._shared_gate is not None:
+            yield from self._shared_gate.slots(f"{prefix}mlp.")
         yield from self._experts.slots(f"{prefix}mlp.experts.")
 
     def __call__(self, x: Tensor, residual: Tensor, num_tokens: int) -> Tensor:
@@ -81,6 +84,8 @@ class MoE:
         normed = self._stream.gather(self._norm.add(x, residual), num_tokens)
         routing = self._router(normed)
         partial = None if self._shared is None else self._shared(normed)
+        if partial is not None and self._shared_gate is not None:
+            partial = self._shared_gate(normed, partial)
         total = self._parallel(self._layer, normed, routing, self._experts.packed, partial)
         return self._stream.share(total)
 
@@ -142,6 +147,27 @@ class SharedExperts:
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, hidden_size]` -> this rank's term of the sum over the TP group."""
         return self._down.packed(self._silu_and_mul(self._gate_up.packed(x)))
+
+
+class SharedGate:
+    """The factor of the shared experts' result, a sigmoid for each token."""
+
+    def __init__(self, hidden_size: int, placement: Placement) -> None:
+        self._gate = Linear(
+            hidden_size, {"shared_expert_gate": 1}, placement, out_dtype=torch.float32
+        )
+        # The router's sigmoid, because torch's depends on a row's place among the others.
+        self._route = placement.kernels.route
+        self._rule = RoutingRule(1, sigmoid=True)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """Yield how to load its row."""
+        yield from self._gate.slots(prefix)
+
+    def __call__(self, x: Tensor, result: Tensor) -> Tensor:
+        """Return `result`, `[T, hidden_size]`, times the factor of `x`, of the same shape."""
+        _, factors = self._route(self._gate.packed(x), None, self._rule)
+        return result * factors.to(result.dtype)
 
 
 class RoutedExperts:

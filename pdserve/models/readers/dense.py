@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.models.arch import QkNorm
+from pdserve.models.arch import FarQueriesArch, QkNorm
 from pdserve.models.readers.decoder import (
     Biases,
     Defaults,
@@ -16,6 +16,7 @@ from pdserve.models.readers.decoder import (
     window_of,
     windows_of,
 )
+from pdserve.models.readers.rope import with_alpha
 
 if TYPE_CHECKING:
     from pdserve.models.arch import ModelArch
@@ -39,6 +40,50 @@ def mistral(fields: Fields) -> ModelArch:
     fields.only("layer_types")
     num_layers = fields.count("num_hidden_layers")
     return read_decoder(fields, windows=(window_of(fields),) * num_layers, defaults=Defaults(8))
+
+
+def ministral3(fields: Fields) -> ModelArch:
+    """Ministral 3: Mistral with stretched rotation, and a factor on queries far from the start."""
+    positions = fields.count("max_position_embeddings", 262_144)
+    section = fields.get("rope_parameters") or {
+        "type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    fields.only("rope_scaling")
+    rope = fields.replaced(rope_parameters=section).section("rope_parameters")
+    assert rope is not None
+    rope.only("max_position_embeddings", positions)
+    names = rope.names() - {"llama_4_scaling_beta", "max_position_embeddings"}
+    window = None if fields.get("sliding_window") is None else fields.count("sliding_window")
+    arch = read_decoder(
+        fields.replaced(rope_parameters={name: rope.get(name) for name in names}),
+        windows=(window,) * fields.count("num_hidden_layers"),
+        defaults=Defaults(8, head_dim=128, eps=1e-5),
+    )
+    far = FarQueriesArch(
+        beta=rope.number("llama_4_scaling_beta"),
+        period=rope.count("original_max_position_embeddings"),
+    )
+    return msgspec.structs.replace(arch, far_queries=far)
+
+
+def hunyuan(fields: Fields) -> ModelArch:
+    """Hunyuan: Llama's form with norms of rotated heads; `alpha` stretches the base of rotation."""
+    bias = fields.flag("attention_bias", default=False)
+    fields.only("use_qk_norm", True)
+    fields.only("mlp_bias", False)
+    return read_decoder(
+        with_alpha(fields),
+        windows=no_windows(fields),
+        defaults=Defaults(fields.count("num_attention_heads"), eps=1e-5),
+        biases=Biases(qkv=bias, o=bias),
+        qk_norm=QkNorm.ROTATED_HEAD,
+    )
 
 
 def qwen2(fields: Fields) -> ModelArch:

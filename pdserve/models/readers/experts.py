@@ -16,6 +16,7 @@ from pdserve.models.readers.decoder import (
     window_of,
     windows_of,
 )
+from pdserve.models.readers.dense import hunyuan
 from pdserve.models.readers.rope import mscale_of, rope_section
 
 if TYPE_CHECKING:
@@ -130,6 +131,55 @@ def gpt_oss(fields: Fields) -> ModelArch:
             truncate=False,
         )
     return msgspec.structs.replace(arch, attention_sinks=True, rope=rope)
+
+
+def qwen2_moe(fields: Fields) -> ModelArch:
+    """Qwen2-MoE: experts as in Qwen3-MoE, beside shared ones with a gate; biases on q, k and v."""
+    fields.only("use_sliding_window", False)
+    fields = fields.with_defaults(
+        num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, num_key_value_heads=16
+    )
+    arch = qwen3_moe(fields)
+    moe = arch.moe
+    if moe is not None:
+        shared = fields.count("shared_expert_intermediate_size", 5632)
+        moe = msgspec.structs.replace(moe, shared_intermediate_size=shared, shared_gate=True)
+    bias = fields.flag("qkv_bias", default=True)
+    return msgspec.structs.replace(arch, moe=moe, qkv_bias=bias, o_bias=False, qk_norm=QkNorm.NONE)
+
+
+def hunyuan_moe(fields: Fields) -> ModelArch:
+    """Hunyuan with experts: a shared one of the same size in each layer."""
+    num_layers, inner = fields.count("num_hidden_layers"), fields.count("intermediate_size")
+
+    def same(name: str, default: int) -> int:
+        """A number, or a list with it for each layer."""
+        value = fields.get(name)
+        if not isinstance(value, list):
+            return fields.count(name, default)
+        if len(value) != num_layers or any(each != value[0] for each in value):
+            raise fields.error(name, value, f"{num_layers} times the same number is supported")
+        return fields.replaced(**{name: value[0]}).count(name)
+
+    fields.only("use_mixed_mlp_moe", True)
+    for name in ("use_cla", "group_limited_greedy"):
+        fields.only(name, False)
+    for name, value in (
+        ("moe_intermediate_size", inner),
+        ("num_shared_expert", 1),
+        ("moe_layer_num_skipped", 0),
+    ):
+        if fields.get(name) is not None and same(name, value) != value:
+            raise fields.error(name, fields.get(name), f"only {value} is supported")
+    moe = read_moe(
+        fields,
+        (True,) * num_layers,
+        num_experts=same("num_experts", 1),
+        top_k=same("moe_topk", 1),
+        intermediate_size=inner,
+        shared_intermediate_size=inner,
+    )
+    return msgspec.structs.replace(hunyuan(fields), moe=moe)
 
 
 def minimax_m2(fields: Fields) -> ModelArch:

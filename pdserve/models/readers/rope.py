@@ -126,6 +126,20 @@ def read_ropes(fields: Fields, *, thetas: tuple[float, float]) -> tuple[Fields, 
     return full, sliding
 
 
+def with_alpha(fields: Fields) -> Fields:
+    """The same fields, with Hunyuan's `alpha` of a "dynamic" rotation as a base of wavelengths."""
+    scaling = rope_section(fields)
+    if scaling is None or (scaling.get("rope_type") or scaling.get("type")) != "dynamic":
+        return fields
+    for name, neutral in (("factor", 1), ("mscale", 1), ("mscale_all_dim", 1)):
+        scaling.only(name, neutral, float(neutral))
+    heads = fields.count("num_attention_heads")
+    dim = fields.count("head_dim", fields.count("hidden_size") // heads)
+    theta = scaling.above(1, "rope_theta", fields.above(1, "rope_theta", 10_000.0))
+    stretched = theta * scaling.above(0, "alpha") ** (dim / (dim - 2))
+    return fields.replaced(rope_parameters=None, rope_scaling=None, rope_theta=stretched)
+
+
 def read_partial_rotary(fields: Fields, default: float | None) -> float:
     """Read which share of a head is rotated.
 
