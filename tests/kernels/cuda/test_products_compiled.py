@@ -212,7 +212,7 @@ def _by_row(found: dict[str, list[gate.Compiled]]) -> dict[str, gate.Compiled]:
 
 
 def _check_product(name: str, kernel: gate.Compiled) -> None:
-    """It runs on tensor cores, and copies whole tiles or 16 bytes at once."""
+    """It runs on tensor cores, and copies whole tiles or, but for scales, 16 bytes at once."""
     wanted = ROWS[name]
     assert kernel.spilled == 0, name
     assert kernel.registers <= wanted.registers, name
@@ -220,7 +220,8 @@ def _check_product(name: str, kernel: gate.Compiled) -> None:
     assert kernel.count(wanted.opcode) > 0, name
     assert kernel.count(wanted.loads) > 0, name
     copies = kernel.count("LDGSTS")
-    assert kernel.copies_of_16_bytes() == copies, name
+    of_scales = copies / 4 if "FP8" in name else 0
+    assert copies - kernel.copies_of_16_bytes() <= of_scales, name
     assert (copies == 0) == (wanted.loads == TMA), name
     assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == wanted.waits, name
 
