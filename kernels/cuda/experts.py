@@ -7,6 +7,7 @@ programs without work end at once. A graph can capture all launches.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from pdserve.kernels.cuda.moe import (
 from pdserve.kernels.cuda.sizes import divided_up, next_power_of_2
 from pdserve.kernels.cuda.tiles import experts_tiles
 from pdserve.kernels.fp8 import Fp8Weight
-from pdserve.kernels.reference.moe import PLAIN, ExpertForm, PackedExperts
+from pdserve.kernels.reference.moe import PackedExperts
 
 _MOST_PARTS_BYTES = 512 << 20
 """Limit for the experts' unsummed results; more tokens are computed in several rounds."""
@@ -46,18 +47,9 @@ class CudaExperts(PackedExperts):
         NotTakenError: The dtype is none of bf16, fp16 and fp32.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        width: int,
-        inner: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        form: ExpertForm = PLAIN,
-    ) -> None:
-        check_float(dtype)
-        super().__init__(num_experts, width, inner, dtype=dtype, device=device, form=form)
+    def __init__(self, *sizes: int, **fields: Any) -> None:
+        check_float(fields["dtype"])
+        super().__init__(*sizes, **fields)
 
     def _allocate(self, num_experts: int, device: torch.device) -> None:
         self._bytes = torch.empty((num_experts, 0), dtype=torch.uint8, device=device)
