@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 READY_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 60.0
 # A proxy says the same of its engines.
-_READY = re.compile(r"(?:(?<!engine )ready url=|Listening on )(https?://[^\s(]+)")
+_READY = re.compile(r"(?:(?<!engine )(?<!not )ready url=|Listening on )(https?://[^\s(]+)")
 
 
 @dataclass
