@@ -14,6 +14,8 @@ from tests.kernels.fp8_weights import CPU, experts, linears, routed, scaled
 KERNELS = KernelBackend(name="cuda", description="", linear=CudaLinear, experts=CudaExperts)
 
 
+# Tiles of kept and of widened weights differ in depth, which only the interpreter's own sums show.
+@pytest.mark.usefixtures("hopper_products")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("run", [128, WHOLE_ROW])
