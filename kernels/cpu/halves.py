@@ -19,8 +19,8 @@ from pdserve.kernels.cpu.marshal import (
     sinks_address,
     type_code,
 )
+from pdserve.kernels.gates import Activation
 from pdserve.kernels.ops import Ops
-from pdserve.kernels.reference.activation import MlpGate
 from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, MlpWeights
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.step import StepInputs
@@ -71,7 +71,7 @@ class CpuMlp(Mlp):
         self._kind = type_code(weights.gate_up.dtype)
         self._norm_kind = norm_type(weights.gate_up.dtype, weights.norm)
         self._gate_up, self._down = gate_up, down
-        self._is_gelu = weights.gate is MlpGate.GELU_TANH
+        self._is_gelu = weights.gate is Activation.GELU_TANH
 
     def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """See `Mlp.__call__`."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from pdserve.kernels.backend import KernelBackend, KernelsUnavailableError, hash_of_sources
+from pdserve.kernels.gates import Activation
 from pdserve.kernels.ops import Ops, SamplingOps
-from pdserve.kernels.reference.activation import MlpGate
 from pdserve.kernels.reference.halves import Mlp, MlpWeights
 
 
@@ -45,7 +45,7 @@ def load(device: torch.device, progress: Callable[[str], None]) -> KernelBackend
 
     def make_mlp(ops: Ops, weights: MlpWeights) -> Mlp:
         """Only SiLU is gated inside of a product."""
-        is_silu = weights.gate is MlpGate.SILU
+        is_silu = weights.gate is Activation.SILU
         return halves.make_mlp(ops, weights) if is_silu else Mlp(ops, weights)
 
     compiler = f"Triton {triton.__version__}"

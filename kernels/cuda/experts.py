@@ -133,7 +133,6 @@ class CudaExperts(PackedExperts):
         return out
 
     def _sum_experts(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-        self._prepare(None)
         num_tokens, top_k = ids.shape
         num_experts, width, inner = self._down.shape
         num_ids = ids.numel()

@@ -184,7 +184,9 @@ def multiply(
     num_rows, num_heads, depth = x.shape
     num_cols = weight.shape[1]
     x_tiles = weight_tiles = extra_tiles = None
-    if tile.described and num_heads == 1 and scales is None:
+    if scales is not None:
+        tile = tile.for_fp8()
+    if tile.described and num_heads == 1:
         kept = kept or Descriptors(weight[0])
         x_tiles, weight_tiles = descriptors_of(x[:, 0], weight[0], tile, kept)
         if tile.extra_cols and weight_tiles:
@@ -332,7 +334,9 @@ def multiply_gated(
     num_rows, depth = x.shape
     inner = len(weight) // 2
     x_tiles = weight_tiles = None
-    if tile.described and scales is None:
+    if scales is not None:
+        tile = tile.for_fp8()
+    if tile.described:
         x_tiles, weight_tiles = descriptors_of(x, weight, tile, kept)
     launch(
         multiply_gated_kernel,
@@ -403,14 +407,10 @@ class CudaLinear(PackedLinear):
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `PackedLinear.__call__`."""
         self._check(x, out)
-        if not len(self._weight):
-            self.keep()
         num_rows = len(x)
         if out is None:
             out = torch.empty((num_rows, self.out_features), dtype=self.out_dtype, device=x.device)
         tile = linear_tile(num_rows, self.out_features, self.dtype)
-        if self._scales is not None:
-            tile = tile.for_fp8()
         multiply(
             x[:, None],
             self._weight[None],
@@ -429,12 +429,8 @@ class CudaLinear(PackedLinear):
             TypeError: As for a call.
         """
         self._check(x, None)
-        if not len(self._weight):
-            self.keep()
         out = empty_rows(len(x), self.out_features // 2, x)
         tile = gated_tile(len(x), self.dtype)
-        if self._scales is not None:
-            tile = tile.for_fp8()
         kept, scales = self._descriptors, self._scales
         multiply_gated(x, self._weight, self._bias, out, tile, kept, scales=scales)
         return out

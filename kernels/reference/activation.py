@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-
-class MlpGate(enum.Enum):
-    """The activation of a gated MLP."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pdserve.kernels.gates import Activation
 from pdserve.kernels.ops import Ops
-from pdserve.kernels.reference.activation import MlpGate
 from pdserve.kernels.reference.attention import PLAIN, AttentionForm
 from pdserve.kernels.reference.linear import PackedLinear
 from pdserve.kernels.step import StepInputs
@@ -36,7 +36,7 @@ class MlpWeights:
     eps: float
     gate_up: PackedLinear
     down: PackedLinear
-    gate: MlpGate = MlpGate.SILU
+    gate: Activation = Activation.SILU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Mlp:
     def after_norm(self, normed: Tensor) -> Tensor:
         """Run what follows the norm: ``[T, D] -> [T, D]``."""
         weights = self._weights
-        is_silu = weights.gate is MlpGate.SILU
+        is_silu = weights.gate is Activation.SILU
         gated = self._ops.silu_and_mul if is_silu else self._ops.gelu_and_mul
         return weights.down(gated(weights.gate_up(normed)))
 

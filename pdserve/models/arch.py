@@ -11,6 +11,7 @@ import hashlib
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.kernels.gates import Activation
 
 
 class RopeKind(enum.Enum):
@@ -45,13 +46,6 @@ class RopeArch(msgspec.Struct, frozen=True, kw_only=True):
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
-
-
-class Activation(enum.Enum):
-    """The gate of dense feed-forward layers."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
 
 
 class FarQueriesArch(msgspec.Struct, frozen=True, kw_only=True):

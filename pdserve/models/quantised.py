@@ -1,4 +1,4 @@
-"""Which format of quantised weights a `config.json` names; they are widened as they are read."""
+"""Which format of quantised weights a `config.json` names; most are widened as they are read."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 The scales are those of rows, columns or blocks, and zero points may be subtracted first:
 `(numbers - zeros) * scale`, which is rounded once, to the dtype of the rest of the checkpoint. The
-engine computes, and uses memory, as with such a checkpoint. Integers are packed as
-compressed-tensors, GPTQ and AWQ do it (`pack_to_int32` of compressed-tensors 0.20; `pack_block` of
-GPTQModel; `WQLinear_GEMM.from_linear` of AutoAWQ 0.2.9); 4-bit floats as compressed-tensors' NVFP4.
+engine computes as with such a checkpoint, and uses its memory, except where it keeps FP8. Integers
+are packed as compressed-tensors, GPTQ and AWQ do it (`pack_to_int32` of compressed-tensors 0.20;
+`pack_block` of GPTQModel; `WQLinear_GEMM.from_linear` of AutoAWQ 0.2.9); 4-bit floats as
+compressed-tensors' NVFP4.
 """
 
 from __future__ import annotations

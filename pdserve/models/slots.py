@@ -21,11 +21,14 @@ class Keep:
 
     Attributes:
         layer: The same for all slots of a layer.
+        num_slots: How many weights it has. If one of them is changed as it loads, and so has no
+            `Keep`, none is kept.
         dtype: What the layer widens it to.
         load: Copies its argument, as `Slot.load` does.
     """
 
     layer: Hashable
+    num_slots: int
     dtype: torch.dtype
     load: Callable[[Fp8Weight], None]
 

@@ -309,16 +309,21 @@ class Checkpoint:
 
     def _kept(self, slots: Mapping[str, Slot]) -> set[str]:
         """Names of the weights that stay in FP8: those of layers that can keep all of theirs."""
-        runs: dict[Hashable, set[int | None]] = {}
+        runs: dict[Hashable, list[int | None]] = {}
         for name, slot in slots.items():
             if (keep := slot.keep) is not None:
                 scheme = self._scheme(name, slots) if name in self._quantised else None
                 run = None
                 if isinstance(scheme, ScaledMatrix) and keep.dtype == self.dtype:
                     run = scheme.run(slot.region)
-                runs.setdefault(keep.layer, set()).add(run)
-        layers = {layer for layer, found in runs.items() if len(found) == 1 and None not in found}
-        return {name for name, slot in slots.items() if slot.keep and slot.keep.layer in layers}
+                runs.setdefault(keep.layer, []).append(run)
+        return {
+            name
+            for name, slot in slots.items()
+            if (keep := slot.keep) is not None
+            and (found := runs[keep.layer])[0] is not None
+            and found == keep.num_slots * found[:1]
+        }
 
     def _read_apart(
         self, names: Collection[str], regions: Mapping[str, Region | None]

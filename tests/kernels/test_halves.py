@@ -7,7 +7,7 @@ import torch
 
 from pdserve.errors import InternalError
 from pdserve.kernels.cases.attention import attention_inputs, rope_table
-from pdserve.kernels.reference.activation import MlpGate
+from pdserve.kernels.gates import Activation
 from pdserve.kernels.reference.attention import AttentionForm
 from pdserve.kernels.reference.halves import Attention, AttentionWeights, Mlp, MlpWeights
 from pdserve.kernels.reference.linear import PackedLinear
@@ -30,16 +30,16 @@ def _linear(depth: int, cols: int, dtype: torch.dtype, *, bias: bool = False) ->
 @pytest.mark.parametrize(
     ("rows", "inner", "gate", "wide"),
     [
-        (0, 160, MlpGate.SILU, False),
-        (1, 160, MlpGate.SILU, False),
-        (7, 160, MlpGate.GELU_TANH, True),
-        (150, 160, MlpGate.SILU, False),
-        (150, 160, MlpGate.GELU_TANH, False),
-        (150, 168, MlpGate.SILU, True),
+        (0, 160, Activation.SILU, False),
+        (1, 160, Activation.SILU, False),
+        (7, 160, Activation.GELU_TANH, True),
+        (150, 160, Activation.SILU, False),
+        (150, 160, Activation.GELU_TANH, False),
+        (150, 168, Activation.SILU, True),
     ],
 )
 def test_mlp(
-    dtype: torch.dtype, add: bool, rows: int, inner: int, gate: MlpGate, wide: bool
+    dtype: torch.dtype, add: bool, rows: int, inner: int, gate: Activation, wide: bool
 ) -> None:
     up, down = _linear(WIDTH, 2 * inner, dtype, bias=True), _linear(inner, WIDTH, dtype)
     norm = torch.randn(WIDTH).to(torch.float32 if wide else dtype)

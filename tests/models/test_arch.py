@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.kernels.gates import Activation
 from pdserve.models.arch import (
-    Activation,
     FarQueriesArch,
     GluArch,
     GroupScore,

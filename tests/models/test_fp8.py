@@ -150,7 +150,7 @@ def _slots(dtype: torch.dtype, found: list[Any]) -> dict[str, Slot]:
 
     def slot(columns: slice) -> Slot:
         region = slice(None), columns
-        return Slot((64, 96), found.append, region, Keep("layer", dtype, found.append))
+        return Slot((64, 96), found.append, region, Keep("layer", 2, dtype, found.append))
 
     return {"model.a": slot(slice(32, 96)), "model.b": slot(slice(32, 96))}
 
@@ -190,6 +190,10 @@ def test_a_layer_keeps_all_of_its_weights_or_none(tmp_path: Path) -> None:
     assert _kinds(tmp_path, {**slots, "model.b": amid_a_block}, found) == {torch.Tensor}
 
     found.clear()
+    changed = Slot((64, 96), found.append, slots["model.b"].region)
+    assert _kinds(tmp_path, {**slots, "model.b": changed}, found) == {torch.Tensor}
+
+    found.clear()
     _write_two(tmp_path, is_b_fp8=False)
     assert _kinds(tmp_path, slots, found) == {torch.Tensor}
 
@@ -200,7 +204,7 @@ def test_nan_in_a_kept_weight_is_refused_by_name(tmp_path: Path) -> None:
 
     _write_two(tmp_path)
     slots = {
-        name: replace(slot, keep=Keep("layer", torch.bfloat16, load_kept))
+        name: replace(slot, keep=Keep("layer", 2, torch.bfloat16, load_kept))
         for name, slot in _slots(torch.bfloat16, []).items()
     }
     with pytest.raises(ConfigError, match=r"model\.a has NaN"):

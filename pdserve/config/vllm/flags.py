@@ -215,7 +215,7 @@ ABSENT_SPECULATIVE_KEYS: Final = {
 """Keys of `--speculative-config` that are not supported."""
 
 ABSENT: Final = {
-    "config.json says how weights are quantised; they get the checkpoint's other dtype": """
+    "config.json says how weights are quantised; kernels compute in the dtype of the others": """
         quantization quantization-config allow-deprecated-quantization quantization-param-path
         kv-cache-dtype-skip-layers calculate-kv-scales
     """,

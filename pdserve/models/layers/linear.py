@@ -103,7 +103,9 @@ class Linear:
         shape = (part.num_rows, self._in_features)
         region = _slice(part.rows), _slice(self._columns)
         placement = self._placement
-        keep = Keep(self, placement.dtype, load) if placement.kernels.keeps_fp8 else None
+        keep = None
+        if placement.kernels.keeps_fp8:
+            keep = Keep(self, len(self._parts), placement.dtype, load)
         return Slot(shape, load, region, keep)
 
     def _bias_slot(self, first: int, part: Rows) -> Slot:
@@ -180,18 +182,10 @@ class QKV(Linear):
         """See `Linear.slots`."""
         for name, slot in super().slots(prefix):
             is_rotated = name.removeprefix(prefix).startswith(("q_proj", "k_proj"))
-            yield name, self._reordered(slot) if is_rotated else slot
-
-    def _reordered(self, slot: Slot) -> Slot:
-        load, order = slot.load, self._order
-        if load is None or order is None:
-            return slot
-
-        def load_heads(tensor: Tensor) -> None:
-            heads = tensor.reshape(-1, len(order), *tensor.shape[1:])
-            load(heads[:, order].flatten(0, 1))
-
-        return Slot(slot.shape, load_heads, slot.region)
+            yield (
+                name,
+                slot if self._order is None or not is_rotated else in_order(slot, self._order),
+            )
 
 
 class RowParallel(Linear):
@@ -223,6 +217,24 @@ class RowParallel(Linear):
             bias=bias,
             adds_bias=placement.world.tp.is_first,
         )
+
+
+def in_order(slot: Slot, order: Tensor) -> Slot:
+    """Return a slot whose rows are reordered as they load.
+
+    Args:
+        slot: Of heads of as many rows as `order` has.
+        order: Which row of a head comes first, and so on.
+    """
+    load = slot.load
+    if load is None:
+        return slot
+
+    def load_heads(tensor: Tensor) -> None:
+        heads = tensor.reshape(-1, len(order), *tensor.shape[1:])
+        load(heads[:, order].flatten(0, 1))
+
+    return Slot(slot.shape, load_heads, slot.region)
 
 
 def kv_heads_of(num_kv_heads: int, placement: Placement) -> range:

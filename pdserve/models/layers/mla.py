@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.models.layers.linear import Linear, RowParallel, Rows
+from pdserve.models.layers.linear import Linear, RowParallel, Rows, in_order
 from pdserve.models.layers.parameter import Parameter
 from pdserve.models.slots import Slot
 
@@ -126,16 +126,11 @@ class LatentAttention:
         Args:
             slot: Slot whose rows are heads, each of `kept` elements and then the rotated ones.
         """
-        if not self._mla.interleaved_rope or slot.load is None:
+        if not self._mla.interleaved_rope:
             return slot
         end = kept + self._mla.qk_rope_head_dim
         order = torch.tensor([*range(kept), *range(kept, end, 2), *range(kept + 1, end, 2)])
-        load_in_order = slot.load
-
-        def load(tensor: Tensor) -> None:
-            load_in_order(tensor.reshape(-1, end, *tensor.shape[1:])[:, order].flatten(0, 1))
-
-        return Slot(slot.shape, load, slot.region)
+        return in_order(slot, order)
 
     def _load_kv_b(self, tensor: Tensor) -> None:
         nope, device = self._mla.qk_nope_head_dim, self._placement.device

@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pdserve.kernels.reference.activation import MlpGate
 from pdserve.kernels.reference.halves import MlpWeights
-from pdserve.models.arch import Activation
 from pdserve.models.layers.linear import ColumnParallel, RowParallel
 from pdserve.models.layers.norm import norm_weight
 
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
     from pdserve.models.slots import Slot
 
 
-_GATES = {Activation.SILU: MlpGate.SILU, Activation.GELU_TANH: MlpGate.GELU_TANH}
-
-
 class GatedMLP:
     """`down(activation(gate(norm(x))) * up(norm(x)))`."""
 
@@ -33,7 +28,7 @@ class GatedMLP:
         self._norm = (
             norm_weight(arch.norms, arch.hidden_size, placement) if arch.norms.before else None
         )
-        self._gate = _GATES[arch.activation]
+        self._gate = arch.activation
         self._eps = arch.rms_norm_eps
         self._gate_up = ColumnParallel(
             arch.hidden_size, {"gate_proj": inner, "up_proj": inner}, placement, bias=bias

@@ -218,7 +218,7 @@ class RoutedExperts:
         """Yield how to load each expert; experts on other ranks are not loaded."""
         inner, hidden_size = self._whole
         mine, everything = slice(self._inner.start, self._inner.stop), slice(None)
-        placement = self._placement
+        placement, num_slots = self._placement, 3 * self._num_experts
         for expert in range(self._num_experts):
             copies = self._copies.get(expert, [])
             for part, shape, region in (
@@ -227,7 +227,9 @@ class RoutedExperts:
                 ("down", (hidden_size, inner), (everything, mine)),
             ):
                 load = self._loader(part, copies)
-                keep = Keep(self, placement.dtype, load) if placement.kernels.keeps_fp8 else None
+                keep = None
+                if placement.kernels.keeps_fp8:
+                    keep = Keep(self, num_slots, placement.dtype, load)
                 slot = Slot(shape, load if copies else None, region, keep)
                 yield f"{prefix}{expert}.{part}_proj.weight", slot
                 if self._form.has_bias:

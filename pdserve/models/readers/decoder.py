@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.models.arch import Activation, ModelArch, QkNorm
+from pdserve.kernels.gates import Activation
+from pdserve.models.arch import ModelArch, QkNorm
 from pdserve.models.quantised import read_quantised
 from pdserve.models.readers.rope import read_partial_rotary, read_rope
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.models.arch import Activation, NormArch, QkNorm
+from pdserve.kernels.gates import Activation
+from pdserve.models.arch import NormArch, QkNorm
 from pdserve.models.readers.decoder import Biases, Defaults, no_windows, read_decoder, windows_of
 from pdserve.models.readers.rope import read_rope, read_ropes
 

@@ -103,6 +103,7 @@ def every_call() -> gate.Calls:
         out_dtype: torch.dtype | None = None,
     ) -> None:
         layer = CudaLinear(n, 4096, dtype=dtype, device=META, out_dtype=out_dtype)
+        layer.keep()
         layer(empty_rows(m, 4096, empty(0, dtype=dtype)))
 
     fp8 = Fp8Weight(empty(1, 4096, dtype=torch.float8_e4m3fn), torch.empty(1, 32), 128)
